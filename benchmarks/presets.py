@@ -23,6 +23,7 @@ from statistics import mean
 from typing import Any
 
 from tunesmith.config.load import load_config
+from tunesmith.config.presets import PRESETS
 from tunesmith.config.schema import RLConfig
 from tunesmith.guide.recipes.arithmetic import (
     ANSWER,
@@ -31,7 +32,6 @@ from tunesmith.guide.recipes.arithmetic import (
     write_examples,
     write_tasks,
 )
-from tunesmith.learn.algorithms.presets import PRESETS
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.machines import machine

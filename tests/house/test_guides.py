@@ -18,9 +18,9 @@ from tunesmith.config.commands import (
     RMConfig,
     SampledDistillConfig,
 )
+from tunesmith.config.presets import PRESETS
 from tunesmith.config.reading.describe import field_at
 from tunesmith.config.schema import RLConfig, SFTConfig
-from tunesmith.learn.algorithms.presets import PRESETS
 from tunesmith.records.catalogue import CATALOGUE
 from tunesmith.records.doctor.answers import ROUND, RUN
 from tunesmith.records.doctor.findings import RULES

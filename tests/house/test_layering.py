@@ -32,13 +32,6 @@ FLOORS = {
     "__main__": 8,
     "": 8,
 }
-RISING = {
-    ("config/algorithm.py", "learn"),
-    ("config/load.py", "guide"),
-    ("learn/algorithms/presets.py", "guide"),
-    ("plan/rules/situation.py", "learn"),
-}
-"""Files that import a wing above their own."""
 BELOW_MODELS = ("kernels", "parallel", "cpu")
 LAYOUT = ("forest", "openmp")
 """What rooms of ``models/`` may import of the files beside them."""
@@ -137,7 +130,6 @@ def test_imports_point_downward() -> None:
         for path in modules()
         for line, name in own_imports(path)
         if (not name or name[0] in FLOORS) and floor(name) > floor(dotted(path))
-        if (relative(path), name[0] if name else "") not in RISING
     ]
     assert not upward, "\n".join(upward)
 

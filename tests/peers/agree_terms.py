@@ -34,10 +34,11 @@ from tests.peers.cases import (
 from tests.peers.openrlhf_models import loss as openrlhf
 from tests.peers.openrlhf_models import utils
 from tests.peers.verl_losses import AGGREGATIONS, actor_config, verl_loss
+from tunesmith.config.families import OverlongRamp
 from tunesmith.learn.algorithms.corrections import Correction, correction_weights
 from tunesmith.learn.algorithms.kl import KLController, kl_loss, kl_values
 from tunesmith.learn.algorithms.objective import ValueObjective
-from tunesmith.learn.algorithms.shaping import OverlongRamp, stop_properly
+from tunesmith.learn.algorithms.shaping import overlong_penalty, stop_properly
 from tunesmith.models.head import Head, LogitScale, fused_logprobs
 
 seeds = pytest.mark.parametrize("seed", SEEDS)
@@ -351,7 +352,8 @@ def agree_overlong_penalty(seed: int) -> None:
     length_penalty.apply_overlong_penalty([theirs], 100, 40, 0.5)
     ramp = OverlongRamp(buffer=40, factor=0.5)
     found = [
-        r + ramp.penalty(n, 100) for r, n in zip(rewards.tolist(), lengths.tolist(), strict=True)
+        r + overlong_penalty(ramp, n, 100)
+        for r, n in zip(rewards.tolist(), lengths.tolist(), strict=True)
     ]
     assert found == pytest.approx(theirs.rewards.tolist())
     assert (theirs.rewards != rewards).any()

@@ -17,9 +17,9 @@ from tunesmith.learn.algorithms.aggregation import weigh
 from tunesmith.learn.algorithms.losses import Loss
 from tunesmith.learn.algorithms.objective import Objective, policy_objective, prepare_columns
 from tunesmith.learn.algorithms.outcomes import Floats, Outcome
-from tunesmith.learn.algorithms.resolve import resolve_algorithm
 from tunesmith.learn.data.batch import Batch
 from tunesmith.models.forest import Predictions
+from tunesmith.plan.derive.algorithm import resolve_algorithm
 from tunesmith.types import Sample
 
 MAX_NEW_TOKENS = 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tunesmith.config.algorithm import AlgorithmSection
-from tunesmith.learn.algorithms.resolve import resolve_algorithm
+from tunesmith.plan.derive.algorithm import resolve_algorithm
 
 
 def section(**keys: Any) -> AlgorithmSection:

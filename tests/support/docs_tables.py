@@ -15,8 +15,8 @@ from typing import Any
 from tests.support.hardware_table import GPUS, rows
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
+from tunesmith.config.presets import NEEDS, PRESETS
 from tunesmith.guide.explain.settings import settings_of
-from tunesmith.learn.algorithms.presets import NEEDS, PRESETS
 from tunesmith.models.families import KNOWN, REFUSED
 from tunesmith.plan.layout.profiles import SYSTEM_PROFILES, ProfileValue
 from tunesmith.records.catalogue import CATALOGUE

@@ -99,41 +99,16 @@ def _about_options(command: str, options: Sequence[tuple[str, list[str]]], known
     """A message with the right setting for each unknown option; ``known`` are the command's own
     options."""
     from tunesmith.config.commands import KINDS
+    from tunesmith.config.reading.answers import answers
 
     lines: list[str] = []
     for option, values in options:
         own = closest(option.replace("_", "-"), [k for k in known if k.startswith("--")], 0.85)
-        instead = f"did you mean {own}?" if own else _instead(KINDS.get(command), option, values)
+        instead = f"did you mean {own}?"
+        if not own:
+            instead = answers().option(KINDS.get(command), option, values)
         lines.append(f"  {' '.join((option, *values))}: {instead}")
     return (
         "No such option. Settings are written section.key=value, after the run file:\n"
         + "\n".join(lines)
     )
-
-
-def _instead(kind: Any, option: str, values: Sequence[str]) -> str:
-    """What to write in place of an option with its values: an override, unless its value has
-    another form here."""
-    from tunesmith.guide.names.unknown import answer, find, rule_of
-
-    ours = find(kind, option)
-    if not ours.keys or any(m.how for m in ours.meanings):
-        return answer(kind, option) or "unknown; tunesmith keys lists the settings"
-    if not ours.sure:
-        return f"did you mean {' or '.join(f'{key}=...' for key in ours.keys)}?"
-    rules = "; or ".join(
-        dict.fromkeys(rule_of(m) for m in ours.meanings if rule_of(m) and not m.value)
-    )
-    written = [shlex.quote(f"{key}={_value(ours.meanings, values)}") for key in ours.keys]
-    return f"write {' '.join(written)}{f' ({rules})' if rules else ''}"
-
-
-def _value(meanings: Sequence[Any], values: Sequence[str]) -> str:
-    """The value of an override; an option without a value is a flag that is set."""
-    fixed = [m.value for m in meanings if m.value]
-    if fixed:
-        return fixed[0]
-    value = values[0] if len(values) == 1 else f"[{', '.join(values)}]" if values else "true"
-    if any(m.inverted for m in meanings) and value.lower() in ("true", "false"):
-        return "false" if value.lower() == "true" else "true"
-    return value

@@ -91,7 +91,7 @@ def presets(
 
     Example: tunesmith presets grpo dapo
     """
-    from tunesmith.learn.algorithms.presets import PRESETS, find_preset
+    from tunesmith.config.presets import PRESETS, find_preset
     from tunesmith.records.toml import toml_value
 
     for name in names or PRESETS:

@@ -12,15 +12,18 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticUseDefault
 
 from tunesmith.config.choice import Choice, on_is_a_table
+from tunesmith.config.families import (
+    KL,
+    AdvantageChoice,
+    CorrectionChoice,
+    DynamicFilter,
+    LossChoice,
+    OverlongRamp,
+    ReferenceKL,
+)
+from tunesmith.config.presets import find_preset
 from tunesmith.config.section import Section, derived
 from tunesmith.config.values import Count, GradNorm, Rate, Share, Text, at_most
-from tunesmith.learn.algorithms.advantages import Estimator
-from tunesmith.learn.algorithms.corrections import Correction
-from tunesmith.learn.algorithms.filtering import DynamicFilter
-from tunesmith.learn.algorithms.kl import KL, ReferenceKL
-from tunesmith.learn.algorithms.losses import Loss
-from tunesmith.learn.algorithms.presets import find_preset
-from tunesmith.learn.algorithms.shaping import OverlongRamp
 
 Aggregation = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
@@ -28,17 +31,20 @@ Aggregation = Literal[
 
 
 class AlgorithmSection(Section):
-    """``[algorithm]``; omitted keys come from the preset (``resolve_algorithm``)."""
+    """``[algorithm]``; omitted keys come from the preset (``plan.derive.algorithm``)."""
 
     families: ClassVar[Mapping[str, type[Choice]]] = {
-        "advantage": Estimator, "loss": Loss, "kl": KL, "correction": Correction,
-    }  # fmt: skip
+        "advantage": AdvantageChoice,
+        "loss": LossChoice,
+        "kl": KL,
+        "correction": CorrectionChoice,
+    }
 
     name: Text = "grpo"
     """A preset, ``file.toml`` or ``file.py:NAME``: fills in every omitted key below."""
-    advantage: Estimator = derived()
+    advantage: AdvantageChoice = derived()
     """The advantage estimator."""
-    loss: Loss = derived()
+    loss: LossChoice = derived()
     """The policy loss."""
     aggregation: Aggregation = derived()
     """How token losses are averaged."""
@@ -46,7 +52,7 @@ class AlgorithmSection(Section):
     """The KL to a reference: a loss term, a reward penalty, or none."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
-    correction: Correction = derived()
+    correction: CorrectionChoice = derived()
     """Per-token weight that corrects for the difference between trainer and sampler (needs
     ``decoupled``)."""
     decoupled: bool = derived()

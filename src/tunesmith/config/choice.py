@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -30,8 +31,10 @@ class Choice(Section):
 
     what: ClassVar[str] = ""
     """The family's name in messages, such as "loss"; only families set it."""
+    home: ClassVar[str] = ""
+    """The class that its types extend, if another wing defines them; imported on first use."""
     types: ClassVar[dict[str, type[Any]]] = {}
-    """The family's types in the package, by name."""
+    """The family's types in the package, by name; complete once ``base`` has been called."""
     usual: ClassVar[str] = ""
     """The default type of a table without ``type``, if the preset has none either."""
     open_to_users: ClassVar[bool] = True
@@ -95,39 +98,53 @@ class Choice(Section):
         return choice
 
     @classmethod
+    def base(cls) -> type[Self]:
+        """The class that the family's types extend: its home, or the family itself."""
+        if not cls.home:
+            return cls.family
+        module, _, name = cls.home.rpartition(".")
+        return getattr(import_module(module), name)
+
+    @classmethod
+    def named(cls) -> dict[str, type[Self]]:
+        """The family's types in the package, by name."""
+        cls.base()
+        return cls.types
+
+    @classmethod
     def typed(cls, name: object) -> type[Self]:
         """The class of a name or reference."""
         if cls.open_to_users and isinstance(name, str) and ":" in name:
             return cls._loaded(name)
         if not name:
             raise ValueError(
-                f"the table has no type; set type to one of {', '.join(map(repr, cls.types))}"
+                f"the table has no type; set type to one of {', '.join(map(repr, cls.named()))}"
             )
-        if not isinstance(name, str) or name not in cls.types:
+        if not isinstance(name, str) or name not in cls.named():
             raise PydanticCustomError("choice_type", "unknown type", {"name": name})
-        return cls.types[name]
+        return cls.named()[name]
 
     @classmethod
     def _loaded(cls, reference: str) -> type[Self]:
         from tunesmith.config.objects import load_object
 
         kind = load_object(reference, Path.cwd())
-        base = f"{cls.__module__}.{cls.__name__}"
+        base = cls.base()
+        name = f"{base.__module__}.{base.__name__}"
         if not isinstance(kind, type):
-            raise ValueError(f"{reference} is not a class; a {cls.what} is a subclass of {base}")
-        problem = cls._problem_of(kind, base)
+            raise ValueError(f"{reference} is not a class; a {cls.what} is a subclass of {name}")
+        problem = f"{kind.__name__} is not a {cls.what}; make it a subclass of {name}"
+        if issubclass(kind, base):
+            problem = cls._problem_of(kind)
         if problem:
             place = f"{inspect.getsourcefile(kind)}, line {inspect.getsourcelines(kind)[1]}"
             raise ValueError(f"{place}: {problem}")
         kind.name = reference
-        return kind
+        return cast("type[Self]", kind)
 
     @classmethod
-    def _problem_of(cls, kind: type[Any], base: str) -> str:
-        """The problem with a user's class (its base, or one of its methods); empty if there is
-        none."""
-        if not issubclass(kind, cls):
-            return f"{kind.__name__} is not a {cls.what}; make it a subclass of {base}"
+    def _problem_of(cls, kind: type[Self]) -> str:
+        """The problem with a method of a user's class; empty if there is none."""
         ours = [
             each
             for each in kind.__mro__

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tunesmith.config.commands import KINDS, DistillConfig, all_keys, distill_kind
+from tunesmith.config.reading.answers import answers
 from tunesmith.config.reading.describe import choices_at, describe_at, show
 from tunesmith.config.reading.files import locate_files
 from tunesmith.config.reading.overriding import apply_overrides
@@ -33,8 +34,6 @@ from tunesmith.config.reading.shape import shape_problems
 from tunesmith.config.schema import RunConfig, SFTConfig
 from tunesmith.config.section import Section
 from tunesmith.errors import ConfigError, ProblemKind, boundary, closest, nearest, shortened
-from tunesmith.guide.names.foreign import refusal_of, value_of
-from tunesmith.guide.names.unknown import answer, explain_unknown, find
 from tunesmith.records.toml import toml_value
 
 C = TypeVar("C", bound=RunConfig)
@@ -142,7 +141,7 @@ def _unset_problems(kind: type[RunConfig], origins: Origins) -> Iterator[FilePro
     for path in origins.unset:
         name = dotted(path)
         if name not in kind.model_fields and name not in all_keys(kind, tables=True):
-            yield from explain_unknown(kind, path, None)
+            yield from answers().unknown_key(kind, path, None)
 
 
 def _problems_of(
@@ -156,7 +155,7 @@ def _problems_of(
         problem_kind: ProblemKind = "unknown" if error["type"] == "choice_key" else "invalid"
         match error["type"]:
             case "extra_forbidden":
-                problems += explain_unknown(kind, path, _at(data, path))
+                problems += answers().unknown_key(kind, path, _at(data, path))
                 continue
             case "missing" if isinstance(last, str):
                 path = (*path, last)
@@ -164,7 +163,10 @@ def _problems_of(
             case "value_error":
                 text = f"{dotted(path)}: {context.get('error', error['msg'])}"
             case "choice_key":
-                text = _unknown_to_choice(kind, path, error["msg"])
+                text = answers().unknown_in_table(kind, path)
+                if not text:
+                    end = "" if error["msg"].endswith("?") else "."
+                    text = f"{dotted(path)}: {error['msg']}{end}"
             case "choice_field" if context[
                 "missing"
             ]:  # what a choice's key may be depends on the type
@@ -179,26 +181,14 @@ def _problems_of(
     return problems
 
 
-def _unknown_to_choice(kind: type[RunConfig], path: KeyPath, text: str) -> str:
-    """The error for a key that a choice's type lacks; another framework may use its name for a key
-    of the table."""
-    name = dotted(path)
-    table = dotted(path[:-1])
-    known = find(kind, name).keys if name not in all_keys(kind) else ()
-    called = (
-        answer(kind, name) if known and all(key.startswith(f"{table}.") for key in known) else None
-    )
-    return called or f"{name}: {text}{'' if text.endswith('?') else '.'}"
-
-
 def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath = ()) -> str:
     """Args: inner: the path within ``kind``, if ``kind`` is only part of the configuration."""
     hint = ""
     inner = inner or path
     if isinstance(value, dict) and "type" in value:
         value = cast(Tree, value)["type"]
-    why = refusal_of(dotted(path), value)
-    ours = value_of(dotted(path), value)
+    why = answers().why_refused(dotted(path), value)
+    ours = answers().our_value(dotted(path), value)
     if ours:
         hint = f" Write {toml_value(ours)}."
     elif isinstance(value, str) and (choices := choices_at(kind, inner)):

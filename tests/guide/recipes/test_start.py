@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from tunesmith.cli.main import app
 from tunesmith.config.commands import KINDS, all_keys
 from tunesmith.config.load import find_kind, load_config
+from tunesmith.config.presets import PRESETS
 from tunesmith.config.system import VllmSection
 from tunesmith.errors import ConfigError
 from tunesmith.guide.explain.settings import settings_of
 from tunesmith.guide.recipes.start import HELD_OUT, STARTS, TRAIN, make_tiny_model, write_start
-from tunesmith.learn.algorithms.presets import PRESETS
 from tunesmith.learn.data.prepare import peek
 from tunesmith.learn.environments.loading import check_environment
 from tunesmith.models.families import KNOWN, REFUSED

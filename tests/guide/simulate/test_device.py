@@ -296,9 +296,7 @@ def test_a_wait_in_a_micro_batch_is_found(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(passes, "run", reading)
     waits = phases_of(tmp_path, "sft", STAGE(3), spec="2xH100-80GB")["train"].waits
-    found = [
-        key for key in waits if key.startswith("trainers/passes.py") and key.endswith(" item")
-    ]
+    found = [key for key in waits if key.startswith("trainers/passes.py") and key.endswith(" item")]
     assert len(found) == 1 and waits[found[0]] == MICROBATCHES
 
 

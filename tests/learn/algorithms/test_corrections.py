@@ -9,7 +9,7 @@ from tests.support.micro import random_batch
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.learn.algorithms.corrections import Correction, NoCorrection, correction_weights
 from tunesmith.learn.algorithms.objective import prepare_columns
-from tunesmith.learn.algorithms.resolve import resolve_algorithm
+from tunesmith.plan.derive.algorithm import resolve_algorithm
 
 NAMES = sorted(Correction.types.keys() - {"none"})
 WEIGHTS = [0.25, 1.0, 4.0, 1.5]  # product 1.5, geometric mean 1.5^(1/4) = 1.107

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tunesmith.config.families import DynamicFilter
 from tunesmith.learn.algorithms.advantages import GRPO
-from tunesmith.learn.algorithms.filtering import DynamicFilter, rollout_score
+from tunesmith.learn.algorithms.filtering import rollout_score, split
 from tunesmith.learn.algorithms.outcomes import Outcome
 from tunesmith.types import Completion, Rollout, RolloutGroup, Status, Task
 
@@ -44,7 +45,7 @@ def group(*scores: float) -> RolloutGroup:
 def test_a_group_stays_when_its_scores_differ_and_their_mean_is_strictly_between_the_bounds(
     scores: tuple[float, ...], low: float | None, high: float | None, expected: bool
 ) -> None:
-    kept, rejected = DynamicFilter(low=low, high=high).split([group(*scores)])
+    kept, rejected = split(DynamicFilter(low=low, high=high), [group(*scores)])
     assert (len(kept), len(rejected)) == (expected, not expected)
 
 
@@ -52,14 +53,14 @@ def test_a_group_stays_when_its_scores_differ_and_their_mean_is_strictly_between
 def test_without_bounds_exactly_the_groups_with_an_advantage_stay(scores: list[float]) -> None:
     made = group(*scores)
     advantages = GRPO()([Outcome(0, score, 1) for score in scores]).advantages
-    assert bool(DynamicFilter().split([made])[0]) == any(a.any() for a in advantages)
+    assert bool(split(DynamicFilter(), [made])[0]) == any(a.any() for a in advantages)
 
 
 def test_groups_are_split_in_order() -> None:
     groups = [group(0, 0), group(0, 1), group(1, 1), group(1, 0, 0)]
-    assert DynamicFilter().split(groups) == ([groups[1], groups[3]], [groups[0], groups[2]])
-    assert DynamicFilter(low=0.4, high=0.9).split(groups)[0] == [groups[1]]
-    assert DynamicFilter().split([]) == ([], [])
+    assert split(DynamicFilter(), groups) == ([groups[1], groups[3]], [groups[0], groups[2]])
+    assert split(DynamicFilter(low=0.4, high=0.9), groups)[0] == [groups[1]]
+    assert split(DynamicFilter(), []) == ([], [])
 
 
 def test_the_score_is_the_weighted_mean_of_raw_rewards() -> None:
@@ -74,5 +75,5 @@ def test_failed_rollouts_have_no_score() -> None:
     broken = rollout(0.0, exact=0.0)
     broken.fail(Status.REWARD_FAILED, "raised")
     mixed = RolloutGroup(TASK, [broken, rollout(1.0, exact=1.0)])
-    assert DynamicFilter().split([mixed])[0] == [], "of two only one has a score"
-    assert DynamicFilter().split([RolloutGroup(TASK, [broken])])[0] == []
+    assert split(DynamicFilter(), [mixed])[0] == [], "of two only one has a score"
+    assert split(DynamicFilter(), [RolloutGroup(TASK, [broken])])[0] == []

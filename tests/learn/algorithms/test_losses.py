@@ -27,11 +27,11 @@ from tunesmith.learn.algorithms.objective import (
     policy_objective,
     prepare_columns,
 )
-from tunesmith.learn.algorithms.resolve import resolve_algorithm
 from tunesmith.learn.data import micro_batches
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.micro_batches import build_forest
 from tunesmith.models.forest import Predictions
+from tunesmith.plan.derive.algorithm import resolve_algorithm
 
 LOSSES = sorted(Loss.types)
 AGGREGATIONS = (

@@ -20,8 +20,8 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError
 from tunesmith.learn.algorithms.objective import policy_objective, prepare_columns
-from tunesmith.learn.algorithms.resolve import resolve_algorithm
 from tunesmith.learn.data.batch import Batch
+from tunesmith.plan.derive.algorithm import resolve_algorithm
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 

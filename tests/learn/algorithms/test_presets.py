@@ -12,13 +12,13 @@ from tests.support.algorithms import algorithm, section
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings
 from tunesmith.config.algorithm import AlgorithmSection
+from tunesmith.config.families import KLInLoss, KLInReward, NoKL
+from tunesmith.config.presets import NEEDS, PRESETS
 from tunesmith.errors import ConfigError
 from tunesmith.learn.algorithms.advantages import GAE, Estimator
 from tunesmith.learn.algorithms.corrections import Correction, IcePop, TokenTruncate
-from tunesmith.learn.algorithms.kl import KLInLoss, KLInReward, NoKL
 from tunesmith.learn.algorithms.losses import GSPO, PPO, SAPO, Loss
-from tunesmith.learn.algorithms.presets import NEEDS, PRESETS
-from tunesmith.learn.algorithms.resolve import resolve_algorithm
+from tunesmith.plan.derive.algorithm import resolve_algorithm
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 
@@ -170,7 +170,7 @@ def test_every_type_says_what_it_is(family: type[Loss | Estimator | Correction])
 
 
 def test_presets_load_without_torch() -> None:
-    code = "import sys, tunesmith.learn.algorithms.presets; sys.exit('torch' in sys.modules)"
+    code = "import sys, tunesmith.config.presets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

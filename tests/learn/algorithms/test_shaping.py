@@ -2,7 +2,8 @@
 
 import pytest
 
-from tunesmith.learn.algorithms.shaping import OverlongRamp, clip_reward, stop_properly
+from tunesmith.config.families import OverlongRamp
+from tunesmith.learn.algorithms.shaping import clip_reward, overlong_penalty, stop_properly
 
 
 @pytest.mark.parametrize(
@@ -11,8 +12,8 @@ from tunesmith.learn.algorithms.shaping import OverlongRamp, clip_reward, stop_p
 )
 def test_overlong_ramp_falls_over_the_buffer_and_stays_down(length: int, penalty: float) -> None:
     # limit 100, buffer 20: exceed = length - 80, penalty = -exceed / 20.
-    assert OverlongRamp(buffer=20).penalty(length, 100) == pytest.approx(penalty)
-    assert OverlongRamp(factor=0.5).penalty(length, 100) == pytest.approx(penalty / 2)
+    assert overlong_penalty(OverlongRamp(buffer=20), length, 100) == pytest.approx(penalty)
+    assert overlong_penalty(OverlongRamp(factor=0.5), length, 100) == pytest.approx(penalty / 2)
 
 
 def test_stop_properly_touches_only_what_was_cut_off() -> None:

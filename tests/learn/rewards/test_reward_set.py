@@ -24,10 +24,11 @@ import pytest
 import torch
 
 from tests.support.documents import ROOT, blocks_of
+from tunesmith.config.families import DynamicFilter
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError, DataError, RewardError
+from tunesmith.learn.algorithms import filtering
 from tunesmith.learn.algorithms.advantages import GDPO
-from tunesmith.learn.algorithms.filtering import DynamicFilter
 from tunesmith.learn.algorithms.outcomes import Outcome
 from tunesmith.learn.rewards.function import RewardFunction, required_columns
 from tunesmith.learn.rewards.loading import check_rewards, user_reward
@@ -239,7 +240,7 @@ def test_what_an_environment_pays_is_a_reward_by_itself(weight: float, value: fl
         {"f": value, "environment": 0.0},
     ]
     group = RolloutGroup(two[0].task, two)
-    assert DynamicFilter().split([group], rewards.weights) == ([group], [])
+    assert filtering.split(DynamicFilter(), [group], rewards.weights) == ([group], [])
     first, second = GDPO()(
         [Outcome(0, r.reward or 0.0, r.num_sampled, r.rewards) for r in group.usable]
     ).advantages

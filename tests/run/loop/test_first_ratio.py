@@ -16,12 +16,12 @@ import torch
 from tests.support.tiny import save_model
 from tests.support.training import backend_of, learner_of
 from tunesmith.config.load import load_config
+from tunesmith.config.presets import PRESETS
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError
 from tunesmith.learn.algorithms.kl import KLController
 from tunesmith.learn.algorithms.losses import Loss
 from tunesmith.learn.algorithms.objective import policy_objective
-from tunesmith.learn.algorithms.presets import PRESETS
 from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.rules.checks import check

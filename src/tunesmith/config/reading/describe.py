@@ -117,7 +117,7 @@ def choices_at(model: type[BaseModel], path: KeyPath, *, closed: bool = False) -
 def names_of(annotation: Any) -> list[str]:
     """The names of a family of choices; empty for anything else."""
     return (
-        list(annotation.types)
+        list(annotation.named())
         if isinstance(annotation, type) and issubclass(annotation, Choice)
         else []
     )
@@ -127,7 +127,8 @@ def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
     """The sections in an annotation, including those in unions and tuple items."""
     for alternative in alternatives(annotation):
         if is_section(alternative):
-            yield from getattr(alternative, "types", {}).values() or [alternative]
+            kinds = alternative.named() if issubclass(alternative, Choice) else {}
+            yield from kinds.values() or [alternative]
         elif get_origin(alternative) is tuple:
             yield from sections_of(get_args(alternative)[0])
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tunesmith.config.presets import PRESETS
 from tunesmith.errors import ConfigError, StorageError, boundary, closest
 from tunesmith.guide.explain.settings import Setting, settings_of
 from tunesmith.guide.names.foreign import FRAMEWORKS, Meaning, meanings, meanings_of, spelled
 from tunesmith.guide.names.unknown import find, rule_of
-from tunesmith.learn.algorithms.presets import PRESETS
 from tunesmith.plan.rules.checks import unread_reasons
 from tunesmith.records.catalogue import CATALOGUE, Metric
 from tunesmith.records.catalogue import find as find_metric

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from tunesmith.config.presets import PRESETS
 from tunesmith.guide.migrate.given import Given
 from tunesmith.guide.migrate.there import OFF, Dropped, Result, There, Value, is_off
 from tunesmith.guide.names.foreign import value_of
-from tunesmith.learn.algorithms.presets import PRESETS
 
 _ESTIMATORS = {
     "gae": "ppo", "group_norm": "grpo", "group_mean": "grpo", "reinforce": "reinforce_pp",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from tunesmith.config.commands import KINDS, all_keys, commands_with
-from tunesmith.config.reading.describe import field_at, sections_of
+from tunesmith.config.reading.answers import valid_keys
 from tunesmith.config.reading.problems import FileProblem, KeyPath, dotted
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import closest
@@ -148,7 +148,7 @@ def _is_guess(kind: type[RunConfig], path: KeyPath) -> bool:
     of its section."""
     ours = find(kind, dotted(path))
     section = str(path[0])
-    similar = closest(str(path[-1]), _valid(kind, path), OTHER_SECTION) is not None
+    similar = closest(str(path[-1]), valid_keys(kind, path), OTHER_SECTION) is not None
     if ours.why and not ours.keys:
         return section in kind.model_fields and len(path) > 1 and similar
     elsewhere = any(not key.startswith(f"{section}.") for key in ours.keys)
@@ -178,7 +178,7 @@ def _commands(names: list[str]) -> str:
 def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
     """A hint naming the key with the nearest spelling, preferably in the same section; else the
     valid keys."""
-    valid = _valid(kind, path)
+    valid = valid_keys(kind, path)
     word = str(path[-1])
     similar = find(kind, dotted(path)).keys
     close = closest(word, valid, OTHER_SECTION if similar else SAME_SECTION)
@@ -190,13 +190,6 @@ def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
     return f" Valid: {', '.join(sorted(valid))}." + (
         f" Similar: {', '.join(similar)}." if similar else ""
     )
-
-
-def _valid(kind: type[RunConfig], path: KeyPath) -> list[str]:
-    """The valid keys of the section that contains a path."""
-    above = field_at(kind, path[:-1])
-    sections = [kind] if above is None else list(sections_of(above.annotation))
-    return list(dict.fromkeys(name for section in sections for name in section.model_fields))
 
 
 def _nearest_known(kind: type[RunConfig], leaf: KeyPath, least: int) -> tuple[KeyPath, str | None]:

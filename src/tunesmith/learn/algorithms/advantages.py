@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
-from tunesmith.config.choice import Choice
+from tunesmith.config.families import AdvantageChoice
 from tunesmith.config.values import Share
 from tunesmith.learn.algorithms.outcomes import (
     EPSILON,
@@ -36,23 +36,18 @@ from tunesmith.learn.algorithms.outcomes import (
 )
 
 
-class Estimator(Choice):
+class Estimator(AdvantageChoice):
     """An advantage estimator. A subclass has fields with defaults and ``__call__``."""
-
-    what = "advantage"
-    by_turn: ClassVar[bool] = False
-    """Whether rewards of turns must be paid at the ends of their turns."""
-    shaping: ClassVar[str] = ""
-    """Why shaping a rollout's reward has no effect; empty if it has an effect."""
 
     @abstractmethod
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
         """Advantages of a whole batch, one array ``[n]`` per rollout; rewards are finite."""
 
 
-def compute_advantages(estimator: Estimator, outcomes: Sequence[Outcome]) -> Advantages:
+def compute_advantages(estimator: AdvantageChoice, outcomes: Sequence[Outcome]) -> Advantages:
     """Advantages of a whole batch. Rewards are finite: a rollout with any other reward has already
     failed."""
+    assert isinstance(estimator, Estimator)
     for o in outcomes:
         assert np.isfinite(o.total), f"a reward of {o.total} reached the estimator"
         for values in (o.token_rewards, o.values):

@@ -22,15 +22,13 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from tunesmith.config.choice import Choice
+from tunesmith.config.families import CorrectionChoice
 from tunesmith.learn.algorithms.losses import MAX_LOG_RATIO
 from tunesmith.learn.algorithms.outcomes import Floats
 
 
-class Correction(Choice):
+class Correction(CorrectionChoice):
     """Weights for off-policy tokens. A subclass has fields with defaults and ``__call__``."""
-
-    what = "correction"
 
     @abstractmethod
     def __call__(self, log_weights: Floats) -> Floats:
@@ -135,6 +133,8 @@ class Geometric(_Bounded):
     source = "geometric rejection, verl"
     use = "only answers with nearly equal probabilities; very strict"
 
+    unaltered_only = "keeps answers that trainer and sampler find equally likely"
+
     low: Low = 0.999
     high: High = 1.001
 
@@ -158,13 +158,14 @@ class SequenceMask(_Bounded):
 
 
 def correction_weights(
-    correction: Correction, old_logprobs: Floats, sampler_logprobs: Floats
+    correction: CorrectionChoice, old_logprobs: Floats, sampler_logprobs: Floats
 ) -> Floats:
     """Weights ``[n]`` of one sample's policy tokens.
 
     A token with non-finite log-probabilities is left out of its sequence's statistics and gets NaN,
     which drops it from the loss (``Batch.finite``).
     """
+    assert isinstance(correction, Correction)
     with np.errstate(invalid="ignore"):
         log_weights = old_logprobs - sampler_logprobs
     finite = np.isfinite(log_weights)

@@ -5,54 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from math import inf
-from typing import Self
 
-from pydantic import model_validator
-
-from tunesmith.config.section import Section
-from tunesmith.config.values import PositiveInt
+from tunesmith.config.families import DynamicFilter
 from tunesmith.types import Rollout, RolloutGroup
 
 
-class DynamicFilter(Section):
-    """Keeps groups with unequal scores and, if there are bounds, a mean score strictly between
-    them.
+def is_kept(
+    bounds: DynamicFilter, group: RolloutGroup, weights: Mapping[str, float] | None = None
+) -> bool:
+    """Whether a group is trained on.
 
     Scores are taken before shaping, so that a length penalty does not make a solved group look
     unsolved.
     """
+    scores = [s for r in group.usable if (s := rollout_score(r, weights)) is not None]
+    if not scores or min(scores) == max(scores):
+        return False
+    low = -inf if bounds.low is None else bounds.low
+    high = inf if bounds.high is None else bounds.high
+    return low < sum(scores) / len(scores) < high
 
-    low: float | None = None
-    """Lower bound of a group's mean score."""
-    high: float | None = None
-    """Upper bound of a group's mean score."""
-    rest_epochs: PositiveInt | None = None
-    """Epochs for which a prompt is skipped after its group was filtered; none: it returns in the
-    next epoch."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ValueError(f"low = {self.low:g} has to be below high = {self.high:g}")
-        return self
-
-    def keeps(self, group: RolloutGroup, weights: Mapping[str, float] | None = None) -> bool:
-        """Whether a group is trained on."""
-        scores = [s for r in group.usable if (s := rollout_score(r, weights)) is not None]
-        if not scores or min(scores) == max(scores):
-            return False
-        low = -inf if self.low is None else self.low
-        high = inf if self.high is None else self.high
-        return low < sum(scores) / len(scores) < high
-
-    def split(
-        self, groups: Sequence[RolloutGroup], weights: Mapping[str, float] | None = None
-    ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
-        """The groups to train on and those to replace, in order."""
-        keeps = [self.keeps(group, weights) for group in groups]
-        return list(compress(groups, keeps)), [
-            group for group, kept in zip(groups, keeps, strict=True) if not kept
-        ]
+def split(
+    bounds: DynamicFilter,
+    groups: Sequence[RolloutGroup],
+    weights: Mapping[str, float] | None = None,
+) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
+    """The groups to train on and those to replace, in order."""
+    kept = [is_kept(bounds, group, weights) for group in groups]
+    rejected = [not keep for keep in kept]
+    return list(compress(groups, kept)), list(compress(groups, rejected))
 
 
 def rollout_score(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float | None:

@@ -1,5 +1,4 @@
-"""The KL divergence from a reference: its settings, its estimators, and a controller of its
-coefficient.
+"""The KL divergence from a reference: its estimators, and a controller of its coefficient.
 
 With ``δ = logπ − logπ_ref`` of a token that the policy sampled
 (http://joschu.net/blog/kl-approx.html): ``k1 = δ``, ``k2 = δ²/2``, ``k3 = exp(−δ) − 1 + δ``. All
@@ -16,14 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
 
-from tunesmith.config.choice import Choice
-from tunesmith.config.values import PositiveInt
+from tunesmith.config.families import KL, ReferenceKL
 from tunesmith.learn.algorithms.losses import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
@@ -31,64 +28,6 @@ if TYPE_CHECKING:
 
 MAX_VALUE = 10.0
 HORIZON = 10_000
-
-
-class KL(Choice):
-    """How the policy is kept near a reference."""
-
-    what = "KL"
-    usual = "loss"
-
-
-class NoKL(KL):
-    """There is no reference model."""
-
-    name = "none"
-    use = "the policy may move far from its start"
-
-
-class ReferenceKL(KL):
-    """A KL to the starting model, or to a later copy of the policy."""
-
-    coef: Annotated[float, Field(gt=0)] = 0.001
-    """Weight β of the KL; verl's default."""
-    target: Annotated[float, Field(gt=0)] | None = None
-    """Adapt ``coef`` so that the KL stays near this value; none: a fixed coefficient."""
-    horizon: PositiveInt | None = None
-    """Rollouts over which an adaptive coefficient reacts, with ``target``; none: 10,000
-    (arXiv:1909.08593)."""
-    reference_every: PositiveInt | None = None
-    """Steps after which the policy becomes the reference; none: the starting model throughout."""
-
-    @model_validator(mode="after")
-    def _adaptive(self) -> Self:
-        if self.target is None and self.horizon is not None:
-            raise ValueError(
-                "horizon is that of an adaptive coefficient; add target, or leave horizon out"
-            )
-        return self
-
-
-class KLInLoss(ReferenceKL):
-    """A term of the loss, with a gradient."""
-
-    name = "loss"
-    formula = "loss + β·KL"
-    use = "the usual choice"
-
-    estimator: Literal["k2", "k3", "k1+", "k3+"] = "k3"
-    """The estimator of the KL. k1 is not among them: its expected gradient is zero."""
-
-
-class KLInReward(ReferenceKL):
-    """A penalty on every token's reward, without a gradient."""
-
-    name = "reward"
-    formula = "r_t − β·KL_t"
-    use = "estimators that read rewards token by token"
-
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """The estimator of the KL. Straight-through estimators differ only in the gradient."""
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:

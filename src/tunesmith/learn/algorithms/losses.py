@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from tunesmith.config.choice import Choice
+from tunesmith.config.families import LossChoice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,11 +75,9 @@ class TokenLoss(NamedTuple):
     clipped_high: Tensor | None = None
 
 
-class Loss(Choice):
+class Loss(LossChoice):
     """A policy loss. A subclass has fields with defaults, ``__call__`` and, if it needs them,
     ``columns``."""
-
-    what = "loss"
 
     def columns(self, batch: Batch, rng: np.random.Generator) -> Mapping[str, Floats]:  # noqa: ARG002
         """Constants that the loss reads in ``PolicyBatch.columns``, each ``[N]``; called once per

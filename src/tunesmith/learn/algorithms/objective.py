@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tunesmith.config.families import KLInLoss
 from tunesmith.learn.algorithms.aggregation import OUT_OF
 from tunesmith.learn.algorithms.corrections import NoCorrection, correction_weights
-from tunesmith.learn.algorithms.kl import KLInLoss, kl_loss
+from tunesmith.learn.algorithms.kl import kl_loss
 from tunesmith.learn.algorithms.losses import Loss, PolicyBatch, TokenLoss, value_loss
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def prepare_columns(batch: Batch, algorithm: AlgorithmSection, seed: int) -> Non
             for pair in zip(old, sampler, strict=True)
         ]
         batch.add("correction", np.concatenate([np.zeros(0), *weights]))
+    assert isinstance(algorithm.loss, Loss)
     for name, values in algorithm.loss.columns(batch, np.random.default_rng(seed)).items():
         batch.add(OWN + name, values)
 
@@ -181,12 +183,13 @@ def policy_objective(
     """The objective of a resolved section; an adaptive controller's ``kl_coef`` replaces the
     section's."""
     kl = algorithm.kl
+    loss = algorithm.loss
+    assert isinstance(loss, Loss)
     bonus = algorithm.entropy_coef
     if isinstance(kl, KLInLoss):
-        return PolicyObjective(
-            algorithm.loss, kl.coef if kl_coef is None else kl_coef, kl.estimator, bonus
-        )
-    return PolicyObjective(algorithm.loss, entropy_coef=bonus)
+        coef = kl.coef if kl_coef is None else kl_coef
+        return PolicyObjective(loss, coef, kl.estimator, bonus)
+    return PolicyObjective(loss, entropy_coef=bonus)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from typing import Any, Generic, TypeVar
 
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.engines import EngineKind
+from tunesmith.config.families import KLInReward
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.section import Section, known
 from tunesmith.errors import ConfigError, Problem, ProblemKind
-from tunesmith.learn.algorithms.kl import KLInReward
-from tunesmith.learn.algorithms.resolve import Reasons, resolve_algorithm
 from tunesmith.plan.cost.memory import gpu_of, longest_sample
+from tunesmith.plan.derive.algorithm import Reasons, resolve_algorithm
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts

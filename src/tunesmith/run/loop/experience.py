@@ -9,11 +9,12 @@ from functools import partial
 import numpy as np
 
 from tunesmith.config.algorithm import AlgorithmSection
+from tunesmith.config.families import KLInReward
 from tunesmith.learn.algorithms.advantages import CriticEstimator, compute_advantages
-from tunesmith.learn.algorithms.kl import KLInReward, kl_values
+from tunesmith.learn.algorithms.kl import kl_values
 from tunesmith.learn.algorithms.objective import prepare_columns
 from tunesmith.learn.algorithms.outcomes import Outcome, flat
-from tunesmith.learn.algorithms.shaping import clip_reward, stop_properly
+from tunesmith.learn.algorithms.shaping import clip_reward, overlong_penalty, stop_properly
 from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.run.loop.critic import Critic
 from tunesmith.run.loop.learner import Learner
@@ -112,7 +113,7 @@ def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) 
             (turn.stop - turn.start for record in rollout.records for turn in record.turns),
             default=0,
         )
-        reward += algorithm.overlong.penalty(longest, max_new_tokens)
+        reward += overlong_penalty(algorithm.overlong, longest, max_new_tokens)
     return clip_reward(reward, *algorithm.reward_clip) if algorithm.reward_clip else reward
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tunesmith.learn.algorithms import filtering
 from tunesmith.learn.rewards.metrics import check_failed
 from tunesmith.learn.rewards.trainer_state import TrainerState
 from tunesmith.run.engines.base import EngineStats
@@ -106,7 +107,7 @@ def select_learnable(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[Rol
     comparable = [g for g in groups if g.greedy is None or g.greedy.reward is not None]
     if not dynamic_filter:
         return comparable
-    kept, rejected = dynamic_filter.split(comparable, parts.rewards.weights)
+    kept, rejected = filtering.split(dynamic_filter, comparable, parts.rewards.weights)
     parts.tasks.rest(rejected)
     return kept
 

@@ -13,17 +13,10 @@ from pydantic import ValidationError
 
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
+from tunesmith.config.families import CorrectionChoice, KLInReward, NoKL, OverlongRamp
+from tunesmith.config.presets import Preset, find_preset
 from tunesmith.config.section import DERIVED, Section
 from tunesmith.errors import ConfigError, Problem
-from tunesmith.learn.algorithms.corrections import (
-    Correction,
-    Geometric,
-    NoCorrection,
-    TokenTruncate,
-)
-from tunesmith.learn.algorithms.kl import KLInReward, NoKL
-from tunesmith.learn.algorithms.presets import Preset, find_preset
-from tunesmith.learn.algorithms.shaping import OverlongRamp
 
 Reasons = list[tuple[str, object, str]]
 
@@ -48,10 +41,14 @@ def resolve_algorithm(
     """
     preset = find_preset(section.name)
     usual = _settings_of(preset)
-    stale = (TokenTruncate(), "with rollout.max_staleness an older policy may have sampled")
+    correction = "none"
+    why = "sampler and trainer agree"
+    if max_staleness:
+        correction = "token_truncate"
+        why = "with rollout.max_staleness an older policy may have sampled"
     defaults: dict[str, tuple[Any, str]] = {
         "kl": (NoKL(), "no KL to a reference"),
-        "correction": stale if max_staleness else (NoCorrection(), "sampler and trainer agree"),
+        "correction": (CorrectionChoice.typed(correction)(), why),
     }
     values: dict[str, Any] = {}
     reasons: Reasons = []
@@ -133,13 +130,13 @@ def _merged(key: str, written: Section | None, usual: Any, reason: str) -> tuple
     return merged, reasons
 
 
-def _decoupled(correction: Correction, altered_by: Collection[str]) -> tuple[bool, str]:
+def _decoupled(correction: CorrectionChoice, altered_by: Collection[str]) -> tuple[bool, str]:
     if altered_by:
         return (
             True,
             f"{_cause(altered_by)} the sampled distribution, and the loss compares unaltered ones",
         )
-    if isinstance(correction, NoCorrection):
+    if correction.name == "none":
         return False, "the sampler's log-probabilities are the old ones"
     return True, f"the correction {correction.name} compares them with the sampler's"
 
@@ -158,13 +155,14 @@ def _refuse_contradictions(algorithm: AlgorithmSection, altered_by: Collection[s
             f"{_cause(altered_by)} them: the ratio of the loss would not start at 1. Leave one of them out."
         )
         raise ConfigError(Problem((decoupled, *altering), text))
-    if altered_by and isinstance(correction, Geometric):
+    if altered_by and correction.unaltered_only:
         text = (
-            'algorithm.correction = "geometric" keeps answers that trainer and sampler find equally likely, but '
-            f"{_cause(altered_by)} the sampler's probabilities: it would keep hardly any. Leave one of them out."
+            f'algorithm.correction = "{correction.name}" {correction.unaltered_only}, but '
+            f"{_cause(altered_by)} the sampler's probabilities: it would keep hardly any. "
+            "Leave one of them out."
         )
         raise ConfigError(Problem(("algorithm.correction", *altering), text))
-    if not algorithm.decoupled and not isinstance(correction, NoCorrection):
+    if not algorithm.decoupled and correction.name != "none":
         text = (
             f"algorithm.correction: '{correction.name}' compares the trainer's log-probabilities with the sampler's, "
             'which are the same with decoupled=false. Leave decoupled out, or set correction="none".'

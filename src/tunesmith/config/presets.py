@@ -1,4 +1,4 @@
-"""Presets: published combinations of settings, in ``presets.toml`` or a user's file. No torch."""
+"""Presets: published combinations of settings, in ``presets.toml`` or a user's file."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+from tunesmith.config.reading.answers import answers
 from tunesmith.errors import ConfigError, boundary, nearest
-from tunesmith.guide.names.foreign import value_of
 
 NEEDS: Mapping[str, str] = {
     "group": "several rollouts per prompt",
@@ -61,7 +61,7 @@ def find_preset(name: str) -> Preset:
         return _of_toml(name)
     if ":" in name:
         return _of_python(name)
-    ours = value_of("algorithm.name", name)
+    ours = answers().our_value("algorithm.name", name)
     instead = f' Write "{ours}".' if ours else nearest(name, PRESETS)
     raise ConfigError(f"there is no preset '{name}'.{instead}")
 
