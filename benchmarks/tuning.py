@@ -54,9 +54,9 @@ CKPT, TOKENS, CHUNK, SHARE, RUNNING = (
 PINNED: Mapping[str, Any] = {
     "system.threads": 1, "system.trainer_ranks": 1, "system.logprob_chunk": 256, "system.share_prompts": True,
     "system.max_running": 64, "system.max_prefill_tokens": 8192, "system.kv_memory": "64MB",
-    "system.speculative": "off", "system.engine_process": False, "system.engines": 1,
+    "system.engine_process": False, "system.engines": 1,
 }  # fmt: skip
-SAMPLING = (RUNNING, "system.max_prefill_tokens", "system.kv_memory", "system.speculative", "system.engine_process",
+SAMPLING = (RUNNING, "system.max_prefill_tokens", "system.kv_memory", "system.engine_process",
             "system.engines")  # fmt: skip
 Values = Mapping[str, Any]
 

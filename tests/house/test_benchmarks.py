@@ -25,7 +25,6 @@ from benchmarks import (
     protocol,
     report,
     run,
-    speculation,
     tuning,
 )
 from benchmarks.workload import QWEN3, WORKLOADS, build_model
@@ -404,12 +403,6 @@ def test_the_page_has_the_recorded_ratios_of_compiled_layers() -> None:
     assert rest.partition(compiled.END)[0].strip() == compiled.table(recorded)
     for row in recorded["rows"]:
         assert all(len(found) == recorded["rounds"] for found in row["ratios"].values())
-
-
-def test_the_page_has_the_recorded_ratios_of_speculation() -> None:
-    results = json.loads(speculation.RESULTS.read_text())
-    _, _, rest = speculation.PAGE.read_text().partition(speculation.BEGIN)
-    assert rest.partition(speculation.END)[0].strip() == speculation.table(results)
 
 
 def test_the_page_has_the_recorded_seconds_of_phases() -> None:

@@ -73,7 +73,7 @@ def test_what_only_vllm_reads_has_its_values_checked_too(tmp_path: Path, role: s
         "data.train=org/data",
         'system.engine="vllm"',
     ]
-    config = load_config(GenerateConfig, None, [*said, 'system.speculative="draft"'])
+    config = load_config(GenerateConfig, None, said)
     with pytest.raises(ModelError) as refused:
         make_engine(config, None, lambda _: None)
     assert all(words in str(refused.value) for words in (*ODD["nan"].refused, str(bad)))

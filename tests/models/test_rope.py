@@ -27,8 +27,8 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.rope import LengthRule, RotaryByLength
 from tunesmith.models.score_model import ScoreModel, whole_sequence
+from tunesmith.run.engines.local import speculation
 from tunesmith.run.engines.local.engine import LocalEngine
-from tunesmith.run.engines.local.speculation import Speculation
 from tunesmith.types import Completion, Sample, Sampling
 
 ORIGINAL = 16
@@ -338,23 +338,24 @@ def plainly(
     return cache(partial(as_it_was_written, plain)), cache(written)
 
 
-@pytest.mark.parametrize("speculative", ["off", "ngram", "draft"])
+@pytest.mark.parametrize("speculative", ["off", "draft"])
 @pytest.mark.parametrize("tokens", [4096, 208])
 def test_generation_past_the_switch_is_hugging_faces(
-    phi: tuple[CausalLM, Any], plainly: Any, speculative: str, tokens: int
+    phi: tuple[CausalLM, Any],
+    plainly: Any,
+    speculative: str,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beside longer and shorter ones, sharing prompts, in little memory, and several tokens at a
     time."""
     model, (likelihoods, written) = phi[0], plainly
     options: dict[str, Any] = {}
+    monkeypatch.setattr(speculation, "MOST_ROWS_ON_CPU", speculation.MOST_ROWS)
     if speculative != "off":
-        draft = (
-            CausalLM(copy.deepcopy(model.module), model.tokenizer)
-            if speculative == "draft"
-            else None
-        )
-        options = {"speculation": Speculation(3, draft)}
-        tokens = tokens * (2 if draft else 1)
+        draft = CausalLM(copy.deepcopy(model.module), model.tokenizer)
+        options = {"assistant": draft, "speculative_tokens": 3}
+        tokens = 2 * tokens
     engine = engine_of(model, tokens, **options)
     asked = requests()
     with torch.inference_mode():
@@ -373,7 +374,7 @@ def test_a_draft_model_that_switches_elsewhere_is_refused(phi: tuple[CausalLM, A
     draft = CausalLM(copy.deepcopy(model.module), model.tokenizer)
     draft.lengths = LengthRule((32,))
     with pytest.raises(UserError, match="draft_model"):
-        engine_of(model, speculation=Speculation(3, draft))
+        engine_of(model, assistant=draft)
 
 
 @pytest.mark.parametrize("damage", [5, "yarn", [1], {"rope_type": 3}, {"full_attention": 4}])

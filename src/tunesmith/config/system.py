@@ -202,13 +202,11 @@ class SystemSection(Section):
     """Maximum number of requests decoded at once."""
     max_prefill_tokens: PositiveInt = 8192
     """Maximum prompt tokens prefilled in one forward pass."""
-    speculative: Literal["off", "ngram", "draft"] = "off"
-    """Speculative decoding: guess tokens ahead while sampling; the output stays the same."""
-    speculative_tokens: PositiveInt = 4
-    """Maximum guessed tokens per completion and step."""
     draft_model: Text | None = None
-    """A directory or a hub name: a smaller model with the same vocabulary, for ``speculative =
-    "draft"``."""
+    """A directory or a hub name: a smaller model with the same vocabulary, which guesses tokens
+    ahead while sampling; the output stays the same."""
+    speculative_tokens: PositiveInt = 4
+    """Tokens that ``draft_model`` guesses per completion and step."""
     sequence_parallel: SequenceParallelSection = SequenceParallelSection()
     """Groups of trainer ranks that share the tokens of each micro-batch."""
     vllm: VllmSection = VllmSection()

@@ -135,7 +135,7 @@ MEANT = {
     "reward_funcs": "reward.functions",
     "remote_rm_url": "reward.remote",
     "log_completions": "monitor.samples",
-    "assistant_model": "system.speculative system.draft_model",
+    "assistant_model": "system.draft_model",
     "num_processes": "system.trainer_ranks",
     "ds.zero_stage": "system.zero_stage",
     "torch_compile_mode": "system.compile",

@@ -234,7 +234,7 @@ def test_neighbours_have_an_effect_and_one_change_each() -> None:
     values = {
         "system.max_tokens_per_microbatch": 2048, "system.gradient_checkpointing": False, "system.logprob_chunk": None,
         "system.share_prompts": True, "system.threads": 2, "system.max_running": 256, "system.kv_memory": "64MB",
-        "system.max_prefill_tokens": 8192, "system.speculative": "off", "system.trainer_ranks": 1,
+        "system.max_prefill_tokens": 8192, "system.trainer_ranks": 1,
     }  # fmt: skip
     shape = Shape(
         cores=4, samples=64, tokens=1600, chunk=128, samples_itself=True, compares=True, gpu=False

@@ -260,7 +260,7 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
     [
         ({"system__engine_python": sys.executable}, "engine_process = false"),
         (
-            {"system__engine_process": True, "system__speculative": "ngram"},
+            {"system__engine_process": True, "system__draft_model": "org/m"},
             "in the trainer's process",
         ),
         ({"system__engine": "vllm"}, "not installed in this environment"),

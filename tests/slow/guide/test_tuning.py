@@ -42,7 +42,7 @@ def slow(completions, **columns):
 """
 PINNED = (
     "system.threads=1", "system.trainer_ranks=1", "system.engine_process=false", "system.kv_memory=16MB",
-    "system.speculative=off", "system.logprob_chunk=64", "system.max_prefill_tokens=8192",
+    "system.logprob_chunk=64", "system.max_prefill_tokens=8192",
     "system.gradient_checkpointing=false", "system.max_tokens_per_microbatch=512",
 )  # fmt: skip
 

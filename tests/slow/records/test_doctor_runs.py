@@ -146,11 +146,6 @@ RL: dict[str, tuple[str, Settings] | tuple[str, Settings, Injected]] = {
          "train__steps": 30, "train__lr": 1e-4},
         partial(slower_training, 0.3),
     ),
-    "guesses that are wrong": (
-        "drafts_rejected",
-        {**RAMBLING, **LITTLE, "system__speculative": "ngram", "system__max_running": 1,
-         "rollout__prompts_per_step": 4},
-    ),
     "critic that does not learn": (
         "critic_explains_nothing",
         {"algorithm__name": "ppo", "critic__lr": 1e-12, "train__steps": 20, "rollout__prompts_per_step": 2},

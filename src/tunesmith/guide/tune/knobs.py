@@ -40,7 +40,7 @@ LAYOUT = (
 """Settings that determine the processes and their contents; tuned together."""
 TUNED = (
     *("system.gradient_checkpointing", TOKENS, "system.share_prompts", CHUNK, THREADS),
-    *(RUNNING, KV, PREFILL, "system.speculative"),
+    *(RUNNING, KV, PREFILL),
     *LAYOUT,
 )
 """All tuned settings, usually the most important first."""
@@ -94,7 +94,6 @@ def _ladders(values: Values, shape: Shape) -> dict[str, Sequence[Any]]:
     if shape.samples_itself:
         ladders[RUNNING] = _up_to(shape.samples, values[RUNNING], 4)
         ladders[PREFILL] = _up_to(shape.tokens, values[PREFILL], 256)
-        ladders["system.speculative"] = ("off", "ngram")
         held = values.get(KV)
         if held:
             ladders[KV] = [megabytes(parse_size(held) * factor) for factor in (2, 4)]

@@ -16,7 +16,6 @@ from tunesmith.types import altering
 
 ENGINE = ("system.engine")
 PLANE = ("system.weight_plane")
-SPECULATIVE = ("system.speculative")
 TURNS = ("system.hybrid")
 CLUSTER = ("system.cluster")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -24,13 +23,10 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @rule(RunConfig)
 def speculation(s: Situation[RunConfig]) -> Iterator[Problem]:
-    system = s.config.system
     elsewhere = s.engines_apart or s.engine.served
-    if elsewhere and not s.engine.speculates_elsewhere and system.speculative != "off":
+    if elsewhere and not s.engine.speculates_elsewhere and s.config.system.draft_model is not None:
         why = "is for the engine in the trainer's process; leave it out"
-        yield s.clash(SPECULATIVE, why, ENGINE, "system.engine_process")
-    if system.speculative == "draft" and system.draft_model is None:
-        yield s.clash(SPECULATIVE, 'needs system.draft_model; without one use "ngram"')
+        yield s.clash("system.draft_model", why, ENGINE, "system.engine_process")
 
 
 @rule(RunConfig)
@@ -161,8 +157,8 @@ OF_SAMPLERS = unread(RunConfig,
        "system.engine_directory system.engine_process system.engine_python system.engines "
        "system.engine_restarts system.weight_plane system.weight_copy system.adapter_sync "
        "system.cluster system.ray_address system.ray_runtime_env system.placement system.kv_memory "
-       "system.max_running system.max_prefill_tokens system.speculative system.speculative_tokens "
-       "system.draft_model system.vllm.", lambda s: s.config.supervised,
+       "system.max_running system.max_prefill_tokens system.draft_model system.speculative_tokens "
+       "system.vllm.", lambda s: s.config.supervised,
        "in supervised training, which samples nothing; leave it out")
 unread(RunConfig, "system.vllm.", lambda s: s.config.system.engine != "vllm",
        'with system.engine = {system.engine}; set "vllm", or leave it out')
@@ -184,10 +180,8 @@ unread(RunConfig, "system.engine_python system.engines", lambda s: s.engines_apa
 unread(RunConfig, "system.engine_restarts",
        lambda s: s.engines_apart is False and not s.engine.served,
        "with system.engine_process = false; set true, or leave it out")
-unread(RunConfig, "system.speculative_tokens", lambda s: s.config.system.speculative == "off",
-       'with system.speculative = "off"; set "ngram" or "draft"')
-unread(RunConfig, "system.draft_model", lambda s: s.config.system.speculative != "draft",
-       'with system.speculative = {system.speculative}; set "draft"')
+unread(RunConfig, "system.speculative_tokens", lambda s: s.config.system.draft_model is None,
+       "without system.draft_model; set that, or leave it out")
 unread(RunConfig, "system.ray_address system.ray_runtime_env system.placement",
        lambda s: s.config.system.cluster == "none",
        'with system.cluster = "none"; set "ray", or leave it out')

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
+from tunesmith.config.system import SystemSection
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import Problem, closest
 from tunesmith.plan.cost.memory import BLOCK, bytes_per_number
@@ -34,8 +35,6 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "gpu_memory_utilization": "system.vllm.memory_share",
     "enable_sleep_mode": "system.hybrid",
     "data_parallel_size": "system.engines",
-    "speculative_config": "system.speculative",
-    "spec_method": "system.speculative",
     "spec_model": "system.draft_model",
     "spec_tokens": "system.speculative_tokens",
     "max_model_len": "system.vllm.max_model_len",
@@ -69,6 +68,7 @@ PIPELINE = ("system.vllm.pipeline_parallel_size")
 QUANTIZATION = ("system.vllm.quantization")
 LENGTH = ("system.vllm.max_model_len")
 GRAPHS = ("system.vllm.cuda_graph_sizes")
+SPECULATION = ("system.vllm.extra.speculative_config")
 SHARE = ("system.vllm.memory_share")
 
 
@@ -103,6 +103,9 @@ def vllm(s: Situation[RunConfig]) -> Iterator[Problem]:
 def _arguments(s: Situation[RunConfig]) -> Iterator[Problem]:
     for name in s.config.system.vllm.extra or {}:
         key = f"system.vllm.extra.{name}"
+        if key == SPECULATION and s.config.system.draft_model is not None:
+            yield Problem((key, "system.draft_model"),
+                f"{key} and system.draft_model both set vLLM's speculation; leave one out")
         own = (OWN_ARGUMENTS.get(name))
         if own:
             yield Problem((key, own), f"{key} is set with {own}")
@@ -199,11 +202,12 @@ def _cpu(s: Situation[RunConfig]) -> Iterator[Problem]:
     if system.vllm.quantization == "fp8_per_tensor":
         why = ': vLLM has no kernel for it on a CPU; use "fp8_per_channel"'
         yield s.clash(QUANTIZATION, why, "system.device")
-    if system.speculative != "off":
-        yield s.clash("system.speculative",
-            "with vLLM on a CPU: its CPU build ignores the temperature for guessed tokens, so "
-            "their log-probabilities are wrong; leave system.speculative out, or set system.engine "
-            '= "local"', "system.engine")
+    speculation = _speculates(system)
+    if speculation is not None:
+        yield Problem((speculation, "system.engine"),
+            f"{speculation} with vLLM on a CPU: its CPU build ignores the temperature for guessed "
+            "tokens, so their log-probabilities are wrong; leave it out, or set system.engine "
+            '= "local"')
     width = s.model.head_dim if s.model else LEAST_HEAD
     if width < LEAST_HEAD or width % 16:
         yield Problem(("system.engine", "model.path"),
@@ -226,15 +230,22 @@ def _lengths(s: Situation[RunConfig]) -> Iterator[Problem]:
             f"{longest}")
 
 
+def _speculates(system: SystemSection) -> str | None:
+    """The setting that makes vLLM speculate."""
+    if system.draft_model is not None:
+        return "system.draft_model"
+    return SPECULATION if "speculative_config" in (system.vllm.extra or {}) else None
+
+
 def _speculation(s: Situation[RunConfig]) -> Iterator[Problem]:
     sampling = (s.config.sampling_settings)
-    key = ("system.speculative")
-    if sampling is None or s.config.system.speculative == "off":
+    key = (_speculates(s.config.system))
+    if sampling is None or key is None:
         return
     usual = {"min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}
     for name in (name for name, value in usual.items() if getattr(sampling, name) != value):
         yield s.clash(f"{sampling.table}.{name}",
-            f"does not go with {s.said(key)} in vLLM; leave one out", key)
+            f"does not go with {key} in vLLM; leave one out", key)
 
 
 def vllm_not_installed(config: RunConfig) -> Iterator[Problem]:

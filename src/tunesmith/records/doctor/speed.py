@@ -191,7 +191,7 @@ def too_many_threads(run: Signs) -> Evidence:
         )
 
 
-@RULES.add("warning", put('system.speculative = "off"'))
+@RULES.add("warning", put("leave system.draft_model out"))
 def drafts_rejected(run: Signs) -> Evidence:
     """Guesses cost more than they save.
 

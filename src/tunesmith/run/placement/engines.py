@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.run.engines.base import Member, RolloutEngine
-    from tunesmith.run.engines.local.speculation import Speculation
     from tunesmith.run.processes.local import Processes
     from tunesmith.run.weights.base import Plane
 
@@ -103,9 +102,13 @@ def _engine_inside(
     from tunesmith.run.engines.local.engine import LocalEngine
 
     assert model is not None, "it samples with the trainer's"
-    speculation = _speculation(config)
+    draft = system.draft_model
     return LocalEngine(
-        model, **_local_settings(config), limits=limits_of(config), speculation=speculation
+        model,
+        **_local_settings(config),
+        limits=limits_of(config),
+        assistant=None if draft is None else load_frozen(config, draft),
+        speculative_tokens=system.speculative_tokens,
     )
 
 
@@ -239,23 +242,10 @@ def _vllm_settings(config: RunConfig) -> dict[str, Any]:
         # Freeing memory only helps if the trainer is on the same GPU.
         "sleeps": system.device != "cpu"
         and (bool(known(system, "hybrid")) or not engines_apart(config)),
-        "speculative": system.speculative,
         "speculative_tokens": system.speculative_tokens,
         "draft_model": system.draft_model,
         **system.vllm.model_dump(),
     }
-
-
-def _speculation(config: RunConfig) -> Speculation | None:
-    """Settings of the local engine's speculative decoding; None if it is off."""
-    from tunesmith.run.engines.local.speculation import MOST_ROWS, MOST_ROWS_ON_CPU, Speculation
-
-    system = config.system
-    if system.speculative == "off":
-        return None
-    draft = None if system.draft_model is None else load_frozen(config, system.draft_model)
-    on_cpu = system.device == "cpu"
-    return Speculation(system.speculative_tokens, draft, MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS)
 
 
 def make_sampling(

@@ -124,7 +124,7 @@ FAR = 'system.engine_urls=["http://node7:30000"]'
             ["system.engine=sglang", HERE, "system.engine_process=true"],
             "system.engine_process has no effect",
         ),
-        (["system.engine=sglang", HERE, "system.speculative=ngram"], "leave it out"),
+        (["system.engine=sglang", HERE, "system.draft_model=org/m"], "leave it out"),
         (
             ["system.engine=sglang", HERE, "lora.rank=4", "model.quantize=int8"],
             "with engines that take whole weights",

@@ -108,13 +108,13 @@ def test_every_argument_that_a_key_sets_is_refused_in_the_table() -> None:
     """Whatever is given to vLLM under these settings has a key or a reason."""
     everything = VllmSettings(
         "m", "bfloat16", max_model_len=9, memory_share=0.5, chunked_prefill=True, max_batched_tokens=9,
-        quantization="fp8_per_block", speculative="ngram", tensor_parallel_size=2, cuda_graph_sizes=[1],
+        quantization="fp8_per_block", draft_model="d", tensor_parallel_size=2, cuda_graph_sizes=[1],
     )  # fmt: skip
     given = {
         **engine_arguments(everything),
         **engine_arguments(VllmSettings("m", "float32", kv_bytes=9)),
     }
-    assert given.keys() <= OWN_ARGUMENTS.keys() | FIXED_ARGUMENTS.keys()
+    assert given.keys() - {"speculative_config"} <= OWN_ARGUMENTS.keys() | FIXED_ARGUMENTS.keys()
     known = {"system", "model"}
     assert {key.partition(".")[0] for key in OWN_ARGUMENTS.values()} == known
     keys = settings(load_config(RLConfig, None, [*BASE])).keys()
@@ -167,9 +167,9 @@ def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
         (["system.vllm.max_model_len=600"], "context of 512"),
         (['system.kv_memory="10KB"'], "does not hold one sequence of 60 tokens"),
         (["system.max_prefill_tokens=64"], "system.vllm.max_batched_tokens"),
-        (['system.speculative="ngram"'], "system.speculative = "),
+        (['system.draft_model="org/d"'], "system.draft_model"),
         (
-            ['system.speculative="ngram"', "rollout.min_p=0.1"],
+            ['system.draft_model="org/d"', "rollout.min_p=0.1"],
             "rollout.min_p = 0.1 does not go with",
         ),
         (["rollout.temperature=0.005"], "rollout.temperature = 0.005: vLLM would raise it to 0.01"),
@@ -253,8 +253,12 @@ def test_heads_that_vllm_has_no_kernel_for_on_a_cpu(width: int, works: bool) -> 
 
 
 def test_guesses_and_rounding_are_allowed_where_they_are_right() -> None:
-    guessing = resolved('system.speculative="ngram"', facts=ON_GPUS).config
-    assert guessing.system.speculative == "ngram"
+    draft = 'system.draft_model="org/d"'
+    ngrams = "system.vllm.extra={speculative_config={method='ngram'}}"
+    for alone in (draft, ngrams):
+        assert resolved(alone, facts=ON_GPUS).config.system.engine == "vllm"
+        assert "with vLLM on a CPU" in refused(alone)
+    assert "leave one out" in refused(draft, ngrams, facts=ON_GPUS)
     rounding = ('algorithm.correction="token_truncate"', 'model.dtype="bfloat16"')
     assert resolved(
         'system.vllm.quantization="fp8_per_channel"', *rounding
@@ -270,12 +274,12 @@ def test_guesses_and_rounding_are_allowed_where_they_are_right() -> None:
 def test_min_p_does_not_go_with_guesses_in_a_run_that_samples_only_either() -> None:
     said = [
         *(s for s in BASE if not s.startswith("rollout.")),
-        'system.speculative="ngram"',
+        'system.draft_model="org/d"',
         "sampling.min_p=0.1",
     ]
     config = load_config(GenerateConfig, None, [*said, 'output.kind="best"', "sampling.n=2"])
     with pytest.raises(
-        ConfigError, match=r"sampling\.min_p = 0\.1 does not go with system\.speculative"
+        ConfigError, match=r"sampling\.min_p = 0\.1 does not go with system\.draft_model"
     ):
         check(config)
 

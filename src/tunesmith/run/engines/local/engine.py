@@ -28,7 +28,7 @@ from tunesmith.run.engines.local.metering import Meter
 from tunesmith.run.engines.local.requests import LocalRequest, StepBatch, Uniforms
 from tunesmith.run.engines.local.runner import Runner, probe, text_config
 from tunesmith.run.engines.local.scheduler import Scheduler
-from tunesmith.run.engines.local.speculation import AssistantDrafter, NgramDrafter, Speculation
+from tunesmith.run.engines.local.speculation import Drafter, Speculation
 from tunesmith.run.engines.partial import stop_strings, stop_token_ids
 from tunesmith.run.engines.step_thread import StepThread
 from tunesmith.types import Completion, FinishReason, Sampling
@@ -49,7 +49,8 @@ class LocalEngine:
             is supported.
         eos_token_ids: None takes those of the model's generation config and tokenizer.
         limits: the hardware's, for ``stats().attainable_seconds``.
-        speculation: draft tokens ahead, without changing the completions.
+        assistant: a smaller model that drafts ``speculative_tokens`` ahead, without changing the
+            completions.
         update: writes new weights into the model between steps; None: the trainer has done so.
         weights: the model's, if nothing else uses them; ``sleep`` at level 2 offloads them.
 
@@ -69,13 +70,14 @@ class LocalEngine:
         compiled: bool = True,
         eos_token_ids: Iterable[int] | None = None,
         limits: PeakRates | None = None,
-        speculation: Speculation | None = None,
+        assistant: CausalLM | None = None,
+        speculative_tokens: int = 4,
         update: Callable[[], None] | None = None,
         weights: HostWeights | None = None,
     ) -> None:
         self._model = model
         self._kv_bytes = kv_bytes
-        self._speculation = speculation
+        self._speculation = Speculation(assistant, speculative_tokens) if assistant else None
         self._update = update
         self._weights = weights
         self._eos = frozenset(
@@ -89,9 +91,8 @@ class LocalEngine:
         self._ids = count()
         self._in_flight: set[LocalRequest] = set()
         self._state = "awake"
-        if speculation is not None:
-            speculation.check(model)
-        assistant = speculation.assistant if speculation else None
+        if self._speculation is not None:
+            self._speculation.check(model)
         models = [model, assistant] if assistant else [model]
         layouts, costs = zip(*(probe(each, compiled=compiled) for each in models), strict=True)
         self._meter = Meter(costs[0], limits)
@@ -101,7 +102,7 @@ class LocalEngine:
             Runner(each, memory, max_prefill_tokens, compiled=compiled, vocabulary=self._vocab_size)
             for each, memory in zip(models, self._pool.memories, strict=True)
         )
-        self._drafter = AssistantDrafter(others[0]) if others else NgramDrafter()
+        self._drafter = Drafter(others[0]) if others else None
         self._thread = StepThread("local engine", self._step, self._fail_running)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
@@ -264,7 +265,9 @@ class LocalEngine:
         """Draft the next tokens of a decode step's requests."""
         speculation = self._speculation
         rows = batch.requests
-        if speculation is not None and batch.prefill is None and len(rows) <= speculation.at_once:
+        if self._drafter is None or speculation is None or batch.prefill is not None:
+            return
+        if len(rows) <= speculation.at_once:
             most = [speculation.most(r, self._pool.capacity, self._model.lengths) for r in rows]
             batch.drafts = self._drafter.propose(rows, most)
 

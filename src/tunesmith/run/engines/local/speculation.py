@@ -23,24 +23,24 @@ from tunesmith.models.rope import LengthRule
 from tunesmith.run.engines.local.requests import LocalRequest, Piece
 from tunesmith.run.engines.local.runner import Runner
 
-NGRAMS = (4, 3, 2)
-"""Lengths of the n-grams that are looked up, longest first."""
 MOST_ROWS = 16
 MOST_ROWS_ON_CPU = 1
-"""With more requests, the cost of a pass grows with its tokens, and drafts gain nothing; on a CPU
-``benchmarks/results/speculation-cpu.json`` has the measured gains."""
+"""With more requests, the cost of a pass grows with its tokens, and drafts gain nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """How tokens are drafted."""
 
+    assistant: CausalLM
+    """A smaller model that drafts."""
     tokens: int
     """Limit of draft tokens per request and step."""
-    assistant: CausalLM | None = None
-    """A smaller model that drafts; None: n-grams are looked up."""
-    at_once: int = MOST_ROWS
-    """With more requests decoded at once, nothing is drafted."""
+
+    @property
+    def at_once(self) -> int:
+        """With more requests decoded at once, nothing is drafted."""
+        return MOST_ROWS_ON_CPU if self.assistant.device.type == "cpu" else MOST_ROWS
 
     def most(self, request: LocalRequest, capacity: int, lengths: LengthRule | None) -> int:
         """Tokens to draft for a request: within its length limit and its row's ``capacity``, and
@@ -60,10 +60,7 @@ class Speculation:
         """
         if self.tokens < 1:
             raise UserError(f"speculative_tokens = {self.tokens} guesses nothing: use at least 1")
-        if self.assistant is None:
-            return
         problem = None
-        other = 'use a smaller model of the same family, or system.speculative = "ngram"'
         reads, needed = (
             lm.module.config.get_text_config().max_position_embeddings
             for lm in (self.assistant, model)
@@ -78,48 +75,12 @@ class Speculation:
             problem = f"reads at most {reads} tokens, but the model {needed}"
         if problem:
             raise UserError(
-                f"the draft model (system.draft_model) {problem}: {other}",
+                f"the draft model (system.draft_model) {problem}: use a smaller model of the same family",
                 keys=("system.draft_model",),
             )
 
 
-class NgramDrafter:
-    """Proposes the tokens that followed an earlier occurrence of the last few tokens."""
-
-    def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
-        """Draft the next tokens of each request: at most ``most[i]`` (none if that is not
-        positive)."""
-        return [
-            look_up([*r.prompt_ids, *r.token_ids], n) for r, n in zip(running, most, strict=True)
-        ]
-
-
-def look_up(tokens: Sequence[int], count: int) -> list[int]:
-    """At most ``count`` tokens that followed the newest occurrence of the longest n-gram at the
-    end.
-
-    Example:
-        >>> look_up([1, 2, 3, 1, 2], 3)
-        [3, 1, 2]
-    """
-    text = list(tokens)
-    end = len(tokens) + count
-    while len(text) < end:
-        after = next(filter(None, (_newest(text, n) for n in NGRAMS)), None)
-        if after is None:
-            break
-        text += text[after : after + end - len(text)]
-    return text[len(tokens) :]
-
-
-def _newest(text: list[int], n: int) -> int | None:
-    """The place after the newest earlier occurrence of the last ``n`` tokens."""
-    gram = text[-n:]
-    starts = range(len(text) - n - 1, -1, -1)
-    return next((i + n for i in starts if text[i] == gram[0] and text[i : i + n] == gram), None)
-
-
-class AssistantDrafter:
+class Drafter:
     """A smaller model, whose keys and values are in the same rows of the pool as the model's.
 
     Models with the same tokenizer may pad the vocabulary differently: it drafts nothing after a
@@ -131,8 +92,8 @@ class AssistantDrafter:
         self._reads = runner.model.head.out_features
 
     def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
-        """As ``NgramDrafter``. Each proposal uses the random number that the request's own token
-        will use."""
+        """Draft the next tokens of each request: at most ``most[i]`` (none if that is not
+        positive), with the random numbers that the request's own tokens will use."""
         drafts: list[list[int]] = [[] for _ in running]
         most = [n if self._can_read(r) else 0 for r, n in zip(running, most, strict=True)]
         read = [r.prompt for r, n in zip(running, most, strict=True) if n > 0]

@@ -49,10 +49,8 @@ class VllmSettings:
     quantization: str | None = None
     extra: Mapping[str, Any] | None = None
     """Further arguments of vLLM's ``EngineArgs``, by name."""
-    speculative: str = "off"
-    """``ngram`` or ``draft``."""
-    speculative_tokens: int = 4
     draft_model: str | None = None
+    speculative_tokens: int = 4
     trust_remote_code: bool = False
     sleeps: bool = False
     """Whether it can release its memory between rollouts, which needs a GPU."""
@@ -161,7 +159,12 @@ def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping
         "enable_chunked_prefill": settings.chunked_prefill,
         "max_num_batched_tokens": settings.max_batched_tokens,
         "quantization": settings.quantization,
-        "speculative_config": _speculation(settings),
+        "speculative_config": settings.draft_model
+        and {
+            "method": "draft_model",
+            "model": settings.draft_model,
+            "num_speculative_tokens": settings.speculative_tokens,
+        },
         "cudagraph_capture_sizes": settings.cuda_graph_sizes and list(settings.cuda_graph_sizes),
         "block_size": _CPU_BLOCK if on_cpu else None,
         # In a Ray actor vLLM would ask Ray for further actors for its ranks.
@@ -184,17 +187,6 @@ def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping
         **{name: value for name, value in optional.items() if value is not None},
         **(settings.extra or {}),
     }
-
-
-def _speculation(settings: VllmSettings) -> Mapping[str, Any] | None:
-    tokens = {"num_speculative_tokens": settings.speculative_tokens}
-    match settings.speculative:
-        case "ngram":
-            return {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, **tokens}
-        case "draft":
-            return {"method": "draft_model", "model": settings.draft_model, **tokens}
-        case _:
-            return None
 
 
 @contextmanager
