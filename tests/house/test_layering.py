@@ -26,8 +26,8 @@ FLOORS = {
     "models": 4,
     "learn": 5,
     "run": 6,
-    "guide": 7,
-    "cli": 8,
+    "cli": 7,
+    "guide": 8,
     "api": 8,
     "__main__": 8,
     "": 8,
@@ -43,7 +43,7 @@ SHARED = (
 """Ports of those rooms, and parts that several adapters use."""
 HEAVY = ("torch", "transformers")
 LIGHT = ("config/", "plan/", "records/", "guide/", "cli/", "learn/algorithms/", "learn/usercode/")
-MAY_IMPORT_TORCH = ("guide/simulate/", "guide/tune/machine.py")
+MAY_IMPORT_TORCH = ("guide/simulate/", "guide/tune/machine.py", "guide/tune/probes.py")
 DENSITY = {
     "assignments of three values and more": 11,
     "assignments of two values": 52,
@@ -132,6 +132,26 @@ def test_imports_point_downward() -> None:
         if (not name or name[0] in FLOORS) and floor(name) > floor(dotted(path))
     ]
     assert not upward, "\n".join(upward)
+
+
+BEHIND_DOORS = {
+    ("guide",): ("guide",),
+    ("records", "report"): ("records.report", "guide"),
+    ("records", "doctor"): ("records.doctor", "records.report", "guide"),
+}
+"""Rooms that the trainer works without, and who may import them; others find them by a door."""
+
+
+def test_doors_open_one_way() -> None:
+    wrong = [
+        f"{relative(path)}:{line} imports {'.'.join(name)}, which is found by a door"
+        for path in modules()
+        for line, name in own_imports(path)
+        for room, visitors in BEHIND_DOORS.items()
+        if name[: len(room)] == room
+        and not f"{'.'.join(dotted(path))}.".startswith(tuple(f"{v}." for v in visitors))
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def below_models(room: str, name: str) -> bool:
@@ -317,6 +337,7 @@ def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.Mo
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import torch\n"
         ),
         "models/parallel/up.py": "from tunesmith.models import decoder\n",
+        "run/door.py": "from tunesmith.records.doctor import findings\n",
         "models/long.py": "def f():\n" + "    pass\n" * 401,
     }
     for name, text in files.items():
@@ -325,6 +346,7 @@ def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     for check, expected in (
         (test_imports_point_downward, ["config/up.py:1 (floor 2) imports run.loop.rl (floor 6)"]),
+        (test_doors_open_one_way, ["run/door.py:1 imports records.doctor"]),
         (
             test_rooms_of_models_do_not_know_the_models,
             ["models/parallel/up.py:1 imports models.decoder"],

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.guide.tune.machine import fitted, nonnegative, predictions, shapes
+from tunesmith.guide.tune.probes import Probe, made_up
 from tunesmith.plan.cost.memory import longest_sample
 from tunesmith.plan.cost.seconds import again_seconds, cpu_seconds, phase_seconds, step_seconds
 from tunesmith.plan.cost.work import Work, amounts, work_of
@@ -24,7 +25,6 @@ from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.measured import rates_file, read_rates
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.run.placement.planning import plan_run
-from tunesmith.run.placement.probes import Probe, made_up
 
 SMALL = ModelFacts(
     parameters=1536, layers=2, hidden_size=8, intermediate_size=16, heads=2, kv_heads=1, head_dim=4, vocab_size=32,

@@ -10,23 +10,17 @@ from typing import Annotated
 
 import typer
 
-from tunesmith.cli.check import check
 from tunesmith.cli.command import Command, CommandGroup
-from tunesmith.cli.doctor import doctor
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.launch import launch
 from tunesmith.cli.merge import merge
-from tunesmith.cli.migrate import migrate
 from tunesmith.cli.offline import generate, rft
 from tunesmith.cli.plan import plan, show_config
-from tunesmith.cli.reference import explain, keys, models, presets
-from tunesmith.cli.report import report, watch
 from tunesmith.cli.runs import runs
 from tunesmith.cli.serve_reward import serve_reward
 from tunesmith.cli.standard_output import open_standard_streams
-from tunesmith.cli.start import demo, init
 from tunesmith.cli.train import distill, dpo, kto, prm, rl, rm, sft
-from tunesmith.cli.tune import bench, tune
+from tunesmith.config.doors import Door
 from tunesmith.models.openmp import spin_briefly
 from tunesmith.records.interrupts import own_process
 
@@ -39,18 +33,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS: list[Callable[..., None]] = [
-    demo, init, rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, plan, tune, bench, keys,
-    explain, migrate, presets, models, serve_reward, launch, check, runs, doctor, report, watch,
+OWN: list[Callable[..., None]] = [
+    rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, plan, serve_reward, launch, runs,
 ]  # fmt: skip
-_NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
-for command in COMMANDS:
-    any_name = (
-        {"ignore_unknown_options": True} if command is explain else None
-    )  # --micro_train_batch_size is a name
-    app.command(
-        _NAMES.get(command.__name__, command.__name__), cls=Command, context_settings=any_name
-    )(guarded(command))
+NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
+COMMANDS = Door[typer.Typer](
+    "commands",
+    "tunesmith.guide.commands.start:commands",
+    "tunesmith.guide.commands.tune:commands",
+    "tunesmith.guide.commands.reference:commands",
+    "tunesmith.guide.commands.migrate:commands",
+    "tunesmith.guide.commands.check:commands",
+    "tunesmith.guide.commands.doctor:commands",
+    "tunesmith.guide.commands.report:commands",
+)
+for own in OWN:
+    app.command(NAMES.get(own.__name__), cls=Command)(guarded(own))
+for room in COMMANDS.rooms:
+    for info in room.registered_commands:
+        assert info.callback is not None
+        registered = app.command(info.name, cls=Command, context_settings=info.context_settings)
+        registered(guarded(info.callback))
 
 
 def _print_version(wanted: bool) -> None:

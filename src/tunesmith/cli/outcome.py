@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tunesmith.config.doors import Door
 from tunesmith.records.progress import duration, each_once, print_summary, share
 from tunesmith.records.text import shown_path
 
 if TYPE_CHECKING:
     from tunesmith.records.text import EvalExample
     from tunesmith.run.placement.session import RunResult
+
+
+FINDINGS = Door[Callable[[Path], list[str]]](
+    "findings", "tunesmith.records.doctor.findings:serious_findings"
+)
 
 
 def print_outcome(outcome: RunResult) -> None:
@@ -40,13 +46,8 @@ def print_outcome(outcome: RunResult) -> None:
 
 def _findings(run_dir: Path) -> list[str]:
     """The doctor's findings, without notes."""
-    from tunesmith.records.doctor.findings import diagnose
-    from tunesmith.records.doctor.record import read_record
-
     with suppress(Exception):  # a successful run must not fail here
-        return [
-            finding.key for finding in diagnose(read_record(run_dir)) if finding.severity != "note"
-        ]
+        return [key for find in FINDINGS.rooms for key in find(run_dir)]
     return []
 
 

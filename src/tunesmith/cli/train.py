@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunesmith.cli.arguments import DryRun, Overrides, RunFile
-from tunesmith.cli.dry_run import print_dry_run
 from tunesmith.cli.outcome import print_outcome
+from tunesmith.config.doors import Door
+from tunesmith.errors import ConfigError
 
 if TYPE_CHECKING:
     from tunesmith.run.placement import RunResult
+
+DRY_RUNS = Door[Callable[[Path, Sequence[str], str], None]](
+    "dry_runs", "tunesmith.guide.commands.dry_run:print_dry_run"
+)
 
 
 def rl(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -92,7 +97,9 @@ def _train(
     overrides: Sequence[str],
     dry_run: str | None,
 ) -> None:
-    if dry_run is not None:
-        print_dry_run(run, overrides, dry_run)
-    else:
+    if dry_run is None:
         print_outcome(command(run, overrides))
+        return
+    if not DRY_RUNS.rooms:
+        raise ConfigError("--dry-run: nothing that simulates machines is installed")
+    DRY_RUNS.rooms[0](run, overrides, dry_run)

@@ -4,5 +4,6 @@
 says what a setting or a metric is, ``names`` knows other frameworks' words, ``simulate`` runs steps
 on GPUs that are not there, ``recipes`` holds the demo.
 
-Stands on every wing except ``cli``; none of them needs it.
+Stands on every wing; none of them needs it. What they use of it registers at a door
+(``config.doors``): answers to unknown keys, commands, dry runs, uploads to the hub.
 """

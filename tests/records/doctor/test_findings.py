@@ -19,8 +19,9 @@ from tunesmith.guide.explain.settings import settings_of
 from tunesmith.records.doctor import nothing_learned
 from tunesmith.records.doctor.answers import ROUND, RUN, yield_findings
 from tunesmith.records.doctor.findings import RULES, diagnose
-from tunesmith.records.doctor.record import RunFacts, read_record, write_facts
+from tunesmith.records.doctor.record import read_record
 from tunesmith.records.doctor.rules import Finding, Rule
+from tunesmith.records.facts import RunFacts, write_facts
 from tunesmith.records.standing import Standing
 
 ALL: tuple[Rule[Any], ...] = (*RULES, *RUN, *ROUND, *nothing_learned.RULES)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sft_settings, write_lines
 from tunesmith.records.doctor.learning import LearningWatch, at_the_end, finding
-from tunesmith.records.doctor.record import RunFacts
+from tunesmith.records.facts import RunFacts
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 

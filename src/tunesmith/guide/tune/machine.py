@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from tunesmith.config.values import format_size
 from tunesmith.errors import CapacityError
+from tunesmith.guide.tune.probes import Probe
 from tunesmith.plan.cost.seconds import phase_seconds
 from tunesmith.plan.cost.work import Work, amounts
 from tunesmith.plan.facts.hardware import Hardware, memory
 from tunesmith.plan.facts.measured import Rates, rates_file, remember
 from tunesmith.plan.facts.model import ModelFacts
-from tunesmith.run.placement.probes import Probe
 
 SHAPES = 40
 ROUNDS = 5

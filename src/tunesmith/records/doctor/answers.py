@@ -228,3 +228,11 @@ def yield_findings(
     this = SampledRound(name, counts, samples_per_question, batch_size)
     found = worst_first(applied(ROUND, this, f"1-{counts['questions']}"), ROUND)
     return [finding for finding in found if finding.severity != "note"]
+
+
+def yield_warnings(
+    counts: Mapping[str, Any], samples_per_question: int, batch_size: int, name: str
+) -> list[str]:
+    """The findings of ``yield_findings``, several lines each."""
+    findings = yield_findings(counts, samples_per_question, batch_size, name)
+    return ["\n  ".join([f.numbers, *f.change, f.effect]) for f in findings]

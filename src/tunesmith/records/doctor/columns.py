@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from tunesmith.records.doctor.record import Metrics
+from tunesmith.records.facts import Metrics
 
 LEAST_WINDOW = 3
 SHARE = 5

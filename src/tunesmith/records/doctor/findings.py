@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 from tunesmith.records.doctor import (
     data,
@@ -19,7 +20,7 @@ from tunesmith.records.doctor import (
 from tunesmith.records.doctor.answers import answer_findings
 from tunesmith.records.doctor.columns import span, window
 from tunesmith.records.doctor.learning import at_the_end
-from tunesmith.records.doctor.record import RunRecord
+from tunesmith.records.doctor.record import RunRecord, read_record
 from tunesmith.records.doctor.rules import Finding, applied, worst_first
 from tunesmith.records.doctor.signs import Signs
 
@@ -41,6 +42,11 @@ def diagnose(record: RunRecord) -> list[Finding]:
     run = Signs(record)
     found = applied(RULES, run, span(record.steps), span(record.steps[-window(run.steps) :]))
     return worst_first([*_nothing_learned(run), *found], [*RULES, *nothing_learned.RULES])
+
+
+def serious_findings(run_dir: Path) -> list[str]:
+    """The keys of a run's findings, without notes."""
+    return [f.key for f in diagnose(read_record(run_dir)) if f.severity != "note"]
 
 
 def _nothing_learned(run: Signs) -> list[Finding]:

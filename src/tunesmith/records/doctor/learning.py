@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from tunesmith.records.doctor.columns import span
 from tunesmith.records.doctor.nothing_learned import AT_THE_END, HARMFUL, NOTHING, STEPS, Recent
-from tunesmith.records.doctor.record import Metrics, RunFacts
 from tunesmith.records.doctor.rules import Finding, applied
+from tunesmith.records.facts import Metrics, RunFacts
 
 MOST = 4000
 """Maximum number of stored steps; in a longer run every second one is dropped."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tunesmith.records.doctor.columns import Columns
-from tunesmith.records.doctor.record import Metrics, RunFacts
 from tunesmith.records.doctor.rules import Evidence, Rules
+from tunesmith.records.facts import Metrics, RunFacts
 
 STEPS = 3
 """Consecutive steps without anything to learn from, before a warning."""

@@ -7,8 +7,9 @@ from functools import cached_property
 from statistics import StatisticsError, correlation, fmean
 
 from tunesmith.records.doctor.columns import UNKNOWN, Column, Columns, Figure, ratio
-from tunesmith.records.doctor.record import RunFacts, RunRecord
+from tunesmith.records.doctor.record import RunRecord
 from tunesmith.records.doctor.rules import Change
+from tunesmith.records.facts import RunFacts
 from tunesmith.records.metrics import numbers
 from tunesmith.records.timeline import OUTSIDE_STEPS
 

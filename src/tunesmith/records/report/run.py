@@ -10,7 +10,8 @@ from typing import Any
 from tunesmith.errors import StorageError, TunesmithError, boundary
 from tunesmith.records.catalogue import CATALOGUE, find
 from tunesmith.records.doctor.findings import diagnose
-from tunesmith.records.doctor.record import read_facts, read_record
+from tunesmith.records.doctor.record import read_record
+from tunesmith.records.facts import read_facts
 from tunesmith.records.report.metrics import MetricsFile, curves, totals
 from tunesmith.records.report.rollouts import RolloutIndex, sample
 from tunesmith.records.report.steps import step_timelines

@@ -3,13 +3,14 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from tunesmith.config.doors import Door
 from tunesmith.records.clock import Clock
-from tunesmith.records.doctor.learning import LearningWatch
-from tunesmith.records.doctor.record import RunFacts
+from tunesmith.records.facts import RunFacts
 from tunesmith.records.memory import memory_metrics
 from tunesmith.records.metrics import MetricsLog
 from tunesmith.records.progress import Progress, each_once
@@ -18,6 +19,23 @@ from tunesmith.records.timeline import LOOP, OUTSIDE_STEPS, TRAINER, TRAINER_WAI
 from tunesmith.run.loop.profiling import StepProfiler
 from tunesmith.run.loop.rollout_log import RolloutLog, contrast, summary
 from tunesmith.types import RolloutGroup
+
+
+class RunJudge(Protocol):
+    """Judges the metrics of a run while it goes on."""
+
+    def step(self, metrics: Mapping[str, float]) -> str | None:
+        """Add a step; returns a new warning, if any."""
+        ...
+
+    def end(self) -> str | None:
+        """Why the run that has ended learned nothing, if so."""
+        ...
+
+
+JUDGES = Door[Callable[[RunFacts], RunJudge]](
+    "judges", "tunesmith.records.doctor.learning:LearningWatch"
+)
 
 
 @dataclass(slots=True)
@@ -29,7 +47,7 @@ class Recorder:
     rollout_log: RolloutLog | None = None
     """None in supervised training."""
     clock: Clock = field(default_factory=Clock)
-    learning: LearningWatch = field(default_factory=lambda: LearningWatch(RunFacts()))
+    judges: Sequence[RunJudge] = ()
     timeline: Timeline = field(default_factory=Timeline)
     profiler: StepProfiler | None = None
     total_tokens: float = field(default=0.0, init=False)
@@ -70,9 +88,10 @@ class Recorder:
         self.progress.step(step, record, record["seconds"] - seconds.get("setup", 0.0))
         if profile:
             self.progress.note(f"profile of step {step}: {shown_path(profile)}")
-        warning = self.learning.step({**record, "step": float(step)})
-        if warning:
-            self.progress.note(warning)
+        for judge in self.judges:
+            warning = judge.step({**record, "step": float(step)})
+            if warning:
+                self.progress.note(warning)
         return record
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:

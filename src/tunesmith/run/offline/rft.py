@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunesmith.config.commands import RFTConfig
+from tunesmith.config.doors import Door
 from tunesmith.config.objects import located
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.config.resolved import Resolved, config_text, settings
@@ -23,7 +24,6 @@ from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.derive.generation import derive_rft_warmup, profile_values
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.engines import OF_SAMPLERS
-from tunesmith.records.doctor.answers import yield_findings
 from tunesmith.records.metrics import MetricsLog, newest_objects, read_metrics
 from tunesmith.records.standing import recorded
 from tunesmith.records.storage import read_json, write_json, write_output
@@ -58,6 +58,11 @@ from tunesmith.run.placement.session import SHOWN, load_trained
 from tunesmith.run.placement.sinks import ADAPTERS
 from tunesmith.run.placement.train import run_sft
 from tunesmith.types import Task
+
+YIELDS = Door[Callable[[Mapping[str, Any], int, int, str], list[str]]](
+    "yields", "tunesmith.records.doctor.answers:yield_warnings"
+)
+"""What judges a round by its counts, completions per question, batch size and name."""
 
 Step = Literal["generate", "train", "evaluate", "run"]
 _TOTAL = "total"
@@ -255,13 +260,9 @@ class _Run:
             counts = select_answers(this, config.rft.select, self.threshold, config.sampling.n)
         print(describe_yield(this.name, counts), flush=True)
         self._record(this, yield_metrics(counts))
-        for finding in yield_findings(
-            counts, config.sampling.n, config.train.batch_size, this.name
-        ):
-            print(
-                "\n  ".join([f"warning: {finding.numbers}", *finding.change, finding.effect]),
-                flush=True,
-            )
+        for judge in YIELDS.rooms:
+            for text in judge(counts, config.sampling.n, config.train.batch_size, this.name):
+                print(f"warning: {text}", flush=True)
 
     def train(self, number: int) -> None:
         """Run ``tunesmith sft`` on the answers that a round kept."""

@@ -14,7 +14,7 @@ from tunesmith.learn.data.reading import Prepared
 from tunesmith.plan.derive.capacity import computing_threads
 from tunesmith.plan.facts.hardware import usable_cpus
 from tunesmith.plan.length import optimizer_steps
-from tunesmith.records.doctor.record import RunFacts
+from tunesmith.records.facts import RunFacts
 from tunesmith.types import Task
 
 LAST = 64

@@ -3,7 +3,7 @@ result."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,27 +11,30 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunesmith.config.commands import RMConfig
+from tunesmith.config.doors import Door
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.values import parse_size
-from tunesmith.records.doctor.learning import LearningWatch
-from tunesmith.records.doctor.record import write_facts
+from tunesmith.errors import ConfigError
+from tunesmith.records.facts import write_facts
 from tunesmith.records.interrupts import handled, keeping
 from tunesmith.records.metrics import MetricsLog, is_evaluation, read_metrics
 from tunesmith.records.progress import open_progress
-from tunesmith.records.run_dir import how_to_continue
+from tunesmith.records.run_dir import RunDir, how_to_continue
 from tunesmith.records.text import EvalExample, shown_path
 from tunesmith.records.timeline import Timeline
 from tunesmith.records.watchdog import Watchdog
 from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 from tunesmith.run.loop.profiling import StepProfiler
-from tunesmith.run.loop.recorder import Recorder
+from tunesmith.run.loop.recorder import JUDGES, Recorder
 from tunesmith.run.loop.rollout_log import RolloutLog, examples, read_evaluated
-from tunesmith.run.loop.session import Best, Session
-from tunesmith.run.placement.hub import open_hub
+from tunesmith.run.loop.session import Best, Publisher, Session
 from tunesmith.run.placement.learning import learning_facts
 from tunesmith.run.placement.opening import OpenRun
 from tunesmith.run.placement.sinks import open_sinks
 
+PUBLISHERS = Door[Callable[[RunConfig, RunDir, Callable[[str], None]], Publisher]](
+    "publishers", "tunesmith.guide.hub:open_hub"
+)
 SHOWN = 6
 """Held-out prompts whose answers are shown at the end of a run."""
 
@@ -92,6 +95,18 @@ def load_trained(path: Path, *, scores: bool = False, **options: Any) -> tuple[A
     return model, tokenizer
 
 
+def open_publisher(
+    config: RunConfig, run_dir: RunDir, report: Callable[[str], None]
+) -> Publisher | None:
+    """What uploads the models of a run with ``checkpoint.push_to_hub``."""
+    if config.checkpoint.push_to_hub is None:
+        return None
+    if not PUBLISHERS.rooms:
+        key = "checkpoint.push_to_hub"
+        raise ConfigError(f"{key}: nothing that uploads models is installed", keys=(key,))
+    return PUBLISHERS.rooms[0](config, run_dir, report)
+
+
 @contextmanager
 def open_session(
     run: OpenRun[Any, Any], checkpoint: Path | None, metric: str
@@ -130,12 +145,12 @@ def open_session(
             total_steps=config.train.steps,
             eval=config.eval,
             checkpoint=config.checkpoint,
-            publisher=open_hub(config, run_dir, progress.note),
+            publisher=open_publisher(config, run_dir, progress.note),
             recorder=Recorder(
                 stack.enter_context(metrics),
                 progress,
                 rollouts,
-                learning=LearningWatch(facts),
+                judges=[judge(facts) for judge in JUDGES.rooms],
                 timeline=timeline,
                 profiler=profiler,
             ),
@@ -193,7 +208,7 @@ def run_result(run: OpenRun[Any, Any], session: Session) -> RunResult:
         evaluations,
         session.recorder.clock.totals,
         best,
-        session.recorder.learning.end(),
+        next(filter(None, (judge.end() for judge in session.recorder.judges)), None),
         shown,
         isinstance(run.config, RMConfig),
     )

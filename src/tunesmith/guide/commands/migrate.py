@@ -11,7 +11,10 @@ import typer
 from tunesmith.errors import ConfigError
 from tunesmith.records.storage import check_output, write_output
 
+commands = typer.Typer()
 
+
+@commands.command()
 def migrate(
     source: Annotated[
         Path,

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+commands = typer.Typer()
+
 ROLLOUTS = "24MB"
 RunDirs = Annotated[
     list[Path],
@@ -17,6 +19,7 @@ RunDirs = Annotated[
 ]
 
 
+@commands.command()
 def report(
     runs: RunDirs,
     out: Annotated[
@@ -73,6 +76,7 @@ def report(
         webbrowser.open(path.as_uri())
 
 
+@commands.command()
 def watch(
     runs: RunDirs,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,

@@ -26,16 +26,14 @@ _FOLDERS = re.compile(r"""(?<![^"'=])/(?:[^"'\n/]*/)*(?=[^"'\n/])""")
 """The folders of an absolute path, which are private; only the file's name is published."""
 
 
-def open_hub(config: RunConfig, run_dir: RunDir, report: Callable[[str], None]) -> Hub | None:
-    """Create the repository of ``checkpoint.push_to_hub`` if it does not exist; None if the key is
-    omitted.
+def open_hub(config: RunConfig, run_dir: RunDir, report: Callable[[str], None]) -> Hub:
+    """Create the repository of ``checkpoint.push_to_hub`` if it does not exist.
 
     Raises:
         ConfigError: the repository cannot be written to.
     """
     section = config.checkpoint
-    if section.push_to_hub is None:
-        return None
+    assert section.push_to_hub is not None
     from huggingface_hub import HfApi
 
     api = HfApi(library_name="tunesmith", library_version=version("tunesmith"))

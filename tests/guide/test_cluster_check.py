@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tunesmith.cli.main import app
-from tunesmith.run.placement.cluster_check import LARGE, ClusterReport, ProcessPlace
+from tunesmith.guide.cluster_check import LARGE, ClusterReport, ProcessPlace
 
 H100 = ProcessPlace(
     "a", "10.0.0.1", "H100, 80GB", "580.65", {"torch": "2.13.0"}, {"NCCL_DEBUG": "INFO"}

@@ -9,10 +9,13 @@ from typing import Annotated
 
 import typer
 
+commands = typer.Typer()
+
 UNHEALTHY = 3
 """Exit code if there is more than a note."""
 
 
+@commands.command()
 def doctor(
     run: Annotated[
         Path,

@@ -11,7 +11,10 @@ from tunesmith.errors import CheckpointError, ClusterError, ConfigError, Storage
 from tunesmith.run.loop.checkpoint import STATE_FILE, Checkpoints
 from tunesmith.run.loop.manifest import damages, has_manifest
 
+commands = typer.Typer()
 
+
+@commands.command()
 def check(
     path: Annotated[
         Path,
@@ -67,7 +70,7 @@ def check(
 
 
 def _check_cluster(shared: Path, bandwidth: float | None) -> None:
-    from tunesmith.run.placement.cluster_check import examine
+    from tunesmith.guide.cluster_check import examine
     from tunesmith.run.processes.torchrun import meeting
 
     with boundary(StorageError, f"cannot write to {shared}", OSError):

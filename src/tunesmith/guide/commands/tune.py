@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from tunesmith.guide.tune.result import Result
     from tunesmith.guide.tune.steps import Measured
 
+commands = typer.Typer()
+
 NOTHING = "Nothing was measured, so this says nothing about faster settings; give it more time with --minutes"
 
 
+@commands.command()
 def tune(
     run: RunFile,
     overrides: Overrides = None,
@@ -100,6 +103,7 @@ def _print_result(result: Result, file: Path, report: Path) -> None:
     print("", *aligned([*facts.items()]), sep="\n")
 
 
+@commands.command()
 def bench(
     run: RunFile,
     overrides: Overrides = None,

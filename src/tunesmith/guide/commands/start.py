@@ -12,7 +12,10 @@ import typer
 
 from tunesmith.errors import ConfigError
 
+commands = typer.Typer()
 
+
+@commands.command()
 def demo(
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
     seed: Annotated[int, typer.Option(help="Of the model, the data and the training.")] = 0,
@@ -35,6 +38,7 @@ def demo(
         print(json.dumps(asdict(result)), flush=True)
 
 
+@commands.command()
 def init(
     task: Annotated[
         str | None,

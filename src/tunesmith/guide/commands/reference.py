@@ -16,10 +16,13 @@ from tunesmith.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from tunesmith.guide.explain.settings import Setting
 
+commands = typer.Typer()
+
 _MOST = 8
 """Maximum pieces of advice to print."""
 
 
+@commands.command()
 def keys(
     what: Annotated[
         str | None,
@@ -66,6 +69,7 @@ def print_setting(setting: Setting, *, of_command: bool = False) -> None:
     wrapped(setting.meaning, 4)
 
 
+@commands.command()
 def models() -> None:
     """List the families of models that can be trained, and why others cannot.
 
@@ -81,6 +85,7 @@ def models() -> None:
         wrapped(reason, 4)
 
 
+@commands.command()
 def presets(
     names: Annotated[
         list[str] | None,
@@ -112,6 +117,8 @@ def wrapped(text: str, indent: int) -> None:
     print("\n".join(lines))
 
 
+# --micro_train_batch_size is a name
+@commands.command(context_settings={"ignore_unknown_options": True})
 def explain(
     name: Annotated[
         str,
