@@ -202,7 +202,8 @@ def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | C
             return ConvertedSetting(given, "by hand", f"the value cannot be read: {error}", mine)
         if isinstance(result, Dropped):
             return ConvertedSetting(given, "off" if result.off else "by hand", result.why, mine)
-        values = [value for value in result if value.key in there.keys]
+        each = [result] if isinstance(result, Value) else result
+        values = [value for value in each if value.key in there.keys]
         return values or ConvertedSetting(
             given, "off", f"it has no meaning in tunesmith {there.command}", mine
         )

@@ -9,14 +9,15 @@ from typing import Any, cast
 from tunesmith.config.values import SINKS
 from tunesmith.guide.migrate.given import UNKNOWN, Given
 from tunesmith.guide.migrate.script.data import Data, all_data, written_split
-from tunesmith.guide.migrate.there import OFF, Dropped, Result, There, Value
+from tunesmith.guide.migrate.there import OFF, Dropped, Result, There, Value, without
 
 _TRAIN = (
-    "dataset_name", "train_dataset", "data.dataset", "dataset", "data.prompt_dataset", "prompt_data", "train_files",
-    "data.path", "train_data",
+    "dataset_name", "train_dataset", "data.dataset", "dataset", "data.prompt_dataset",
+    "prompt_data", "train_files", "data.path", "train_data",
 )  # fmt: skip
 _TRAIN_SPLITS = (
-    "dataset_train_split", "data.dataset_split", "data.prompt_split", "dataset_split", "prompt_split", "train_split",
+    "dataset_train_split", "data.dataset_split", "data.prompt_split", "dataset_split",
+    "prompt_split", "train_split",
 )  # fmt: skip
 _PROBS = ("data.dataset_probs", "data.prompt_probs", "dataset_probs", "prompt_data_probs")
 _EVAL = ("eval_dataset", "eval.dataset", "val_files", "validation_data")
@@ -25,6 +26,7 @@ _MANAGERS = ("naive", "batch", "prime", "dapo")
 """verl's reward managers, which call the function that a line's ``data_source`` selects."""
 _BUILT_IN = {"trl.rewards.accuracy_reward": "math"}
 """Functions that TRL ships, and those of a run file that do the same."""
+_MOVE = "move {} to a separate file that only defines {}"
 
 
 def train_data(_given: Given, there: There) -> Result:
@@ -37,50 +39,34 @@ def train_data(_given: Given, there: There) -> Result:
     if not paths:
         return Dropped("no data set is given with it")
     split = there.get(*_TRAIN_SPLITS)
-    subset = there.get("dataset_config")
     split = split[0] if isinstance(split, list) and split else split
-    weights = _listed(there.get(*_PROBS))
-    tables = [
-        {
-            "path": path,
-            "split": None if split == "train" else split,
-            "subset": subset,
-            "weight": weight,
-        }
-        for path, weight in zip(
-            paths,
-            [float(w) for w in weights] if len(weights) == len(paths) else [None] * len(paths),
-            strict=True,
-        )
-    ]
-    return [Value("data.train", _plain(tables))]
+    shares = _listed(there.get(*_PROBS))
+    weights = [float(w) for w in shares] if len(shares) == len(paths) else [None] * len(paths)
+    common = {"split": split, "subset": there.get("dataset_config")}
+    pairs = zip(paths, weights, strict=True)
+    tables = [{"path": path, **common, "weight": weight} for path, weight in pairs]
+    return Value("data.train", _plain(tables))
 
 
 def eval_data(_given: Given, there: There) -> Result:
     """The held-out data; a split without a path belongs to the training data."""
-    held = there.get("eval_dataset")
-    if isinstance(held, Data | list) and all_data(held):
-        origins = tuple(origin for data in all_data(held) for origin in data.origins)
-        return _followed("data.eval", replace(all_data(held)[0], origins=origins))
+    held = all_data(there.get("eval_dataset"))
+    if held:
+        origins = tuple(origin for data in held for origin in data.origins)
+        return _followed("data.eval", replace(held[0], origins=origins))
+    strategy = there.get("eval_strategy", "evaluation_strategy", default="no")
+    if there.framework in ("trl", "transformers") and strategy in ("no", False):
+        return without("nothing is evaluated there: eval_strategy is no")
     paths = _listed(there.get(*_EVAL))
     split = there.get(*_EVAL_SPLITS)
-    if there.framework in ("trl", "transformers") and there.get(
-        "eval_strategy", "evaluation_strategy", default="no"
-    ) in ("no", False):
-        return Dropped("nothing is evaluated there: eval_strategy is no", off=True)
     subset = None
     if not paths and split:
         paths = _listed(there.get(*_TRAIN))[:1]
         subset = there.get("dataset_config")
     if not paths:
-        return Dropped("no data set is given with it", off=True)
-    split = None if split == "train" else split
-    return [
-        Value(
-            "data.eval",
-            _plain([{"path": path, "split": split, "subset": subset} for path in paths]),
-        )
-    ]
+        return without("no data set is given with it")
+    tables = [{"path": path, "split": split, "subset": subset} for path in paths]
+    return Value("data.eval", _plain(tables))
 
 
 def _followed(key: str, data: Data) -> Result:
@@ -89,22 +75,20 @@ def _followed(key: str, data: Data) -> Result:
     for origin in data.origins:
         split = written_split(origin)
         if split is None:
-            parts = "".join(map(str, origin.cuts))
-            return Dropped(
-                f"a part of a part, {origin.path}{parts}, has no line here; write its rows to a file"
-            )
-        subset = {"subset": origin.subset, "weight": origin.weight}
-        tables.append({"path": origin.path, "split": None if split == "train" else split, **subset})
-    return [Value(key, _plain(tables), "; ".join(dict.fromkeys(data.notes)))]
+            part = origin.path + "".join(map(str, origin.cuts))
+            return Dropped(f"a part of a part, {part}, has no line here; write its rows to a file")
+        table = {"path": origin.path, "split": split}
+        tables.append({**table, "subset": origin.subset, "weight": origin.weight})
+    return Value(key, _plain(tables), "; ".join(dict.fromkeys(data.notes)))
 
 
 def rows(given: Given, _there: There) -> Result:
     """``dataset.map(function)`` and what else a script does to its rows."""
     if ".py:" in given.value:
-        return [Value("data.map", given.value, "move it to a separate file that only defines it")]
+        return Value("data.map", given.value, _MOVE.format("it", "it"))
     return Dropped(
-        f"{given.text} is not followed: write it as a function of one row that returns its columns, or None to leave "
-        'it out: data.map = "file.py:function"'
+        f"{given.text} is not followed: write it as a function of one row that returns its "
+        'columns, or None to leave it out: data.map = "file.py:function"'
     )
 
 
@@ -113,13 +97,17 @@ def _listed(value: Any) -> list[str]:
     if value is None or isinstance(value, bool):
         return []
     items = cast("list[Any]", value) if isinstance(value, list) else str(value).split(",")
-    return [text for item in items if (text := str(item).strip()) and not UNKNOWN.search(text)]
+    texts = [str(item).strip() for item in items]
+    return [text for text in texts if text and not UNKNOWN.search(text)]
 
 
 def _plain(tables: Sequence[Mapping[str, Any]]) -> Any:
-    """Tables without empty keys; a table with only a path becomes the path, a list of one its
-    element."""
-    full = [{k: v for k, v in table.items() if v is not None} for table in tables]
+    """Tables without empty keys and the default split; a table with only a path becomes the path,
+    a list of one its element."""
+    full = [
+        {k: v for k, v in table.items() if v is not None and (k, v) != ("split", "train")}
+        for table in tables
+    ]
     items = [table["path"] if len(table) == 1 else table for table in full]
     return items[0] if len(items) == 1 else items
 
@@ -129,83 +117,62 @@ def functions(given: Given, there: There) -> Result:
     path = there.get("custom_reward_function.path", "reward.custom_reward_function.path")
     if path and "custom_reward_function" in given.name:
         name = there.get("custom_reward_function.name", default="compute_score")
-        return [Value("reward.functions", [f"{path}:{name}"])]
-    items = [str(v) for v in (given.value if isinstance(given.value, list) else [given.value]) if v]
+        return Value("reward.functions", [f"{path}:{name}"])
+    items = _items(given)
     known = [_BUILT_IN.get(item, item) for item in items if ".py:" in item or item in _BUILT_IN]
     if known and len(known) == len(items):
-        column = (
-            [Value("reward.answer", "solution", "the column that it reads there")]
-            if "math" in known
-            else []
-        )
-        own = (
-            "move them to a separate file that only defines them"
-            if len(set(known) - {"math"})
-            else ""
-        )
-        return [Value("reward.functions", known, own), *column]
+        own = _MOVE.format("them", "them") if set(known) - {"math"} else ""
+        answer = Value("reward.answer", "solution", "the column that it reads there")
+        return [Value("reward.functions", known, own), *([answer] if "math" in known else [])]
     if all(item in _MANAGERS for item in items):
-        return Dropped(
-            "the reward manager that calls the functions of the data; none is needed here", off=True
+        return without(
+            "the reward manager that calls the functions of the data; none is needed here"
         )
     names = ", ".join(UNKNOWN.sub(lambda m: m[0][2:-1], item) for item in items)
     return Dropped(f'name each function as "file.py:function" in reward.functions: {names}')
 
 
+def _items(given: Given) -> list[str]:
+    return [str(v) for v in (given.value if isinstance(given.value, list) else [given.value]) if v]
+
+
 def tools(given: Given, _there: There) -> Result:
     """Tools: functions of a Python script."""
-    items = [str(v) for v in (given.value if isinstance(given.value, list) else [given.value])]
+    items = _items(given)
     if items and all(".py:" in item for item in items):
-        return [
-            Value("environment.tools", items, "move them to a separate file that only defines them")
-        ]
+        return Value("environment.tools", items, _MOVE.format("them", "them"))
     return Dropped('name each function as "file.py:function" in environment.tools')
 
 
 def environment(given: Given, _there: There) -> Result:
     """An environment: a class of a Python script."""
     if isinstance(given.value, str) and ".py:" in given.value:
-        return [
-            Value(
-                "environment.path", given.value, "move it to a separate file that only defines it"
-            )
-        ]
+        return Value("environment.path", given.value, _MOVE.format("it", "it"))
     return Dropped('name the class of the environment as "file.py:name" in environment.path')
 
 
 def models(given: Given, there: There) -> Result:
-    if there.get("reward_model.enable", default=True) in (False, None) or not isinstance(
-        given.value, str
-    ):
-        return Dropped(
-            "the reward model is off there"
-            if given.value is not True
-            else "it is set next to this",
-            off=True,
-        )
-    normalize = bool(there.get("reward.normalize_enable", "normalize_enable", "normalize_reward"))
-    tables = [
-        {"path": path, **({"normalize": True} if normalize else {})}
-        for path in _listed(given.value)
-    ]
+    if given.value is True:
+        return without("it is set next to this")
+    on = there.get("reward_model.enable", default=True) not in (False, None)
+    if not on or not isinstance(given.value, str):
+        return without("the reward model is off there")
+    normalize = there.get("reward.normalize_enable", "normalize_enable", "normalize_reward")
+    common = {"normalize": True} if normalize else {}
+    tables = [{"path": path, **common} for path in _listed(given.value)]
     for number, table in enumerate(tables[1:], 2):
         table["name"] = f"reward_model_{number}"
-    return [Value("reward.models", tables)] if tables else Dropped("no model is named")
+    return Value("reward.models", tables) if tables else Dropped("no model is named")
 
 
 def remote(given: Given, _there: There) -> Result:
     """A server's address, or a Python file with a function ``reward_func``."""
     paths = _listed(given.value)
     if paths and all(path.endswith(".py") for path in paths):
-        return [
-            Value(
-                "reward.functions",
-                [f"{path}:reward_func" for path in paths],
-                "OpenRLHF's own name of the function",
-            )
-        ]
+        names = [f"{path}:reward_func" for path in paths]
+        return Value("reward.functions", names, "OpenRLHF's own name of the function")
     if paths and all(path.startswith(("http://", "https://")) for path in paths):
-        return [Value("reward.remote", [{"urls": paths, "protocol": "openrlhf"}])]
+        return Value("reward.remote", [{"urls": paths, "protocol": "openrlhf"}])
     return Dropped(
         "write the server's address into reward.remote, or the function into reward.functions"
     )
@@ -214,26 +181,25 @@ def remote(given: Given, _there: There) -> Result:
 def sinks(given: Given, _there: There) -> Result:
     """``report_to``, ``logger`` and flags such as ``use_wandb``."""
     value = given.value
-    if value is True or (
-        isinstance(value, str) and ("wandb" in given.name or "tensorboard" in given.name)
-    ):
-        value = "tensorboard" if "tensorboard" in given.name else "wandb"
+    named = next((name for name in ("tensorboard", "wandb") if name in given.name), "")
+    if value is True or (isinstance(value, str) and named):
+        value = named or "wandb"
     names = ["wandb" if name == "all" else name for name in _listed(value)]
     known = [name for name in names if name in SINKS]
     other = [name for name in names if name not in (*SINKS, "console", "none", "file")]
     if other:
         return Dropped(f"there is no sink {', '.join(other)} here; a class of yours can be one")
     if not known:
-        return Dropped("metrics.jsonl and the terminal are always written", off=True)
-    return [Value("monitor.sinks", known)]
+        return without("metrics.jsonl and the terminal are always written")
+    return Value("monitor.sinks", known)
 
 
 def samples(given: Given, _there: There) -> Result:
     if given.value is True:
-        return Dropped(
-            "groups of every step are always written to rollouts.jsonl (monitor.samples)", off=True
+        return without(
+            "groups of every step are always written to rollouts.jsonl (monitor.samples)"
         )
-    return [Value("monitor.samples", given.count)] if given.count else OFF
+    return Value("monitor.samples", given.count) if given.count else OFF
 
 
 def hub(given: Given, there: There) -> Result:
@@ -242,19 +208,4 @@ def hub(given: Given, there: There) -> Result:
         return OFF
     if not name:
         return Dropped("name the repository: checkpoint.push_to_hub = 'you/model'")
-    return [Value("checkpoint.push_to_hub", name)]
-
-
-SOURCES = (
-    train_data,
-    eval_data,
-    rows,
-    functions,
-    tools,
-    environment,
-    models,
-    remote,
-    sinks,
-    samples,
-    hub,
-)
+    return Value("checkpoint.push_to_hub", name)

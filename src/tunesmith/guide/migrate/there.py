@@ -47,9 +47,16 @@ class Dropped:
     off: bool = False
 
 
-Result = Sequence[Value] | Dropped
+Result = Value | Sequence[Value] | Dropped
 """The result of a conversion."""
-OFF = Dropped("it is off there", off=True)
+
+
+def without(why: str) -> Dropped:
+    """A setting that enables nothing in the source."""
+    return Dropped(why, off=True)
+
+
+OFF = without("it is off there")
 
 
 def is_off(value: Any) -> bool:

@@ -1,5 +1,5 @@
 """Conversions of values that cannot be copied, by their names under ``convert`` in
-``config/names/keys.toml``.
+``guide/names/keys.toml``.
 
 Each takes a setting and its whole launch, and returns our settings or the reason why the run file
 has no line for it.
@@ -7,33 +7,28 @@ has no line for it.
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
-from tunesmith.guide.migrate.batches import BATCHES
+from tunesmith.guide.migrate import batches, learned, sources
 from tunesmith.guide.migrate.given import Given
-from tunesmith.guide.migrate.learned import LEARNED
-from tunesmith.guide.migrate.sources import SOURCES
-from tunesmith.guide.migrate.there import OFF, Dropped, Result, There, Value, is_off
+from tunesmith.guide.migrate.there import OFF, Dropped, Result, There, Value, is_off, without
 
 
 def last_rate(given: Given, there: There) -> Result:
     """The schedule's final rate as a share of the peak."""
     value: Any = given.value
     if isinstance(value, dict):
-        value = cast("dict[str, Any]", value).get(
-            "min_lr_rate", cast("dict[str, Any]", value).get("min_lr_ratio")
-        )
+        value = value.get("min_lr_rate", value.get("min_lr_ratio"))  # pyright: ignore
     elif given.name.endswith((".min_lr", ".lr_min")):
         rate = there.get("optim.lr", default=0)
-        value = (
-            value / rate
-            if isinstance(value, int | float) and isinstance(rate, float) and rate
-            else None
-        )
+        known = isinstance(value, int | float) and isinstance(rate, float) and rate
+        value = value / rate if known else None
     key = "critic.min_lr_ratio" if "critic" in given.name else "train.min_lr_ratio"
-    return [Value(key, value)] if isinstance(value, int | float) and value > 0 else OFF
+    return Value(key, value) if isinstance(value, int | float) and value > 0 else OFF
 
 
 def warmup(given: Given, there: There) -> Result:
@@ -41,13 +36,13 @@ def warmup(given: Given, there: There) -> Result:
     critic = "critic" in given.name
     if is_off(value) or not isinstance(value, int | float):
         return OFF
-    if "ratio" in given.name or value < 1:
-        if critic:
-            return Dropped("the critic's warm-up is a number of steps here: critic.warmup_steps")
-        if there.number("lr_warmup_steps", "warmup_steps", default=0) > 0:
-            return Dropped("the number of warm-up steps is given as well, and wins", off=True)
-        return [Value("train.warmup_ratio", value)]
-    return [Value("critic.warmup_steps" if critic else "train.warmup_steps", int(value))]
+    if "ratio" not in given.name and value >= 1:
+        return Value("critic.warmup_steps" if critic else "train.warmup_steps", int(value))
+    if critic:
+        return Dropped("the critic's warm-up is a number of steps here: critic.warmup_steps")
+    if there.number("lr_warmup_steps", "warmup_steps", default=0) > 0:
+        return without("the number of warm-up steps is given as well, and wins")
+    return Value("train.warmup_ratio", value)
 
 
 def betas(given: Given, there: There) -> Result:
@@ -55,60 +50,48 @@ def betas(given: Given, there: There) -> Result:
     if isinstance(value, str):
         value = [float(part) for part in re.findall(r"[\d.]+", value)]
     if isinstance(value, int | float):
-        value = [
-            there.get("adam_beta1", "beta1", default=0.9),
-            there.get("adam_beta2", "beta2", default=0.999),
-        ]
-    return (
-        [Value("train.betas", list(value))]
-        if isinstance(value, list | tuple) and len(value) == 2
-        else OFF
-    )
+        first = there.get("adam_beta1", "beta1", default=0.9)
+        value = [first, there.get("adam_beta2", "beta2", default=0.999)]
+    both = isinstance(value, list | tuple) and len(value) == 2  # pyright: ignore
+    return Value("train.betas", list(value)) if both else OFF
 
 
 def every(given: Given, there: There) -> Result:
     """Steps between evaluations or checkpoints; other frameworks' -1 means "not during
     training"."""
-    key = "eval.every" if re.search(r"eval|test_freq", given.name) else "checkpoint.every"
+    evaluates = re.search(r"eval|test_freq", given.name)
+    key = "eval.every" if evaluates else "checkpoint.every"
     value = given.value
     if value == "epoch":
-        return [Value(key, "epoch")]
-    if value in ("steps", "no") or is_off(value):
-        return Dropped(
-            "nothing is done during training there"
-            if value != "steps"
-            else "the steps are given as well",
-            off=True,
-        )
-    strategy = there.get(
-        *(("eval_strategy", "evaluation_strategy") if key == "eval.every" else ("save_strategy",)),
-        default="steps",
-    )
+        return Value(key, "epoch")
+    if value == "steps":
+        return without("the steps are given as well")
+    if value == "no" or is_off(value):
+        return without("nothing is done during training there")
+    names = ("eval_strategy", "evaluation_strategy") if evaluates else ("save_strategy",)
+    strategy = there.get(*names, default="steps")
     if there.framework in ("trl", "transformers") and strategy not in ("steps", None):
-        return Dropped(f"without effect there, because the strategy is {strategy}", off=True)
-    if isinstance(value, float) and (value < 1 or value == float("inf")):
-        return Dropped("a share of the run there; a number of steps here") if value < 1 else OFF
-    return (
-        [Value(key, int(value))]
-        if isinstance(value, int | float)
-        else Dropped(f"{value} is not a number of steps")
-    )
+        return without(f"without effect there, because the strategy is {strategy}")
+    if not isinstance(value, int | float):
+        return Dropped(f"{value} is not a number of steps")
+    if value < 1 and isinstance(value, float):
+        return Dropped("a share of the run there; a number of steps here")
+    return OFF if value == float("inf") else Value(key, int(value))
 
 
 def adapter(given: Given, there: There) -> Result:
     """A flag; here an adapter is trained whenever its rank is given."""
-    return (
-        [Value("lora.rank", there.get("lora_r", "lora.rank", default=16))] if given.value else OFF
-    )
+    rank = there.get("lora_r", "lora.rank", default=16)
+    return Value("lora.rank", rank) if given.value else OFF
 
 
 def half(given: Given, there: There) -> Result:
     """A switch for float16, beside one for bfloat16."""
     if given.value not in (True, "true", "True", 1):
-        return Dropped("it is off there", off=True)
+        return OFF
     if there.get("bf16", "bf16.enabled") is True:
         return Dropped("bfloat16 is on as well: set model.dtype to one of them")
-    return [Value("model.dtype", "float16")]
+    return Value("model.dtype", "float16")
 
 
 def offloaded(given: Given, there: There) -> Result:
@@ -118,72 +101,51 @@ def offloaded(given: Given, there: There) -> Result:
     if given.value == "nvme":
         return Dropped("they are kept in host memory here, not on a drive: true or false")
     key = there.meanings(given)[0].keys[0]
-    if (
-        key != "system.offload_activations"
-        and "muon" in str(there.get("actor.optim", "optim", "optimizer.type")).lower()
-    ):
+    optimizer = str(there.get("actor.optim", "optim", "optimizer.type")).lower()
+    if key != "system.offload_activations" and "muon" in optimizer:
         return Dropped(
             "Muon's products of matrices would run on the CPU: leave it out, or use AdamW"
         )
-    return [Value(key, True)]
+    return Value(key, True)
 
 
 def ema(_given: Given, there: There) -> Result:
+    decay = there.get("ema_beta", "train.ema_beta", default=0.992)
     on = there.get("enable_ema", "train.enable_ema")
-    return (
-        [Value("train.ema_decay", there.get("ema_beta", "train.ema_beta", default=0.992))]
-        if on
-        else OFF
-    )
+    return Value("train.ema_decay", decay) if on else OFF
 
 
 def too_long(given: Given, there: There) -> Result:
     if given.value == "error" and there.get("filter_overlong_prompts"):
-        return Dropped("prompts that are too long are skipped before", off=True)
-    return OFF if given.value is None else [Value("data.too_long", given.value)]
+        return without("prompts that are too long are skipped before")
+    return OFF if given.value is None else Value("data.too_long", given.value)
 
 
 def muon_rate(given: Given, there: There) -> Result:
     """Muon's learning rate as a multiple of AdamW's."""
     rate = there.get("actor.adam.lr", "adam.lr", "actor_learning_rate", "learning_rate")
-    if (
-        "critic" in given.name
-        or not isinstance(given.value, int | float)
-        or not isinstance(rate, float)
-    ):
-        return Dropped("a separate critic has the policy's optimizer", off=True)
-    return [Value("train.optimizer.lr_ratio", given.value / rate, f"{given.value} / {rate}")]
+    known = isinstance(given.value, int | float) and isinstance(rate, float)
+    if "critic" in given.name or not known:
+        return without("a separate critic has the policy's optimizer")
+    return Value("train.optimizer.lr_ratio", given.value / rate, f"{given.value} / {rate}")
 
 
 def compiled(given: Given, there: There) -> Result:
     """A switch, a mode, or the compiler; if several are given, the mode decides."""
-    mode = ("torch_compile_mode", "dynamo_mode")
     switch = ("torch_compile", "torch_compile_backend", "dynamo_backend")
-    if not given.value or given.value in ("no", False):
+    if not given.value or given.value == "no":
         return OFF
     if there.framework == "accelerate" and is_off(there.get("dynamo_backend")):
-        return Dropped("without effect there, because dynamo_backend is not given", off=True)
-    if given.name.rpartition(".")[2] in switch and there.get(*mode):
-        return Dropped("the mode is given as well", off=True)
-    return [Value("system.compile", "default" if given.value is True else given.value)]
+        return without("without effect there, because dynamo_backend is not given")
+    mode = there.get("torch_compile_mode", "dynamo_mode")
+    if given.name.rpartition(".")[2] in switch and mode:
+        return without("the mode is given as well")
+    return Value("system.compile", "default" if given.value is True else given.value)
 
 
 CONVERSIONS: Mapping[str, Callable[[Given, There], Result]] = {
-    conversion.__name__: conversion
-    for conversion in (
-        *(*BATCHES, *SOURCES, *LEARNED),
-        *(
-            last_rate,
-            warmup,
-            betas,
-            every,
-            adapter,
-            half,
-            offloaded,
-            ema,
-            too_long,
-            muon_rate,
-            compiled,
-        ),
-    )
+    name: function
+    for module in (batches, learned, sources, sys.modules[__name__])
+    for name, function in inspect.getmembers(module, inspect.isfunction)
+    if function.__module__ == module.__name__ and not name.startswith("_")
 }
