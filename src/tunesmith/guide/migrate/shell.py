@@ -3,6 +3,10 @@
 Assignments, arrays, here-documents, arithmetic and conditions on known values are evaluated. Values
 that only the shell knows stay in the text: ``${NAME}`` for a variable without a value,
 ``$(command)`` for a command's output.
+
+The reader is our own. bashlex is licensed under the GPLv3, which an Apache-2.0 project cannot depend
+on; tree-sitter's grammar is compiled code, and its tree has the same cases of expansion to evaluate.
+What is read is often not a whole script either: commands of docstrings, with ``<placeholders>``.
 """
 
 from __future__ import annotations
@@ -11,32 +15,26 @@ import ast
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tunesmith.errors import ConfigError
 
 V = TypeVar("V", str, "list[Word]")
-_ASSIGN = re.compile(r"(?:(?:export|readonly|local|declare)\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=")
-_OPENING = (
-    "if",
-    "elif",
-    "while",
-    "until",
-    "then",
-    "do",
-    "else",
-    "{",
-    "(",
-    "time",
-    "nohup",
-    "exec",
-    "!",
-)
+_ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_DECLARING = ("export", "readonly", "local", "declare")
+_KEYWORDS = (
+    "if", "elif", "while", "until", "then", "do", "else", "{", "(", "time", "nohup", "exec", "!",
+    "fi", "done", "}", ")", "esac",
+)  # fmt: skip
+"""Words before a command, or after the last one of a block."""
+_SKIPPED = re.compile(r"(?:[ \t\r\f\v]|\\\n|#[^\n]*)+")
+_REDIRECTION = re.compile(r"(?:\d|&)?(?:>>?|<{1,3})(?:&-|&\d)?")
+_HERE = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?([^\n]*)\n")
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
 _LONGEST = 200_000
 """Maximum length of a value in characters, and of an array in words."""
@@ -64,83 +62,68 @@ def read_script(text: str, variables: Mapping[str, str], line: int = 1) -> Scrip
     Args:
         variables: the caller's values, which override the script's.
     """
-    script = Script({"HOME": os.path.expanduser("~")})
-    fixed = dict(variables)
-    script.variables |= fixed
-    skipping: list[
-        bool | None
-    ] = []  # per open "if": whether a branch was taken; None: this branch is skipped
-    for raw, number in _commands(text, line):
-        raw = raw.strip()
-        keyword = raw.split(None, 1)[0] if raw else ""
-        while keyword in _OPENING or keyword in ("fi", "done", "}", ")", "esac"):
-            rest = raw[len(keyword) :].strip()
+    script = Script({"HOME": os.path.expanduser("~"), **variables})
+    branches: list[bool | None] = []
+    """Of each open "if", whether a branch was taken; None: this branch is skipped."""
+    for command in _commands(text, line):
+        while command and command[0].text in _KEYWORDS:
+            keyword = command.pop(0).text
             if keyword == "if":
-                skipping.append(_taken(rest, script, skipping))
-            elif keyword in ("elif", "else") and skipping:
-                done = skipping[-1] in (True, None)
-                skipping[-1] = (
-                    None
-                    if done
-                    else (_taken(rest, script, skipping[:-1]) if keyword == "elif" else True)
-                )
-            elif keyword == "fi" and skipping:
-                skipping.pop()
-            raw = "" if keyword in ("if", "elif") else rest
-            keyword = raw.split(None, 1)[0] if raw else ""
-        if raw and all(state is True for state in skipping):
-            _do(raw, number, script, fixed)
+                branches.append(_taken(command, script, branches))
+            elif keyword in ("elif", "else") and branches:
+                taken = branches.pop()
+                open_ = keyword == "else" or _taken(command, script, branches)
+                branches.append(None if taken in (True, None) else open_)
+            elif keyword == "fi" and branches:
+                branches.pop()
+            if keyword in ("if", "elif"):
+                command = []
+        if command and all(branch is True for branch in branches):
+            _do(command, script, variables)
     return script
 
 
-def _taken(condition: str, script: Script, outer: list[bool | None]) -> bool | None:
+def _taken(condition: Sequence[Word], script: Script, outer: Sequence[bool | None]) -> bool | None:
     """Whether a branch is taken: True also if the condition is unknown; False if a later branch may
     be taken."""
-    if not all(state is True for state in outer):
+    if not all(branch is True for branch in outer):
         return None
-    found = re.fullmatch(r"\[\[?\s+(.*?)\s+(==?|!=|-eq|-ne)\s+(.*?)\s+\]\]?;?", condition)
-    one = re.fullmatch(r"\[\[?\s+(-[zn])\s+(.*?)\s+\]\]?;?", condition)
-    if found:
-        left, right = (expand(side, script, whole=True)[0] for side in (found[1], found[3]))
-        if "$" in left + right:
+    match [word.text for word in condition]:
+        case ["[" | "[[", left, "=" | "==" | "!=" | "-eq" | "-ne" as sign, right, "]" | "]]"]:
+            left, right = (expand(side, script, whole=True)[0] for side in (left, right))
+            return "$" in left + right or (left == right) == (sign in ("=", "==", "-eq"))
+        case ["[" | "[[", "-z" | "-n" as sign, text, "]" | "]]"]:
+            value = expand(text, script, whole=True)[0]
+            return "$" in value or (not value) == (sign == "-z")
+        case _:
             return True
-        return (left == right) == (found[2] in ("=", "==", "-eq"))
-    if one and "$" not in (value := expand(one[2], script, whole=True)[0]):
-        return (not value) == (one[1] == "-z")
-    return True
 
 
-def _do(raw: str, line: int, script: Script, fixed: Mapping[str, str]) -> None:
-    """Evaluate an assignment, or record a command."""
-    heredoc = re.match(
-        r"read\s.*?\b([A-Za-z_]\w*)\s*<<-?\s*[\"']?(\w+)[\"']?\n(.*)", raw, re.DOTALL
-    )
-    if heredoc:
-        script.variables[heredoc[1]] = _words(heredoc[3], line + 1, script)
+def _do(command: list[Word], script: Script, fixed: Mapping[str, str]) -> None:
+    """Evaluate assignments, or record a command; the values of ``fixed`` variables stay."""
+    here = command[-1].text.startswith("\n")
+    if here and command[0].text == "read":
+        script.variables[command[-2].text] = _words(command[-1:], script)
         return
-    while found := _ASSIGN.match(raw):
+    if command[0].text in _DECLARING:
+        start = next((n for n, w in enumerate(command) if _ASSIGN.match(w.text)), 0)
+        command = command[start:]
+    while command and (found := _ASSIGN.match(command[0].text)):
         name = found[1]
-        rest = raw[found.end() :]
+        word = command.pop(0)
+        rest = word.text[found.end() :]
+        value: str | list[Word] = ""
         if rest.startswith("("):
-            end = _closing(rest, 0)
-            without_comments = re.sub(
-                r"(^|\s)#[^\n]*", lambda m: m[1] + " " * (len(m[0]) - len(m[1])), rest[1:end]
-            )
-            items = _words(without_comments, line, script)
             before = script.variables.get(name, []) if found[2] else []
-            value: str | list[Word] = [
-                *(before if isinstance(before, list) else [Word(before, line)]),
-                *items,
-            ]
-            end += 1
+            value = before if isinstance(before, list) else [Word(before, word.line)]
+            items = [item for part in _commands(rest[1:-1], word.line) for item in part]
+            value = [*value, *_words(items, script)]
         else:
-            end = next((stop for _, stop in _spans(rest)), 0) if not rest[:1].isspace() else 0
-            value = expand(rest[:end], script, whole=True)[0]
+            value = expand(rest, script, whole=True)[0]
         if name not in fixed:
             script.variables[name] = value
-        raw = rest[end:].lstrip()
-    if raw and not raw.startswith("#"):
-        script.commands.append(_words(raw, line, script))
+    if command:
+        script.commands.append(_words(command, script))
 
 
 def bounded(value: V) -> V:
@@ -155,20 +138,22 @@ def bounded(value: V) -> V:
     return value
 
 
-def _words(raw: str, line: int, script: Script) -> list[Word]:
+def _words(raw: Sequence[Word], script: Script) -> list[Word]:
+    """The words of a command, expanded; those of a here-document are its last ones."""
     words: list[Word] = []
-    for start, stop in _spans(raw):
+    for word in raw:
         bounded(words)
-        number = line + raw.count("\n", 0, start)
-        text = raw[start:stop]
-        array = re.fullmatch(r'"?\$\{(\w+)\[[@*]\]\}"?', text)
-        bare = re.fullmatch(r"\$\{?(\w+)\}?", text)
-        held = script.variables.get((array or bare)[1]) if array or bare else None  # pyright: ignore
-        if isinstance(held, list):
+        text = word.text
+        array = re.fullmatch(r'"?\$\{(\w+)\[[@*]\]\}"?|\$\{?(\w+)\}?', text)
+        held = script.variables.get(array[1] or array[2]) if array else None
+        if text.startswith("\n"):  # a here-document
+            body = [item for part in _commands(text[1:], word.line) for item in part]
+            words += _words(body, script)
+        elif isinstance(held, list):
             words += held
         else:
             parts = expand(text, script)
-            words += [Word(part, number) for part in parts if part or "'" in text or '"' in text]
+            words += [Word(part, word.line) for part in parts if part or re.search("['\"]", text)]
     return words
 
 
@@ -180,75 +165,54 @@ def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
         whole: keep it one word, like the value of a variable.
     """
     out = ""
-    quote = ""
     position = 0
+    quoted = False
     split = False
     while position < len(text):
         char = text[position]
-        if quote == "'":
-            end = text.find("'", position)
-            end = len(text) if end < 0 else end
-            out = out + text[position:end]
+        following = text[position + 1 : position + 2]
+        if char == "'" and not quoted:
+            end = _closing(text, position)
+            out += _EMPTY + text[position + 1 : end]
             position = end + 1
-            quote = ""
-            continue
-        if char == "\\" and position + 1 < len(text):
-            following = text[position + 1]
-            out += (
-                ""
-                if following == "\n"
-                else following
-                if not quote or following in '"\\$`'
-                else char + following
-            )
-            position += 2
-        elif char == "'" and not quote:
-            quote = "'"
-            position = position + 1
-            out = out + _EMPTY
         elif char == '"':
-            quote = "" if quote else '"'
-            position = position + 1
-            out = out + _EMPTY
+            quoted = not quoted
+            out += _EMPTY
+            position += 1
+        elif char == "\\" and following:
+            kept = char if quoted and following not in '"\\$`\n' else ""
+            out += kept + following.removesuffix("\n")
+            position += 2
         elif char in "$`":
             value, position = _value(text, position, script)
-            split |= (
-                not whole
-                and not quote
-                and bool(re.search(r"\s", value))
-                and not value.startswith("$")
-            )
+            blanks = re.search(r"\s", value) and not value.startswith("$")
+            split = split or bool(blanks and not whole and not quoted)
             out = bounded(out + value)
         else:
-            out = out + char
-            position = position + 1
+            out += char
+            position += 1
     if split:
-        return [str(part) for part in out.replace(_EMPTY, "").split()]
+        return out.replace(_EMPTY, "").split()
     if out.startswith("~/"):
         out = str(script.variables["HOME"]) + out[1:]
     return [out.replace(_EMPTY, "")]
 
 
 def _value(text: str, start: int, script: Script) -> tuple[str, int]:
-    """The value of the expansion that begins with ``$`` at ``start``, and its end."""
-    if text[start] == "`":
-        end = text.find("`", start + 1)
-        return f"$({text[start + 1 : end].replace('(', '').replace(')', '')})", (
-            end if end > 0 else len(text)
-        ) + 1
-    if text.startswith("$((", start):
-        end = _closing(text, start + 1)
-        return _arithmetic(text[start + 3 : end - 1], script), end + 1
-    if text.startswith("$(", start):
-        end = _closing(text, start + 1)
-        return _output(text[start + 2 : end], script), end + 1
-    if text.startswith("${", start):
-        end = _closing(text, start + 1)
-        return _braces(text[start + 2 : end], script), end + 1
-    found = re.compile(r"\$(\w+|[@*#?$!-])").match(text, start)
-    if not found:
+    """The value of the expansion that begins at ``start``, and its end."""
+    named = re.compile(r"\$(\w+|[@*#?$!-])").match(text, start)
+    if named:
+        return _variable(named[1], script), named.end()
+    opening = start if text[start] == "`" else start + 1
+    if text[opening : opening + 1] not in ("`", "(", "{"):
         return "$", start + 1
-    return _variable(found[1], script), found.end()
+    end = _closing(text, opening)
+    inner = text[opening + 1 : end]
+    if text[opening] == "{":
+        return _braces(inner, script), end + 1
+    if inner.startswith("(") and text[opening] == "(":
+        return _arithmetic(inner[1:-1], script), end + 1
+    return _output(inner, script), end + 1
 
 
 def _variable(name: str, script: Script) -> str:
@@ -287,8 +251,8 @@ def _braces(inner: str, script: Script) -> str:
 
 def _output(command: str, script: Script) -> str:
     """The output of a few simple text commands."""
-    words = [word.text for word in _words(command, 1, script)]
-    match words:
+    words = [word for part in _commands(command, 1) for word in part]
+    match [word.text for word in _words(words, script)]:
         case ["basename", path] if "$" not in path:
             return path.rstrip("/").rpartition("/")[2]
         case ["dirname", path] if "$" not in path:
@@ -328,49 +292,60 @@ def _number(node: ast.expr) -> int:
             raise ValueError(ast.dump(node))
 
 
-def _commands(text: str, line: int) -> Iterator[tuple[str, int]]:
-    """The text of each command, without operators, redirections and comments, and its line."""
-    start = position = 0
-    while start < len(text):
-        char = text[position : position + 1]
-        if char == "(" and re.search(r"\w\+?=$", text[max(0, position - 80) : position]):
-            position = _closing(text, position) + 1
-            continue
-        if not char:
-            stop = following = len(text)
-        elif char == "#" and (position == 0 or text[position - 1] in " \t\n;"):
-            end = text.find("\n", position)
-            stop = position
-            following = len(text) if end < 0 else end
-        elif document := re.compile(r"<<-?\s*[\"']?(\w+)[\"']?[^\n]*\n").match(text, position):
-            end = re.compile(rf"^\s*{document[1]}\s*$", re.MULTILINE).search(text, document.end())
-            stop, following = end.span() if end else (len(text), len(text))
-        elif (
-            char in "\n;|&"
-            and not re.search(r"[<>]&?$", text[start:position])
-            and text[position + 1 : position + 2] != ">"
-        ):
-            stop = position
-            following = position + 1
+def _commands(text: str, line: int) -> Iterator[list[Word]]:
+    """The words of each command as they are written, without redirections and comments.
+
+    A here-document is the last word, and begins with the end of a line.
+    """
+    command: list[Word] = []
+    position = counted = 0
+    target = False
+    """Whether the next word is a redirection's."""
+    while position < len(text):
+        line += text.count("\n", counted, position)
+        counted = position
+        blank = _SKIPPED.match(text, position)
+        redirection = _REDIRECTION.match(text, position)
+        if blank:
+            position = blank.end()
+        elif here := _HERE.match(text, position):
+            end = re.compile(rf"^\s*{here[1]}\s*$", re.MULTILINE).search(text, here.end())
+            body = text[here.end() : end.start() if end else len(text)]
+            command.append(Word(f"\n{here[2]}\n{body}", line))
+            position = end.end() if end else len(text)
+            yield command
+            command = []
+        elif redirection:
+            target = not redirection[0].endswith(("-", *"0123456789"))
+            position = redirection.end()
+        elif text[position] in "\n;|&":
+            yield command
+            command = []
+            position += 1
         else:
-            position = _after(text, position)
-            continue
-        command = text[start:stop].lstrip()
-        if command:
-            yield text[start:stop], line + text.count("\n", 0, stop - len(command))
-        start = position = following
+            end = _word_end(text, position)
+            if not target:
+                command.append(Word(text[position:end], line))
+            target = False
+            position = end
+    yield command
 
 
-def _after(text: str, position: int) -> int:
-    """The end of the escaped character, quoted text, expansion or plain character at
-    ``position``."""
-    if text[position] == "\\":
-        return position + 2
-    if text[position] in "'\"`":
-        return _closing(text, position) + 1
-    if text.startswith(("$(", "${"), position):
-        return _closing(text, position + 1) + 1
-    return position + 1
+def _word_end(text: str, start: int) -> int:
+    position = start
+    while position < len(text) and text[position] not in " \t\r\f\v\n;|&":
+        char = text[position]
+        if text.startswith("\\\n", position) and text[position + 2 : position + 3].strip() == "":
+            return position
+        if char == "\\":
+            position += 2
+        elif char in "'\"`" or (char == "(" and re.fullmatch(r"\w+\+?=", text[start:position])):
+            position = _closing(text, position) + 1
+        elif text.startswith(("$(", "${"), position):
+            position = _closing(text, position + 1) + 1
+        else:
+            position += 1
+    return min(position, len(text))
 
 
 def _closing(text: str, start: int) -> int:
@@ -398,31 +373,3 @@ def _closing(text: str, start: int) -> int:
                 return position
         position += 1
     return len(text)
-
-
-def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """The start and end of each word; redirections are left out."""
-    position = 0
-    skip = False
-    while position < len(text):
-        if text[position].isspace() or text.startswith("\\\n", position):
-            position += 2 if text[position] == "\\" else 1
-            continue
-        start = position
-        while position < len(text) and not text[position].isspace():
-            if text.startswith("\\\n", position):
-                rest = text[position + 2 : position + 3]
-                if not rest or rest.isspace():
-                    break
-                position += 2
-            else:
-                position = _after(text, position)
-        position = min(position, len(text))
-        word = text[start:position]
-        redirection = re.fullmatch(r"(?:\d|&)?(?:>>?|<)(?:&\d|&-)?(.*)", word, re.DOTALL)
-        if redirection:
-            skip = not redirection[1] and "&" not in word[1:]
-        elif skip:
-            skip = False
-        else:
-            yield start, position
