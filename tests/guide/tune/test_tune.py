@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,17 +27,18 @@ from tunesmith.config.section import known
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.guide.tune.arms import TrialEnded
 from tunesmith.guide.tune.bench import Bench
-from tunesmith.guide.tune.intervals import MOST_PAIRS, interval
+from tunesmith.guide.tune.intervals import MOST_PAIRS, Interval, interval
 from tunesmith.guide.tune.knobs import Shape, neighbours
 from tunesmith.guide.tune.proof import Proof, compare_gradients
-from tunesmith.guide.tune.result import Journal, Trial, check_files
+from tunesmith.guide.tune.result import Journal, Trial, check_files, trial_text
 from tunesmith.guide.tune.search import Candidate, TrialOutcome, search
 from tunesmith.guide.tune.setup import (
     MANY,
+    check_tunable,
     pinned_settings,
-    stated,
     trial_config,
     tuned_values,
+    without_defaults,
     without_tuned,
 )
 from tunesmith.guide.tune.trial import ended_by
@@ -298,8 +300,8 @@ def test_values_that_are_defaults_are_not_stated() -> None:
     }
     values, usual = tuned_values(resolved)
     assert values == {"system.share_prompts": True, "system.threads": 2}
-    assert stated(values, usual) == {"system.threads": 2}
-    assert stated({**values, "system.share_prompts": False}, usual) == {
+    assert without_defaults(values, usual) == {"system.threads": 2}
+    assert without_defaults({**values, "system.share_prompts": False}, usual) == {
         **values,
         "system.share_prompts": False,
     }
@@ -581,3 +583,31 @@ def test_other_commands_and_launchers_are_refused(
     monkeypatch.setenv("RANK", "0")
     done = CliRunner().invoke(app, ["tune", "run.toml"])
     assert done.exit_code == 2 and "torchrun" in done.output
+
+
+# What it says
+
+
+def test_a_trial_is_told_by_its_settings_and_its_gain_or_its_end() -> None:
+    times = Interval(-math.log(2), -math.log(2.5), -math.log(1.6), 7)
+    move = {"system.threads": 2, "system.kv_memory": None}
+    text = trial_text(Trial({}, move, move, TrialOutcome("measured", times)))
+    keys, _, gain = text.partition(": ")
+    assert re.findall(r"(system\.\w+) = (\w+)", keys) == [
+        ("system.threads", "2"),
+        ("system.kv_memory", "none"),
+    ]
+    assert [float(n) for n in re.findall(r"[\d.]+", gain)] == [2.0, 1.6, 2.5, 7]
+    refused = trial_text(Trial({}, move, move, TrialOutcome("refused", None, "why\nand more")))
+    assert refused == f"{keys}: refused: why"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [('system.cluster="ray"', "system.cluster"), ('system.engine="sglang"', "system.engine")],
+)
+def test_what_cannot_be_tuned_names_its_key(override: str, key: str) -> None:
+    overrides = ["model.path=org/m", "data.train=org/d", "reward.functions=['math']", override]
+    with pytest.raises(ConfigError) as caught:
+        check_tunable(load_config(RLConfig, None, overrides, files=False))
+    assert [problem.keys for problem in caught.value.problems] == [(key,)]

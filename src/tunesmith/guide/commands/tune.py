@@ -72,7 +72,7 @@ def tune(
 
 
 def _print_result(result: Result, file: Path, report: Path) -> None:
-    from tunesmith.guide.tune.result import shown, told
+    from tunesmith.guide.tune.result import gain_text, trial_text
     from tunesmith.records.text import aligned, printable, shown_path
     from tunesmith.records.toml import toml_value
 
@@ -84,12 +84,12 @@ def _print_result(result: Result, file: Path, report: Path) -> None:
         )
     print(f"\n{heading}")
     for trial in result.brought:
-        print(printable(f"  {told(trial)}"))
+        print(printable(f"  {trial_text(trial)}"))
     facts = {
         key: "none" if value is None else toml_value(value) for key, value in result.changed.items()
     }
     if result.gain:
-        facts["all together"] = shown(result.gain)
+        facts["all together"] = gain_text(result.gain)
     if result.proof:
         facts["gradient"] = (
             f"equal to that of the derived settings within {result.proof.distance:.1e}"

@@ -17,12 +17,7 @@ from tunesmith.guide.migrate.shell import Word, read_script
 from tunesmith.guide.migrate.trees import accelerate_settings, read_tree_file, tree_settings
 from tunesmith.guide.names.foreign import spelled
 
-_LAUNCHERS = {
-    "accelerate": "accelerate",
-    "torchrun": "accelerate",
-    "deepspeed": "accelerate",
-    "ray": "openrlhf",
-}
+_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "ray")
 _DEVICES = ("num_processes", "nproc_per_node", "num_gpus")
 _NODES = ("nnodes", "num_nodes")
 _LARGEST = 2_000_000
@@ -57,13 +52,10 @@ def read_shell(
                 launches += read_shell(text, known | dict(variables), folder, word.line)
         elif found := _program(words):
             launches += _launch(*found, words, folder, script)
-        elif (
-            len(words) > 1
-            and words[0].text in ("source", ".")
-            and (folder / words[1].text).is_file()
-        ):
-            sourced = (folder / words[1].text).read_text(encoding="utf-8", errors="replace")
-            launches += read_shell(sourced, variables, folder) if sourced != text else []
+        elif len(words) > 1 and words[0].text in ("source", "."):
+            file = folder / words[1].text
+            other = file.read_text("utf-8", errors="replace") if file.is_file() else text
+            launches += read_shell(other, variables, folder) if other != text else []
     return launches
 
 
@@ -78,11 +70,8 @@ def _program(words: Sequence[Word]) -> tuple[int, str] | None:
             continue
         if text.endswith(".py") and (find_program(text) or at):
             return at + 1, text
-        if (
-            re.fullmatch(r"(\w+\.)+\w+", text)
-            and find_program(text)
-            and not text.endswith((".json", ".txt"))
-        ):
+        dotted = re.fullmatch(r"(\w+\.)+\w+", text) and not text.endswith((".json", ".txt"))
+        if dotted and find_program(text):
             return at + 1, text
     return None
 
@@ -101,9 +90,8 @@ def _launch(
             launcher = list(_launcher(before, folder, launch.program.framework))
             settings = (*launch.settings, *launcher, *said)
             notes = [*launch.notes, *notes]
-            yield replace(
-                launch, settings=settings, devices=_devices(before, launcher), notes=tuple(notes)
-            )
+            devices = _devices(before, launcher)
+            yield replace(launch, settings=settings, devices=devices, notes=tuple(notes))
         return
     if not program.command:
         yield ForeignLaunch(name, program)
@@ -111,32 +99,25 @@ def _launch(
     read = _hydra if program.framework == "verl" else _options_with_config
     settings, notes = read(after, program.framework, folder)
     launcher = list(_launcher(before, folder, program.framework))
-    launch = ForeignLaunch(
-        name, program, (*launcher, *settings), _devices(before, launcher), tuple(notes)
-    )
+    devices = _devices(before, launcher)
+    launch = ForeignLaunch(name, program, (*launcher, *settings), devices, tuple(notes))
     yield _with_own_settings(launch, text, file) if text else launch
 
 
 def _script(name: str, folder: Path, other: tuple[str, str]) -> tuple[str, str]:
     """The text and the name of a script that is here; those of ``other`` if it is not."""
-    file = next(
-        (f for f in (Path(name), folder / name, folder / Path(name).name) if f.is_file()), None
-    )
-    if file is None or file.stat().st_size > _LARGEST:
-        return other
-    return file.read_text(encoding="utf-8", errors="replace"), file.name
+    for file in (Path(name), folder / name, folder / Path(name).name):
+        if file.is_file() and file.stat().st_size <= _LARGEST:
+            return file.read_text(encoding="utf-8", errors="replace"), file.name
+    return other
 
 
 def _with_own_settings(command: ForeignLaunch, text: str, name: str) -> ForeignLaunch:
     """A command that starts a script, with what the script itself says when it is started so."""
     options = {spelled(given.name): given.value for given in command.settings}
     found = read_python(text, name, options)
-    own = [
-        g
-        for launch in found
-        for g in launch.settings
-        if not g.unknown or g.name.endswith("_dataset")
-    ]
+    said = [given for launch in found for given in launch.settings]
+    own = [g for g in said if not g.unknown or g.name.endswith("_dataset")]
     notes = [note for launch in found for note in launch.notes]
     return replace(command, settings=(*own, *command.settings), notes=(*command.notes, *notes))
 
@@ -159,9 +140,8 @@ def options(words: Sequence[Word], framework: str) -> Iterator[Given]:
         is_off = name.startswith("no_") and framework in ("trl", "transformers") and not values
         items = [parsed(v) for v in values]
         result: Any = not is_off if not items else items[0] if len(items) == 1 else items
-        yield Given(
-            name.removeprefix("no_") if is_off else name, result, word.line, framework, text
-        )
+        name = name.removeprefix("no_") if is_off else name
+        yield Given(name, result, word.line, framework, text)
 
 
 def _options_with_config(
@@ -183,22 +163,21 @@ def _options_with_config(
 def _hydra(words: Sequence[Word], framework: str, folder: Path) -> tuple[list[Given], list[str]]:
     """``key=value``, ``+key=value``, ``++key=value``, after the file of ``--config-path`` and
     ``--config-name``."""
-    hydra = {
-        g.name.replace("_", "-"): g
-        for g in options([w for w in words if w.text.startswith("--")], framework)
-    }
-    path, file = (str(hydra[n].value) if n in hydra else "" for n in ("config-path", "config-name"))
+    flags = options([w for w in words if w.text.startswith("--")], framework)
+    hydra = {given.name.replace("_", "-"): given for given in flags}
     settings = list[Given]()
     notes = list[str]()
-    if file:
-        tree = read_tree_file(
-            f"{path}/{file.removesuffix('.yaml')}.yaml" if path else f"{file}.yaml", folder
-        )
+    named = hydra.get("config-name")
+    if named:
+        file = str(named.value)
+        path = f"{file}.yaml"
+        if "config-path" in hydra:
+            path = f"{hydra['config-path'].value}/{file.removesuffix('.yaml')}.yaml"
+        tree = read_tree_file(path, folder)
         settings += tree_settings(tree, framework) if tree else []
         if tree is None:
-            notes.append(
-                f"line {hydra['config-name'].line}: the configuration {file} was not found; migrate it as well"
-            )
+            missing = f"the configuration {file} was not found; migrate it as well"
+            notes.append(f"line {named.line}: {missing}")
     for word in words:
         found = re.match(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", word.text, re.DOTALL)
         if found and not word.text.startswith("-"):
@@ -208,17 +187,15 @@ def _hydra(words: Sequence[Word], framework: str, folder: Path) -> tuple[list[Gi
 
 def _launcher(words: Sequence[Word], folder: Path, framework: str) -> Iterator[Given]:
     """The launcher's own options, including those of accelerate's configuration file."""
-    which = next(
-        (w.text.rpartition("/")[2] for w in words if w.text.rpartition("/")[2] in _LAUNCHERS), ""
-    )
+    commands = (word.text.rpartition("/")[2] for word in words)
+    which = next((command for command in commands if command in _LAUNCHERS), "")
     if not which:
         return
-    own = framework if _LAUNCHERS[which] == "openrlhf" else "accelerate"
-    if which == "ray" and (job := next((w for w in words if w.text == "submit"), None)):
+    for job in [word for word in words if which == "ray" and word.text == "submit"][:1]:
         yield Given("ray_job_submit", True, job.line, "openrlhf", "ray job submit")
-    for given in options(
-        [w for w in words if w.text not in ("-m", "--module", "--", "-i", "-u")], own
-    ):
+    own = framework if which == "ray" else "accelerate"
+    words = [w for w in words if w.text not in ("-m", "--module", "--", "-i", "-u")]
+    for given in options(words, own):
         if given.name == "config_file" and (tree := read_tree_file(str(given.value), folder)):
             yield from accelerate_settings(tree, given.line)
         else:

@@ -74,9 +74,9 @@ def convert(launch: ForeignLaunch) -> Migration:
             migration.rows.append(_account(given, there, migration))
     for given in there.defaults():
         _account(given, there, migration, is_default=True)
-    for key in [key for key, entry in migration.entries.items() if entry.value is False]:
-        for inner in [inner for inner in migration.entries if inner.startswith(f"{key}.")]:
-            del migration.entries[inner]  # a table that is off has no keys
+    off = tuple(f"{key}." for key, entry in migration.entries.items() if entry.value is False)
+    for inner in [key for key in migration.entries if key.startswith(off)]:
+        del migration.entries[inner]  # a table that is off has no keys
     _check_held_out(migration)
     return migration
 
@@ -93,14 +93,13 @@ def _check_held_out(migration: Migration) -> None:
     held_out = entries["data.eval"]
     for origin in _origins(train.value):
         if any(origin.overlaps(other) for other in _origins(held_out.value)):
-            places = " and ".join(
-                f"{g.text} (line {g.line})" for entry in (train, held_out) for g in entry.of
-            )
-            part = "".join(map(str, origin.cuts))
+            places = " and ".join(f"{g.text} (line {g.line})" for g in train.of + held_out.of)
+            part = f"{origin.path}, split {origin.split}{''.join(map(str, origin.cuts))}"
             raise ConfigError(
-                f"the run file would train on rows that it evaluates on: {origin.path}, split {origin.split}{part}, is "
-                f"part of both data.train and data.eval ({places}). Rows that a script sets apart by its own code are "
-                "not told apart here: in the source name a file for each part, or take the evaluation out"
+                f"the run file would train on rows that it evaluates on: {part}, is part of both "
+                f"data.train and data.eval ({places}). Rows that a script sets apart by its own "
+                "code are not told apart here: in the source name a file for each part, or take "
+                "the evaluation out"
             )
 
 
@@ -138,37 +137,33 @@ def _account(
     keys = tuple(value.key for value in best)
     if any(UNKNOWN.search(str(value.value)) or "None" in repr(value.value) for value in best):
         return ConvertedSetting(given, "by hand", "a part of the value is not known here", keys)
+    note = f"{FRAMEWORKS[there.framework]}'s default" if is_default else ""
     for value in best:
-        if is_default and value.key in migration.entries:
-            continue
         before = migration.entries.get(value.key)
+        if is_default and before:
+            continue
         if before and before.of and before.value == value.value:
             before.of.append(given)
         else:
-            migration.entries[value.key] = Entry(
-                value.value,
-                value.how,
-                [given],
-                f"{FRAMEWORKS[there.framework]}'s default" if is_default else "",
-            )
+            migration.entries[value.key] = Entry(value.value, value.how, [given], note)
     return ConvertedSetting(given, "mapped", "", keys)
 
 
 def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | ConvertedSetting:
     """The conversion of a setting by one of its meanings, in a run file's vocabulary."""
-    found = _values(given, meaning, there)
-    if isinstance(found, ConvertedSetting):
-        return found
+    converted = _values(given, meaning, there)
+    if isinstance(converted, ConvertedSetting):
+        return converted
     values: list[Value] = []
-    for value in found:
+    for value in converted:
         word = value_of(value.key, value.value) or value.value
         choices = choices_at(KINDS[there.command], tuple(value.key.split(".")), closed=True)
         if choices and not isinstance(word, bool):
-            ours = next(
-                (choice for choice in choices if spelled(choice) == spelled(str(word))), None
-            )
+            known = {spelled(choice): choice for choice in reversed(choices)}
+            ours = known.get(spelled(str(word)))
             if ours is None:
-                text = f"there is no {value.value} here; {value.key} is {' or '.join(dict.fromkeys(choices))}"
+                valid = " or ".join(dict.fromkeys(choices))
+                text = f"there is no {value.value} here; {value.key} is {valid}"
                 return ConvertedSetting(given, "by hand", text, (value.key,))
             word = ours if isinstance(word, str) else word
         values.append(replace(value, value=word))
@@ -179,53 +174,50 @@ def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | C
     mine = tuple(key for key in meaning.keys if key in there.keys)
     if not mine:
         return _without(given, meaning, there)
+
+    def fate(kind: Kind, text: str) -> ConvertedSetting:
+        return ConvertedSetting(given, kind, text, mine)
+
     role = ROLES.match(given.name)
     if role and all(key.startswith(_OF_THE_POLICY) for key in mine):
-        return ConvertedSetting(
-            given, "off", f"the {role[1]} takes the policy's: {' and '.join(mine)}", mine
-        )
+        return fate("off", f"the {role[1]} takes the policy's: {' and '.join(mine)}")
     word = str(given.value).lower()
-    case = next(
-        (case for case in meaning.cases if "is" not in case or word in case["is"].split()), None
-    )
-    if case:
+    for case in meaning.cases:
+        if "is" in case and word not in case["is"].split():
+            continue
         if "value" in case:
             return [Value(key, case["value"]) for key in mine]
         kind: Kind = "off" if "off" in case else "derived" if "derived" in case else "by hand"
-        return ConvertedSetting(given, kind, case[kind].format(value=given.value), mine)
+        return fate(kind, case[kind].format(value=given.value))
     if meaning.convert:
-        try:
-            result = CONVERSIONS[meaning.convert](given, there)
-        except NotKnownError as error:
-            return _computed(given, str(error), mine)
-        except (ValueError, OverflowError) as error:  # not a number, or far too large
-            return ConvertedSetting(given, "by hand", f"the value cannot be read: {error}", mine)
-        if isinstance(result, Dropped):
-            return ConvertedSetting(given, "off" if result.off else "by hand", result.why, mine)
-        each = [result] if isinstance(result, Value) else result
-        values = [value for value in each if value.key in there.keys]
-        return values or ConvertedSetting(
-            given, "off", f"it has no meaning in tunesmith {there.command}", mine
-        )
-    if (
-        is_off(given.value)
-        and given.value != 0
-        and not (given.value is False and not meaning.value)
-    ):
-        return ConvertedSetting(given, "off", "it is off there", mine)
+        return _by_conversion(given, meaning.convert, there, mine)
+    off = fate("off", "it is off there")
     if meaning.value:
-        on = bool(given.value) and given.value not in ("false", "False")
-        return (
-            [Value(key, meaning.value) for key in mine]
-            if on
-            else ConvertedSetting(given, "off", "it is off there", mine)
-        )
+        on = not is_off(given.value) and given.value not in ("false", "False")
+        return [Value(key, meaning.value) for key in mine] if on else off
+    if is_off(given.value) and given.value != 0:
+        return off
     if meaning.how and not meaning.cases:
-        return ConvertedSetting(
-            given, "off" if is_off(given.value) else "by hand", meaning.how, mine
-        )
+        return fate("off" if is_off(given.value) else "by hand", meaning.how)
     inverted = meaning.inverted and isinstance(given.value, bool)
     return [Value(key, not given.value if inverted else given.value) for key in mine]
+
+
+def _by_conversion(
+    given: Given, name: str, there: There, keys: tuple[str, ...]
+) -> Sequence[Value] | ConvertedSetting:
+    try:
+        result = CONVERSIONS[name](given, there)
+    except NotKnownError as error:
+        return _computed(given, str(error), keys)
+    except (ValueError, OverflowError) as error:  # not a number, or far too large
+        return ConvertedSetting(given, "by hand", f"the value cannot be read: {error}", keys)
+    if isinstance(result, Dropped):
+        return ConvertedSetting(given, "off" if result.off else "by hand", result.why, keys)
+    each = [result] if isinstance(result, Value) else result
+    values = [value for value in each if value.key in there.keys]
+    no_meaning = f"it has no meaning in tunesmith {there.command}"
+    return values or ConvertedSetting(given, "off", no_meaning, keys)
 
 
 def _computed(given: Given, why: str, keys: tuple[str, ...]) -> ConvertedSetting:
@@ -235,13 +227,12 @@ def _computed(given: Given, why: str, keys: tuple[str, ...]) -> ConvertedSetting
 def _without(given: Given, meaning: Meaning, there: There) -> ConvertedSetting:
     """A setting that has no key in this run file."""
     if is_off(given.value):
-        return ConvertedSetting(
-            given, "off", f"it is off there; {meaning.why}" if meaning.why else "it is off there"
-        )
+        why = f"; {meaning.why}" if meaning.why else ""
+        return ConvertedSetting(given, "off", f"it is off there{why}")
     if meaning.keys:
-        rule = rule_of(meaning)
-        text = f"{' and '.join(meaning.keys)} has no meaning in tunesmith {there.command}"
-        return ConvertedSetting(given, "absent", f"{text}{f' ({rule})' if rule else ''}")
+        rule = f" ({rule_of(meaning)})" if rule_of(meaning) else ""
+        text = f"{' and '.join(meaning.keys)} has no meaning in tunesmith {there.command}{rule}"
+        return ConvertedSetting(given, "absent", text)
     if meaning.derived:
         return ConvertedSetting(given, "derived", meaning.why)
     if meaning.effect:

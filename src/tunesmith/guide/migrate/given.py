@@ -17,6 +17,11 @@ def is_text(value: str) -> bool:
     return not re.search("[\ud800-\udfff]", value)
 
 
+def count_of(value: Any) -> int:
+    """The value, if it is a positive whole number; else 0."""
+    return value if isinstance(value, int) and value is not True and value > 0 else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Given:
     """One setting: ``name`` as written in the source, without dashes; ``text`` as a person would
@@ -33,19 +38,13 @@ class Given:
     @property
     def unknown(self) -> str:
         """The unknown variables and expressions in the value; empty if all of it is known."""
-        return (
-            ", ".join(dict.fromkeys(UNKNOWN.findall(self.value)))
-            if isinstance(self.value, str)
-            else ""
-        )
+        text = self.value if isinstance(self.value, str) else ""
+        return ", ".join(dict.fromkeys(UNKNOWN.findall(text)))
 
     @property
     def count(self) -> int:
         """The value, if it is a positive whole number; else 0."""
-        is_count = (
-            isinstance(self.value, int) and not isinstance(self.value, bool) and self.value > 0
-        )
-        return self.value if is_count else 0
+        return count_of(self.value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,25 +16,17 @@ from tunesmith.guide.migrate.script.data import Data, Splits, Step, Unknown, all
 from tunesmith.guide.migrate.script.statements import Flow
 from tunesmith.guide.migrate.script.values import Function, Named, Object
 
-_PEFT = {
-    "r": "lora_r",
-    "target_modules": "lora_target_modules",
-    "modules_to_save": "lora_modules_to_save",
-}
-"""Names in ``LoraConfig`` → names in TRL's ``ModelConfig``."""
+_PEFT = ("r", "target_modules", "modules_to_save")
+"""Names in ``LoraConfig`` that have the prefix ``lora_`` in TRL's ``ModelConfig``."""
 _PARTS = (
     "args", "config", "peft_config", "processing_class", "tokenizer", "quantization_config", "callbacks",
     "data_collator", "optimizers", "compute_metrics", "reward_processing_classes",
 )  # fmt: skip
 """Arguments of a trainer that are objects, whose settings are read where they are made."""
 _SUPPORT = (
-    "LoraConfig",
-    "BitsAndBytesConfig",
-    "ModelConfig",
-    "ScriptArguments",
-    "AgentConfig",
+    "LoraConfig", "BitsAndBytesConfig", "ModelConfig", "ScriptArguments", "AgentConfig",
     "get_peft_model",
-)
+)  # fmt: skip
 """What is made beside a configuration and holds settings of its own."""
 _ALONE = ("AgentConfig", "create_vllm_backend")
 """What is a program where no configuration and no trainer is made."""
@@ -124,23 +116,11 @@ def _launch(
     settings += [given for one in flow.made for given in reading.switches(one)]
     settings += reading.of_trainer(trainer) if trainer else []
     settings.sort(key=lambda given: given.line)
-    used = [
-        data
-        for given in settings
-        for data in all_data(given.value)
-        if given.name.endswith("_dataset")
-    ]
-    paths = {origin.path for data in used for origin in data.origins}
-    unused = {
-        (o.path, data.line): None
-        for data in flow.loaded
-        for o in data.origins
-        if o.path not in paths
-    }
-    notes = [
-        f"line {line}: {path} is loaded, and not passed to the trainer as data"
-        for path, line in unused
-    ]
+    passed = [given.value for given in settings if given.name.endswith("_dataset")]
+    paths = {origin.path for data in all_data(passed) for origin in data.origins}
+    loaded = dict.fromkeys((o.path, data.line) for data in flow.loaded for o in data.origins)
+    text = "is loaded, and not passed to the trainer as data"
+    notes = [f"line {line}: {path} {text}" for path, line in loaded if path not in paths]
     return ForeignLaunch(_last(kind), program, tuple(settings), notes=tuple(notes))
 
 
@@ -167,10 +147,11 @@ class _Reading:
         self.framework = framework
 
     def settings(self, made: Object) -> Iterator[Given]:
-        names = _PEFT if _last(made.kind) in ("LoraConfig", "get_peft_model") else {}
+        of_peft = _last(made.kind) in ("LoraConfig", "get_peft_model")
         for name, value in made.fields.items():
             if name in made.texts and name not in ("model", "peft_config"):
-                yield self.given(names.get(name, name), value, *made.texts[name])
+                known = f"lora_{name}" if of_peft and name in _PEFT else name
+                yield self.given(known, value, *made.texts[name])
 
     def switches(self, made: Object) -> Iterator[Given]:
         """``torch.compile(model)``, ``torch.backends.cuda.matmul.allow_tf32 = True`` and the
@@ -182,12 +163,9 @@ class _Reading:
             return
         mode = made.fields.get("mode")
         value = made.args[0] if _last(made.kind) == "allow_tf32" and made.args else True
-        yield self.given(
-            name,
-            mode if name == "torch_compile" and isinstance(mode, str) else value,
-            made.text,
-            made.line,
-        )
+        if name == "torch_compile" and isinstance(mode, str):
+            value = mode
+        yield self.given(name, value, made.text, made.line)
 
     def of_trainer(self, trainer: Object) -> Iterator[Given]:
         for name, (value, text, line) in _arguments(trainer).items():
@@ -200,11 +178,9 @@ class _Reading:
         yield from self.steps(trainer)
 
     def data(self, name: str, value: Any, text: str, line: int) -> Given:
-        held = (
-            list(cast("dict[str, Any]", value).values())
-            if isinstance(value, dict)
-            else whole(value)
-        )
+        held = whole(value)
+        if isinstance(value, dict):
+            held = list(cast("dict[str, Any]", value).values())
         if isinstance(held, Splits):
             held = Unknown(text.partition("=")[2], line, "which of its splits is not said")
         return self.given(name, held, text, line)
@@ -216,9 +192,8 @@ class _Reading:
         if isinstance(held, Object) and held.is_model:
             for name in _OF_MODEL:
                 if name in held.fields:
-                    yield self.given(
-                        name, held.fields[name], *held.texts.get(name, (name, held.line))
-                    )
+                    place = held.texts.get(name, (name, held.line))
+                    yield self.given(name, held.fields[name], *place)
 
     def steps(self, trainer: Object) -> Iterator[Given]:
         """What the script does to its rows: the steps of the training data, then those of the
@@ -233,54 +208,39 @@ class _Reading:
         for number, step in enumerate(steps):
             same = not held_out or {_what(one) for one in held_out} == seen
             value = step.function if same and len({_what(s) for s in train}) == 1 else ""
-            if step is next(
-                (s for s in train if _what(s) == _what(step)), step
-            ):  # once, where both have it
-                yield Given(
-                    f"{number}.dataset.{step.name}", value, step.line, self.framework, step.text
-                )
+            first = next((s for s in train if _what(s) == _what(step)), step)
+            if step is first:  # once, where both have it
+                name = f"{number}.dataset.{step.name}"
+                yield Given(name, value, step.line, self.framework, step.text)
 
     def given(self, name: str, value: Any, text: str, line: int) -> Given:
         why = value.why if isinstance(value, Unknown) else ""
-        return Given(
-            name,
-            self.plain(value),
-            line,
-            self.framework,
-            text if len(text) < 100 else f"{text[:97]}...",
-            why,
-        )
+        text = text if len(text) < 100 else f"{text[:97]}..."
+        return Given(name, self.plain(value), line, self.framework, text, why)
 
     def plain(self, value: Any) -> Any:
         """The value as in a configuration file; ``${expression}`` if only running the script would
         tell."""
-        if isinstance(value, Function):
-            return value.reference or _placeholder(ast.unparse(value.node))
-        if isinstance(value, Named):
-            return (
-                value.dotted
-                if value.dotted.startswith(("torch.", "trl.rewards."))
-                else _placeholder(value.dotted)
-            )
-        if isinstance(value, Object):
-            return (
-                self.plain(_path_of(value))
-                if value.is_model
-                else _placeholder(f"{value.kind}(...)")
-            )
-        if isinstance(value, Unknown):
-            return _placeholder(value.text)
-        if isinstance(value, list | tuple):
-            return [self.plain(item) for item in cast("Sequence[Any]", value)]
-        if isinstance(value, dict):
-            return {
-                str(key): self.plain(item) for key, item in cast("dict[Any, Any]", value).items()
-            }
-        return (
-            value
-            if isinstance(value, str | int | float | None | Data)
-            else _placeholder(str(value))
-        )
+        match value:
+            case Function():
+                return value.reference or _placeholder(ast.unparse(value.node))
+            case Named(dotted):
+                plain = dotted.startswith(("torch.", "trl.rewards."))
+                return dotted if plain else _placeholder(dotted)
+            case Object():
+                made = f"{value.kind}(...)"
+                return self.plain(_path_of(value)) if value.is_model else _placeholder(made)
+            case Unknown():
+                return _placeholder(value.text)
+            case list() | tuple():
+                return [self.plain(item) for item in cast("Sequence[Any]", value)]
+            case dict():
+                items = cast("dict[Any, Any]", value).items()
+                return {str(key): self.plain(item) for key, item in items}
+            case str() | int() | float() | None | Data():
+                return value
+            case _:
+                return _placeholder(str(value))
 
 
 def _placeholder(text: str) -> str:

@@ -25,31 +25,26 @@ from tunesmith.guide.names.foreign import meanings_of
 
 _LARGEST = 5_000_000
 _VERL = {
-    "actor_rollout_ref",
-    "algorithm",
-    "critic",
-    "reward_model",
-    "trainer",
-    "rollout",
+    "actor_rollout_ref", "algorithm", "critic", "reward_model", "trainer", "rollout",
     "async_training",
-}
+}  # fmt: skip
 _ACCELERATE = {
-    "compute_environment", "distributed_type", "num_processes", "num_machines", "fsdp_config", "deepspeed_config",
+    "compute_environment", "distributed_type", "num_processes", "num_machines", "fsdp_config",
+    "deepspeed_config",
 }  # fmt: skip
 _DEEPSPEED = {
-    "zero_optimization",
-    "train_micro_batch_size_per_gpu",
-    "fp16",
-    "bf16",
+    "zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16",
     "zero_allow_untested_optimizer",
-}
+}  # fmt: skip
 _NAMES_OF_DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file")
 """Settings of TRL, transformers and accelerate that name a file of DeepSpeed."""
 _KINDS = {
-    "num_generations": "GRPOConfig", "max_completion_length": "GRPOConfig", "reward_funcs": "GRPOConfig",
-    "desirable_weight": "KTOConfig", "undesirable_weight": "KTOConfig", "precompute_ref_log_probs": "DPOConfig",
+    "num_generations": "GRPOConfig", "max_completion_length": "GRPOConfig",
+    "reward_funcs": "GRPOConfig", "desirable_weight": "KTOConfig",
+    "undesirable_weight": "KTOConfig", "precompute_ref_log_probs": "DPOConfig",
     "beta": "DPOConfig", "center_rewards_coefficient": "RewardConfig", "packing": "SFTConfig",
-    "assistant_only_loss": "SFTConfig", "completion_only_loss": "SFTConfig", "dataset_name": "SFTConfig",
+    "assistant_only_loss": "SFTConfig", "completion_only_loss": "SFTConfig",
+    "dataset_name": "SFTConfig",
 }  # fmt: skip
 """Settings that identify a flat file's TRL configuration; the first one found counts."""
 
@@ -74,9 +69,9 @@ def read_source(path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]
     launches = read_text(text, path, variables)
     if not launches:
         raise ConfigError(
-            f"{path} starts or configures nothing that is known. tunesmith migrate reads OpenRLHF, verl and TRL launch "
-            "scripts, Python scripts of TRL, transformers and StateSet Agents, and YAML or JSON of verl, TRL, "
-            "transformers, accelerate and DeepSpeed"
+            f"{path} starts or configures nothing that is known. tunesmith migrate reads OpenRLHF, "
+            "verl and TRL launch scripts, Python scripts of TRL, transformers and StateSet "
+            "Agents, and YAML or JSON of verl, TRL, transformers, accelerate and DeepSpeed"
         )
     return launches
 
@@ -106,15 +101,13 @@ def _with_deepspeed(launch: ForeignLaunch, folder: Path) -> ForeignLaunch:
     for given in launch.settings:
         if given.name not in _NAMES_OF_DEEPSPEED or given.unknown or not given.value:
             continue
-        tree = (
-            given.value
-            if isinstance(given.value, Mapping)
-            else read_tree_file(str(given.value), folder)
-        )
+        tree: Any = given.value
+        if not isinstance(tree, Mapping):
+            tree = read_tree_file(str(tree), folder)
         if tree is None:
             notes.append(f"line {given.line}: {given.text} was not found; migrate it as well")
         else:
-            settings += tree_settings(cast(Mapping[str, Any], tree), "deepspeed", given.line)
+            settings += tree_settings(tree, "deepspeed", given.line)
     return replace(launch, settings=(*settings, *launch.settings), notes=(*launch.notes, *notes))
 
 
@@ -125,12 +118,7 @@ def _read(text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLa
     if suffix == ".py":
         return _of_python(text, path, variables)
     if suffix in (".yaml", ".yml", ".json"):
-        tree = read_tree_text(text, path.name)
-        return (
-            _of_tree(cast(Mapping[str, Any], tree), text, path, variables)
-            if isinstance(tree, Mapping)
-            else []
-        )
+        return _of_tree(read_tree_text(text, path.name), text, path, variables)
     return read_shell(text, variables, path.parent)
 
 
@@ -140,46 +128,30 @@ def _of_python(text: str, path: Path, variables: Mapping[str, str]) -> list[Fore
     found = read_python(text, path.name)
     if any(launch.name.endswith(("Config", "Arguments")) for launch in found):
         return found
-    script = (text, path.name)
-    folder = path.parent
-    commands = [
-        c
-        for part, line in docstrings(text)
-        for c in read_shell(part, variables, folder, line, script)
-    ]
-    if (
-        not found and not commands and "zero_optimization" in text
-    ):  # DeepSpeed's, in a block of Python
-        tree = read_tree_text(text, f"{path.name}.json")
-        return (
-            _of_tree(cast(Mapping[str, Any], tree), text, path, variables)
-            if isinstance(tree, Mapping)
-            else []
-        )
+    commands: list[ForeignLaunch] = []
+    for part, line in docstrings(text):
+        commands += read_shell(part, variables, path.parent, line, (text, path.name))
+    if not found and not commands and "zero_optimization" in text:
+        tree = read_tree_text(text, f"{path.name}.json")  # DeepSpeed's, in a block of Python
+        return _of_tree(tree, text, path, variables)
     return commands or found
 
 
-def _of_tree(
-    tree: Mapping[str, Any], text: str, path: Path, variables: Mapping[str, str]
-) -> list[ForeignLaunch]:
-    names = {str(name) for name in tree}
+def _of_tree(tree: Any, text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
+    if not isinstance(tree, dict):
+        return []
+    names = set(map(str, cast("dict[Any, Any]", tree)))
     script = tree.get("run")
     if isinstance(script, str):  # a job that contains its script
         line = text[: max(text.find("\nrun:"), 0)].count("\n") + 3
-        envs = tree.get("envs")
-        known = (
-            {str(k): str(v) for k, v in envs.items() if v is not None}
-            if isinstance(envs, Mapping)
-            else {}
-        )
+        envs: Any = tree.get("envs")
+        items = envs.items() if isinstance(envs, dict) else ()
+        known = {str(k): str(v) for k, v in items if v is not None}
         return read_shell(script, known | dict(variables), path.parent, line)
     devices = None
-    if names & _VERL and any(isinstance(tree.get(name), Mapping) for name in names & _VERL):
-        kind = (
-            "verl.trainer.main_ppo"
-            if "actor_rollout_ref" in names or "algorithm" in names
-            else "fsdp_sft_trainer"
-        )
+    if any(isinstance(tree.get(name), dict) for name in names & _VERL):
+        rl = names & {"actor_rollout_ref", "algorithm"}
+        kind = "verl.trainer.main_ppo" if rl else "fsdp_sft_trainer"
     elif names & _ACCELERATE - {"num_processes", "num_machines"} or names <= _ACCELERATE:
         kind = "accelerate"
         devices = tree.get("num_processes")
@@ -189,17 +161,14 @@ def _of_tree(
         kind = next((kind for name, kind in _KINDS.items() if name in names), "TrainingArguments")
     program = find_program(kind)
     assert program is not None
-    leaves = (
-        accelerate_settings(tree)
-        if kind == "accelerate"
-        else tree_settings(tree, program.framework)
-    )
+    leaves = tree_settings(tree, program.framework)
+    if kind == "accelerate":
+        leaves = accelerate_settings(tree)
     settings = _located(leaves, text)
     if program.framework in ("trl", "transformers") and not _is_known(settings):
         return []
-    return [
-        ForeignLaunch(kind, program, tuple(settings), devices if isinstance(devices, int) else None)
-    ]
+    count = devices if isinstance(devices, int) else None
+    return [ForeignLaunch(kind, program, tuple(settings), count)]
 
 
 def _is_known(settings: Sequence[Given]) -> bool:
@@ -234,12 +203,8 @@ def _cells(text: str, name: str) -> str:
 
 def _python_of_cell(source: str) -> str:
     """The cell with as many lines; blank if it is another language's, or cannot be parsed."""
-    code = re.sub(
-        r"^(\s*)[%!].*(?:\\\n.*)*$",
-        lambda m: m[1] + "pass" + "\n" * m[0].count("\n"),
-        source,
-        flags=re.MULTILINE,
-    )
+    shell = re.compile(r"^(\s*)[%!].*(?:\\\n.*)*$", re.MULTILINE)
+    code = shell.sub(lambda m: f"{m[1]}pass" + "\n" * m[0].count("\n"), source)
     try:
         compile(code, "cell", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

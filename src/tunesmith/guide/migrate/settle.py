@@ -28,13 +28,14 @@ def settle(migration: Migration) -> list[Problem]:
     _fill_in(migration)
     for _ in range(_MOST):
         problems = _problems(migration)
-        of_settings = [problem for problem in problems if problem.kind != "machine"]
-        culprits = [
-            (key, problem) for problem in of_settings if (key := _culprit(problem, migration))
-        ]
+        culprits: dict[str, Problem] = {}
+        for problem in problems:
+            if problem.kind != "machine":
+                culprits.setdefault(_culprit(problem, migration), problem)
+        culprits.pop("", None)
         if not culprits:
             return problems
-        for key, problem in dict(reversed(culprits)).items():
+        for key, problem in culprits.items():
             _take_out(migration, key, problem)
     return _problems(migration)
 
@@ -80,16 +81,12 @@ def _culprit(problem: Problem, migration: Migration) -> str:
     """The setting to remove: system settings before those that affect learning, defaults before
     given ones."""
     entries = migration.entries
-    found = [
-        entry for key in problem.keys if (entry := _entry_of(key, migration)) and entry not in _KEPT
-    ]
-    found.sort(
-        key=lambda key: (
-            not key.startswith(_HOW_FAST),
-            bool(entries[key].of and not entries[key].note),
-        )
-    )
-    return next(iter(found), "")
+
+    def importance(key: str) -> tuple[bool, bool]:
+        return not key.startswith(_HOW_FAST), bool(entries[key].of and not entries[key].note)
+
+    named = [_entry_of(key, migration) for key in problem.keys]
+    return min((key for key in named if key not in ("", *_KEPT)), key=importance, default="")
 
 
 def _entry_of(key: str, migration: Migration) -> str:
@@ -109,7 +106,6 @@ def _take_out(migration: Migration, key: str, problem: Problem) -> None:
     for number, row in enumerate(migration.rows):
         if any(row.given is given for given in entry.of):
             left = tuple(k for k in row.keys if k != key)
-            removed = ConvertedSetting(
-                row.given, "off" if is_off(row.given.value) else kind, problem.text
-            )
+            why: Kind = "off" if is_off(row.given.value) else kind
+            removed = ConvertedSetting(row.given, why, problem.text)
             migration.rows[number] = replace(row, keys=left) if left else removed

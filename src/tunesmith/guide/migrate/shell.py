@@ -173,7 +173,7 @@ def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
         following = text[position + 1 : position + 2]
         if char == "'" and not quoted:
             end = _closing(text, position)
-            out += _EMPTY + text[position + 1 : end]
+            out += f"{_EMPTY}{text[position + 1 : end]}"
             position = end + 1
         elif char == '"':
             quoted = not quoted
@@ -181,7 +181,7 @@ def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
             position += 1
         elif char == "\\" and following:
             kept = char if quoted and following not in '"\\$`\n' else ""
-            out += kept + following.removesuffix("\n")
+            out += f"{kept}{following}".removesuffix("\n")
             position += 2
         elif char in "$`":
             value, position = _value(text, position, script)
@@ -192,7 +192,7 @@ def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
             out += char
             position += 1
     if split:
-        return out.replace(_EMPTY, "").split()
+        return [str(part) for part in out.replace(_EMPTY, "").split()]
     if out.startswith("~/"):
         out = str(script.variables["HOME"]) + out[1:]
     return [out.replace(_EMPTY, "")]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.config.commands import KINDS, all_keys
-from tunesmith.guide.migrate.given import ForeignLaunch, Given
+from tunesmith.guide.migrate.given import ForeignLaunch, Given, count_of
 from tunesmith.guide.names.foreign import Meaning, meanings_of, spelled
 
 _FAMILIES: Mapping[str, tuple[str, ...]] = {
@@ -86,9 +86,9 @@ class There:
         for given in launch.settings:
             short = meanings_of(given.name, family(given.framework))[0] or spelled(given.name)
             role = ROLES.match(given.name)  # belongs to another model, not to the policy
-            self._given |= {spelled(given.name): given} | (
-                {} if role and role[1] not in short else {short: given}
-            )
+            self._given[spelled(given.name)] = given
+            if not role or role[1] in short:
+                self._given[short] = given
         self._defaults = {spelled(name): value for name, value in launch.program.defaults.items()}
         for name, value in launch.program.defaults.items():
             self._defaults.setdefault(meanings_of(name, family(self.framework))[0], value)
@@ -106,21 +106,16 @@ class There:
         """
         for name in names:
             if name in self._given and self._given[name].value is not None:
-                if self._given[name].unknown:
-                    raise NotKnownError(
-                        f"it depends on {self._given[name].text}, which is computed when the source runs"
-                    )
-                return self._given[name].value
+                given = self._given[name]
+                if given.unknown:
+                    depends = f"it depends on {given.text}"
+                    raise NotKnownError(f"{depends}, which is computed when the source runs")
+                return given.value
         return next((self._defaults[n] for n in names if n in self._defaults), default)
 
     def number(self, *names: str, default: int = 1) -> int:
         """Like ``get``, for a positive integer; ``default`` for other values."""
-        value = self.get(*names, default=default)
-        return (
-            value
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0
-            else default
-        )
+        return count_of(self.get(*names, default=default)) or default
 
     @property
     def keys(self) -> tuple[str, ...]:

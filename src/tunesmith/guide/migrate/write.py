@@ -27,34 +27,10 @@ _TITLES: Mapping[Kind, str] = {
 }
 _LONGEST = 150
 _ORDER = (
-    *(
-        "",
-        "model",
-        "lora",
-        "teacher",
-        "distill",
-        "data",
-        "reward",
-        "environment",
-        "algorithm",
-        "critic",
-        "rm",
-        "dpo",
-    ),
-    *(
-        "kto",
-        "prm",
-        "rollout",
-        "sampling",
-        "output",
-        "rft",
-        "train",
-        "eval",
-        "system",
-        "monitor",
-        "checkpoint",
-    ),
-)
+    "", "model", "lora", "teacher", "distill", "data", "reward", "environment", "algorithm",
+    "critic", "rm", "dpo", "kto", "prm", "rollout", "sampling", "output", "rft", "train", "eval",
+    "system", "monitor", "checkpoint",
+)  # fmt: skip
 """Sections in the order of a run file."""
 
 
@@ -63,12 +39,11 @@ def run_file(migration: Migration, source: str) -> str:
     command = migration.command
     entries = migration.entries
     keys = all_keys(KINDS[command])
-    sections: dict[str, list[str]] = (
-        {"": []} if command in ("rl", "sft", "generate") else {"": [], command: []}
-    )
-    for key, entry in sorted(
-        entries.items(), key=lambda item: keys.index(item[0]) if item[0] in keys else len(keys)
-    ):
+    sections: dict[str, list[str]] = {"": []}
+    if command not in ("rl", "sft", "generate"):
+        sections[command] = []
+    order = {key: number for number, key in enumerate(keys)}
+    for key, entry in sorted(entries.items(), key=lambda item: order.get(item[0], len(keys))):
         is_table = any(other.startswith(f"{key}.") for other in entries)
         if is_table and entry.value is True:  # its keys imply this
             continue
@@ -76,20 +51,14 @@ def run_file(migration: Migration, source: str) -> str:
         value = toml_value(redact_values(entry.value))
         sections.setdefault(section, []).append(f"{name} = {value}{_comment(_origin(entry))}")
     for row in migration.rows:
-        if (
-            row.kind in ("by hand", "computed")
-            and row.keys
-            and row.keys[0] in keys
-            and row.keys[0] not in entries
-        ):
-            section, name = _placed(row.keys[0])
-            sections.setdefault(section, []).append(
-                f"# {name} ={_comment(f'{_place(row.given)}: {row.text}')}"
-            )
-    program = migration.launch.name
-    lines = [
-        f"# From {_clean(source)} ({_clean(program)}). Check it with tunesmith config, run it with tunesmith {command}."
-    ]
+        asked = row.keys[:1] if row.kind in ("by hand", "computed") else ()
+        for key in asked:
+            if key in keys and key not in entries:
+                section, name = _placed(key)
+                comment = _comment(f"{_place(row.given)}: {row.text}")
+                sections.setdefault(section, []).append(f"# {name} ={comment}")
+    origin = f"From {_clean(source)} ({_clean(migration.launch.name)})"
+    lines = [f"# {origin}. Check it with tunesmith config, run it with tunesmith {command}."]
     for section in sorted(sections, key=_ORDER.index):
         lines += ["", f"[{section}]"] if section else []
         lines += sections[section]
@@ -109,14 +78,11 @@ def account(migration: Migration) -> Iterator[str]:
 def _became(row: ConvertedSetting, migration: Migration) -> str:
     if row.kind != "mapped":
         return _clean(row.text)
-    entries = migration.entries
-    texts = [
-        f"{key} = {_clean(toml_value(redact_values(entries[key].value)))}"
-        for key in row.keys
-        if key in entries
-    ]
-    hows = [entries[key].how for key in row.keys if key in entries and entries[key].how]
-    return ", ".join(texts) + (f"  ({'; '.join(dict.fromkeys(hows))})" if hows else "")
+    entries = {key: migration.entries[key] for key in row.keys if key in migration.entries}
+    values = {key: _clean(toml_value(redact_values(e.value))) for key, e in entries.items()}
+    text = ", ".join(f"{key} = {value}" for key, value in values.items())
+    hows = dict.fromkeys(entry.how for entry in entries.values() if entry.how)
+    return f"{text}  ({'; '.join(hows)})" if hows else text
 
 
 def _origin(entry: Entry) -> str:

@@ -73,12 +73,8 @@ class Arm:
             process.connection.send(True)
         self._signal(signal.SIGCONT)
         self._await_step(process, patience)
-        seconds = {
-            name.partition("/")[2]: s
-            for name, s in self.metrics.items()
-            if name.startswith("seconds/")
-        }
-        busy = sum(s for name, s in seconds.items() if name not in OTHER)
+        phases = {name: s for name, s in self.metrics.items() if name.startswith("seconds/")}
+        busy = sum(s for name, s in phases.items() if name.removeprefix("seconds/") not in OTHER)
         return busy / max(1.0, float(self.metrics.get("tokens") or 0.0))
 
     def start(self) -> Process:
@@ -93,12 +89,8 @@ class Arm:
         began = time.monotonic()
         self.run_dir = Path(mkdtemp(dir=self.folder))
         config = self.config.model_copy(update={"run_dir": self.run_dir})
-        process = Process(
-            [sys.executable, "-c", _TRIAL],
-            "a trial",
-            {**os.environ, "PYTHONSAFEPATH": "1"},
-            shows=False,
-        )
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+        process = Process([sys.executable, "-c", _TRIAL], "a trial", environment, shows=False)
         self._process = process
         with suppress(OSError):
             process.connection.send(Order(config, self.path, self.rollouts))
@@ -137,10 +129,8 @@ class Arm:
     def _await_step(self, process: Process, patience: float) -> None:
         if not any(process.connection.poll(SLICE) for _ in range(ceil(patience / SLICE))):
             self.end()
-            raise TrialEnded(
-                "slow" if patience < START_SECONDS else "hung",
-                f"no step ended within {patience:.0f} s",
-            )
+            status = "slow" if patience < START_SECONDS else "hung"
+            raise TrialEnded(status, f"no step ended within {patience:.0f} s")
         try:
             answer: dict[str, Any] | Ended = process.connection.recv()
         except (EOFError, OSError):

@@ -107,8 +107,8 @@ class Bench:
         slowest = 0.0
         turn = 1
         ratios = list[float]()
-        while not (
-            ratios and (interval(ratios).decided or len(ratios) >= MOST_PAIRS or self.is_over)
+        while not ratios or not (
+            interval(ratios).decided or len(ratios) >= MOST_PAIRS or self.is_over
         ):
             times: dict[bool, list[float]] = {}
             for arm in (known, other) if len(ratios) // block % 2 == 0 else (other, known):
@@ -123,9 +123,8 @@ class Bench:
                 except TrialEnded as ended:
                     if arm is known:
                         raise
-                    return TrialOutcome(
-                        ended.status, interval(ratios) if ratios else None, str(ended)
-                    )
+                    before = interval(ratios) if ratios else None
+                    return TrialOutcome(ended.status, before, str(ended))
                 if arm is known:
                     slowest = max(slowest, (time.monotonic() - began) / len(taken))
                     turn = max(1, min(MOST_STEPS, int(TURN / slowest))) if block == 1 else block

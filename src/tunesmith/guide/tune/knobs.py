@@ -21,28 +21,15 @@ RANKS = "system.trainer_ranks"
 ENGINES = "system.engines"
 PROCESS = "system.engine_process"
 LAYOUT = (
-    *(
-        RANKS,
-        ENGINES,
-        PROCESS,
-        "system.zero_stage",
-        "system.shard_size",
-        "system.sequence_parallel.size",
-    ),
-    *(
-        "system.hybrid",
-        "system.offload_parameters",
-        "system.offload_optimizer",
-        "system.offload_activations",
-    ),
-    "system.vllm.tensor_parallel_size",
-)
+    RANKS, ENGINES, PROCESS, "system.zero_stage", "system.shard_size",
+    "system.sequence_parallel.size", "system.hybrid", "system.offload_parameters",
+    "system.offload_optimizer", "system.offload_activations", "system.vllm.tensor_parallel_size",
+)  # fmt: skip
 """Settings that determine the processes and their contents; tuned together."""
 TUNED = (
-    *("system.gradient_checkpointing", TOKENS, "system.share_prompts", CHUNK, THREADS),
-    *(RUNNING, KV, PREFILL),
-    *LAYOUT,
-)
+    "system.gradient_checkpointing", TOKENS, "system.share_prompts", CHUNK, THREADS, RUNNING, KV,
+    PREFILL, *LAYOUT,
+)  # fmt: skip
 """All tuned settings, usually the most important first."""
 
 
@@ -85,10 +72,8 @@ def _ladders(values: Values, shape: Shape) -> dict[str, Sequence[Any]]:
     if shape.compares:
         ladders["system.share_prompts"] = (True, False)
     if shape.gpu:
-        ladders |= {
-            f"system.offload_{what}": (False, True)
-            for what in ("optimizer", "activations", "parameters")
-        }
+        for what in ("optimizer", "activations", "parameters"):
+            ladders[f"system.offload_{what}"] = (False, True)
     else:
         ladders[THREADS] = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < threads} | {threads})
     if shape.samples_itself:

@@ -58,25 +58,15 @@ def shapes(seed: int) -> Iterator[Work]:
         model = ModelFacts(
             parameters, layers, hidden, wide * hidden, heads, kv, dim, vocabulary, 4096, tied=True
         )
+        size = 2 + 2 * (number % 2)
         prompts = draw.choice([1, 2, 4, 8])
         group = draw.choice([2, 4, 8])
         prompt = draw.choice([16, 32, 64, 128, 256])
         new = draw.choice([16, 24, 32, 48, 64, 96])
-        work = Work(
-            model,
-            2 + 2 * (number % 2),
-            prompts,
-            group,
-            prompt,
-            new,
-            draw.choice([1024, 2048, 4096]),
-        )
+        work = Work(model, size, prompts, group, prompt, new, draw.choice([1024, 2048, 4096]))
         operations = parameters * work.samples * new
-        if (
-            LEAST < parameters < MOST
-            and OPERATIONS[0] < operations < OPERATIONS[1]
-            and prompts * prompt >= 64
-        ):
+        in_range = LEAST < parameters < MOST and OPERATIONS[0] < operations < OPERATIONS[1]
+        if in_range and prompts * prompt >= 64:
             number += 1
             yield work
 
@@ -107,24 +97,24 @@ def take_turns(measured: Sequence[Probe], rounds: int, say: Callable[[str], None
         say(f"round {number} of {rounds}")
 
 
-def fitted(measured: Sequence[Probe]) -> dict[str, Rates]:
+def fit_rates(measured: Sequence[Probe]) -> dict[str, Rates]:
     """Rates by bytes per element."""
-    sizes = sorted({probe.work.bytes_per_number for probe in measured})
-    return {
-        str(size): _fit([p for p in measured if p.work.bytes_per_number == size]) for size in sizes
-    }
+    by_size: dict[int, list[Probe]] = {}
+    for probe in sorted(measured, key=lambda probe: probe.work.bytes_per_number):
+        by_size.setdefault(probe.work.bytes_per_number, []).append(probe)
+    return {str(size): _fit(probes) for size, probes in by_size.items()}
 
 
 def _fit(measured: Sequence[Probe]) -> Rates:
     does = [amounts(probe.work) for probe in measured]
-    found: dict[str, dict[str, float]] = {}
+    rates: dict[str, dict[str, float]] = {}
     for phase, first in does[0].items():
-        rows = [
-            [each[phase][kind] / p.seconds[phase] for kind in first]
-            for each, p in zip(does, measured, strict=True)
+        pairs = [
+            (each[phase], probe.seconds[phase]) for each, probe in zip(does, measured, strict=True)
         ]
-        found[phase] = dict(zip(first, nonnegative(np.array(rows)).tolist(), strict=True))
-    return found
+        rows = [[amount[kind] / seconds for kind in first] for amount, seconds in pairs]
+        rates[phase] = dict(zip(first, nonnegative(np.array(rows)).tolist(), strict=True))
+    return rates
 
 
 def nonnegative(rows: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -156,16 +146,14 @@ class Prediction:
 
 def predictions(measured: Sequence[Probe], rates: dict[str, Rates]) -> list[Prediction]:
     """Predictions for every phase of every shape, and for all phases of a step together."""
-    found: list[Prediction] = []
+    made: list[Prediction] = []
     for probe in measured:
-        seconds = phase_seconds(probe.work, rates[str(probe.work.bytes_per_number)])
-        found += [
-            Prediction(probe.work, phase, s, probe.seconds[phase]) for phase, s in seconds.items()
-        ]
-        found.append(
-            Prediction(probe.work, "step", sum(seconds.values()), sum(probe.seconds.values()))
-        )
-    return found
+        work = probe.work
+        seconds = phase_seconds(work, rates[str(work.bytes_per_number)])
+        made += [Prediction(work, name, s, probe.seconds[name]) for name, s in seconds.items()]
+        whole = sum(seconds.values())
+        made.append(Prediction(work, "step", whole, sum(probe.seconds.values())))
+    return made
 
 
 def measure_machine(machine: Hardware, say: Callable[[str], None]) -> dict[str, Any]:
@@ -179,7 +167,7 @@ def measure_machine(machine: Hardware, say: Callable[[str], None]) -> dict[str, 
     file, subject = rates_file(machine)
     measured = probes(0, SHAPES)
     take_turns(measured, ROUNDS, say)
-    rates = fitted(measured)
+    rates = fit_rates(measured)
     off: dict[str, list[float]] = {}
     for each in predictions(measured, rates):
         off.setdefault(each.phase, []).append(abs(each.ratio - 1))

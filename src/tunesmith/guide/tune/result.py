@@ -36,19 +36,14 @@ class Trial:
     outcome: TrialOutcome
 
     def as_json(self) -> dict[str, Any]:
-        outcome = self.outcome
-        found = self.outcome.interval
-        found = found if found and isfinite(found.low) else None  # one pair has no interval
-        measured = {"interval": [found.mean, found.low, found.high, found.pairs]} if found else {}
-        return {
-            "settings": dict(self.move),
-            "status": outcome.status,
-            **({"gain": _gain(found)} if found else {}),
-            **({"reason": outcome.reason} if outcome.reason else {}),
-            **measured,
-            "best": dict(self.best),
-            "values": dict(self.values),
-        }
+        times = self.outcome.interval
+        entry: dict[str, Any] = {"settings": dict(self.move), "status": self.outcome.status}
+        if self.outcome.reason:
+            entry["reason"] = self.outcome.reason
+        if times and isfinite(times.low):  # one pair has no interval
+            entry["gain"] = _gain(times)
+            entry["interval"] = [times.mean, times.low, times.high, times.pairs]
+        return {**entry, "best": dict(self.best), "values": dict(self.values)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +79,15 @@ class Result:
     @property
     def reason(self) -> str:
         """The reason that a later run gives for these settings."""
-        gain = (
-            f": {self.gain.gain[0]:.2f}× as fast as the run file that was tuned"
-            if self.gain
-            else ""
-        )
-        return f"tuned on {date.today().isoformat()}{gain}"
+        when = f"tuned on {date.today().isoformat()}"
+        if self.gain is None:
+            return when
+        return f"{when}: {self.gain.gain[0]:.2f}× as fast as the run file that was tuned"
 
     def as_json(self) -> dict[str, Any]:
-        proof = self.proof
+        gradient = None
+        if self.proof:
+            gradient = {"distance": self.proof.distance, "tolerance": self.proof.tolerance}
         return {
             **self.subject,
             "given": dict(self.given),
@@ -102,9 +97,7 @@ class Result:
             "written": dict(self.written),
             "gain": _gain(self.gain) if self.gain and isfinite(self.gain.low) else None,
             "brought": [trial.as_json() for trial in self.brought],
-            "gradient": {"distance": proof.distance, "tolerance": proof.tolerance}
-            if proof
-            else None,
+            "gradient": gradient,
             "trials": [trial.as_json() for trial in self.trials],
             "measured": self.measured,
             "seconds": self.seconds,
@@ -117,26 +110,23 @@ def _gain(found: Interval) -> dict[str, float]:
     return {"times_as_fast": gain, "from": low, "to": high, "pairs": found.pairs}
 
 
-def told(trial: Trial) -> str:
+def trial_text(trial: Trial) -> str:
     """``system.threads = 2: 1.84× (1.79–1.90) as fast, 5 pairs``."""
     outcome = trial.outcome
-    came = (
-        shown(outcome.interval)
-        if outcome.interval and outcome.status == "measured"
-        else outcome.status
-    )
+    result: str = outcome.status
+    if outcome.interval and result == "measured":
+        result = gain_text(outcome.interval)
     reason = f": {outcome.reason.splitlines()[0]}" if outcome.reason else ""
-    return f"{moved(trial.move)}: {came}{reason}"
+    return f"{move_text(trial.move)}: {result}{reason}"
 
 
-def moved(values: Values) -> str:
+def move_text(values: Values) -> str:
     """``system.threads = 2, system.compile = true``."""
-    return ", ".join(
-        f"{key} = {'none' if value is None else toml_value(value)}" for key, value in values.items()
-    )
+    texts = {k: "none" if v is None else toml_value(v) for k, v in values.items()}
+    return ", ".join(f"{key} = {text}" for key, text in texts.items())
 
 
-def shown(found: Interval) -> str:
+def gain_text(found: Interval) -> str:
     """``1.84× (1.79–1.90) as fast, 5 pairs``."""
     gain, low, high = found.gain
     return f"{gain:.2f}× ({low:.2f}–{high:.2f}) as fast, {found.pairs} pairs"
@@ -175,10 +165,9 @@ class Journal:
 
 
 def _trial_of(entry: Mapping[str, Any]) -> Trial:
-    found = entry.get("interval")
-    outcome = TrialOutcome(
-        entry["status"], Interval(*found) if found else None, entry.get("reason", "")
-    )
+    numbers = entry.get("interval")
+    times = Interval(*numbers) if numbers else None
+    outcome = TrialOutcome(entry["status"], times, entry.get("reason", ""))
     return Trial(entry["best"], entry["values"], entry["settings"], outcome)
 
 
@@ -187,14 +176,11 @@ def check_files(file: Path, report: Path) -> None:
     tune``."""
     check_output(file, "--output", FIRST_LINE, streams=False)
     check_output(report, "--output, whose report is", "", streams=False)
-    if (
-        report.exists()
-        and report.stat().st_size
-        and not {"trials", "derived"} <= remembered(report).keys()
-    ):
+    full = report.exists() and report.stat().st_size
+    if full and not {"trials", "derived"} <= remembered(report).keys():
         raise ConfigError(
-            f"{report}, where the report would go, is there already, and was not written by tunesmith tune; "
-            "name another --output"
+            f"{report}, where the report would go, is there already, and was not written by "
+            "tunesmith tune; name another --output"
         )
 
 
@@ -207,7 +193,7 @@ def write_run_file(result: Result, run: Path, overrides: list[str], file: Path) 
     config = load_run(run, overrides)
     tuned = with_values(without_tuned(config), result.written)
     given = settings(tuned, given_only=True)
-    why = [f"{FIRST_LINE}: {run.name} as it was {result.reason}.", *map(told, result.brought)]
+    why = [f"{FIRST_LINE}: {run.name} as it was {result.reason}.", *map(trial_text, result.brought)]
     header = "\n".join(f"# {line}" if not line.startswith("#") else line for line in why)
     text = config_text(Resolved(tuned, given, ()), lambda value: value)
     write_output(file, f"{header}\n{text}".encode(), private=True)

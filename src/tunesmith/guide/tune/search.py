@@ -39,10 +39,10 @@ class TrialOutcome:
     def final(self) -> bool:
         """Whether the comparison was completed: neither the time limit nor a signal cut it
         short."""
-        found = self.interval
-        return self.status != "measured" or (
-            found is not None and (found.decided or found.pairs >= MOST_PAIRS)
-        )
+        times = self.interval
+        if self.status != "measured" or times is None:
+            return self.status != "measured"
+        return times.decided or times.pairs >= MOST_PAIRS
 
     @property
     def hopeful(self) -> bool:
@@ -51,9 +51,8 @@ class TrialOutcome:
 
     @property
     def clearly_slower(self) -> bool:
-        return self.status != "measured" or (
-            self.interval is not None and self.interval.low > CLEAR
-        )
+        slower = self.interval is not None and self.interval.low > CLEAR
+        return self.status != "measured" or slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +86,14 @@ def search(
         left = [c for c in candidates(best) if c.move not in settled]
         left = [c for c in left if not any(_beyond(c.move, best, other) for other in refuted)]
         limit = FAR * expected(best)
-        found = None
+        nearest = None
         for some in (left, _together(best, hopeful)):
-            timed = [
-                (seconds, c)
-                for c in some
-                if c.values not in tried and (seconds := expected(c.values)) <= limit
-            ]
-            found = found or min(timed, key=lambda each: each[0], default=None)
-        if found is None:
+            timed = [(expected(c.values), c) for c in some if c.values not in tried]
+            near = [each for each in timed if each[0] <= limit]
+            nearest = nearest or min(near, key=lambda each: each[0], default=None)
+        if nearest is None:
             break
-        candidate = found[1]
+        candidate = nearest[1]
         outcome = compare(best, candidate)
         tried.append(candidate.values)
         if outcome.faster:

@@ -37,13 +37,15 @@ def check_tunable(config: RunConfig, command: str = "tune") -> None:
         )
     if config.system.cluster != "none":
         raise ConfigError(
-            f'system.cluster = "{config.system.cluster}": the steps of a cluster are not measured; leave it out to '
-            "measure on one machine"
+            f'system.cluster = "{config.system.cluster}": the steps of a cluster are not measured; '
+            "leave it out to measure on one machine",
+            keys=("system.cluster",),
         )
     if config.system.engine_kind.served:
         raise ConfigError(
-            f'system.engine = "{config.system.engine}": servers keep the weights of one run, and trials run in turn; '
-            'set system.engine = "local"'
+            f'system.engine = "{config.system.engine}": servers keep the weights of one run, and '
+            'trials run in turn; set system.engine = "local"',
+            keys=("system.engine",),
         )
     if "RANK" in os.environ:
         raise ConfigError(
@@ -65,11 +67,8 @@ def without_tuned(config: C, kept: Collection[str] = ()) -> C:
 def pinned_settings(config: RunConfig, overrides: Sequence[str]) -> frozenset[str]:
     """Tuned settings given by overrides, individually or in a table."""
     tables = tuple(".".join(parse_override(text)[0]) + "." for text in overrides)
-    return frozenset(
-        key
-        for key in settings(config, given_only=True)
-        if key in TUNED and f"{key}.".startswith(tables)
-    )
+    given = settings(config, given_only=True).keys() & set(TUNED)
+    return frozenset(key for key in given if f"{key}.".startswith(tables))
 
 
 def trial_config(config: C) -> C:
@@ -99,7 +98,7 @@ def proof_config(config: C) -> C:
     return config
 
 
-def stated(values: Values, usual: Values) -> dict[str, Any]:
+def without_defaults(values: Values, usual: Values) -> dict[str, Any]:
     """Values without those that equal the setting's default."""
     return {key: value for key, value in values.items() if key not in usual or usual[key] != value}
 
@@ -110,6 +109,5 @@ def tuned_values(
     """From a run's settings with their sources: the tuned values, and those of them that are
     defaults."""
     values = {key: resolved[key]["value"] for key in TUNED if key in resolved}
-    return values, {
-        key: value for key, value in values.items() if resolved[key]["source"] == "default"
-    }
+    usual = {key: v for key, v in values.items() if resolved[key]["source"] == "default"}
+    return values, usual

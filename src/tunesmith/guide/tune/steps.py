@@ -104,16 +104,10 @@ def measured(
     if scored and not overlapping:
         spent |= {"scoring": scored, "train": spent["train"] - scored}
     tokens = {"rollout": typical.get("sampled_tokens"), "train": typical.get("trained_tokens")}
-    phases = [
-        PhaseTime(
-            name,
-            s,
-            s / whole,
-            _over(tokens.get(name), s),
-            None if overlapping else _over(limits.get(name), s),
-        )
-        for name, s in sorted(spent.items(), key=lambda item: -item[1])
-    ]
+    phases: list[PhaseTime] = []
+    for name, s in sorted(spent.items(), key=lambda item: -item[1]):
+        limit = None if overlapping else _over(limits.get(name), s)
+        phases.append(PhaseTime(name, s, s / whole, _over(tokens.get(name), s), limit))
     return Measured(len(steps), whole, _over(least, whole), phases, costs)
 
 

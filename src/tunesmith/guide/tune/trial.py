@@ -47,9 +47,7 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:3])
     os.setpgrp()  # all its processes are stopped and continued together
     end_with_parent(parent)
-    with suppress(
-        OSError
-    ):  # if memory runs out, the kernel should kill this process, not the tuner
+    with suppress(OSError):  # if memory runs out, the kernel kills this process, not the tuner
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
@@ -103,11 +101,11 @@ class Kept:
     async def next(self) -> Any:
         if not self._file.exists():
             groups, metrics = await self._source.next()
-            for rollout in (rollout for group in groups for rollout in group.rollouts):
-                rollout.instance = None
-            for number, rollout in enumerate(
-                rollout for group in groups for rollout in group.usable
-            ):
+            for group in groups:
+                for rollout in group.rollouts:
+                    rollout.instance = None
+            usable = (rollout for group in groups for rollout in group.usable)
+            for number, rollout in enumerate(usable):
                 rollout.reward = float(number % 2)
                 rollout.rewards = dict.fromkeys(rollout.rewards, rollout.reward)
             self._file.write_bytes(pickle.dumps((groups, metrics)))

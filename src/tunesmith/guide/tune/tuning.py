@@ -33,15 +33,15 @@ from tunesmith.guide.tune.knobs import (
     neighbours,
 )
 from tunesmith.guide.tune.proof import Proof, compare_gradients
-from tunesmith.guide.tune.result import Journal, Result, Trial, moved, shown, told
+from tunesmith.guide.tune.result import Journal, Result, Trial, gain_text, move_text, trial_text
 from tunesmith.guide.tune.search import Candidate, TrialOutcome, search
 from tunesmith.guide.tune.setup import (
     check_tunable,
     pinned_settings,
     proof_config,
-    stated,
     trial_config,
     tuned_values,
+    without_defaults,
     without_tuned,
 )
 from tunesmith.plan.cost.memory import planned_devices
@@ -107,8 +107,12 @@ class Tuning:
         self.bench.config_of = self.config_of
         self.bench.fits = self.fits_beside
 
+    def _changed(self, values: Values) -> Values:
+        """The settings that are not the derived ones."""
+        return {key: value for key, value in values.items() if self.derived.get(key) != value}
+
     def config_of(self, values: Values) -> RunConfig:
-        return with_values(self.config, stated(values, self.usual))
+        return with_values(self.config, without_defaults(values, self.usual))
 
     def resolved(self, values: Values) -> RunConfig | TrialOutcome:
         """The run with these settings; the outcome if they are refused."""
@@ -116,13 +120,12 @@ class Tuning:
             if known == values:
                 return before
         try:
-            found: RunConfig | TrialOutcome = resolve(self.config_of(values), self.facts).config
-        except CapacityError as error:
-            found = TrialOutcome("memory", None, str(error))
-        except ConfigError as error:
-            found = TrialOutcome("refused", None, str(error))
-        self._resolved.append((values, found))
-        return found
+            config: RunConfig | TrialOutcome = resolve(self.config_of(values), self.facts).config
+        except (CapacityError, ConfigError) as error:
+            status = "memory" if isinstance(error, CapacityError) else "refused"
+            config = TrialOutcome(status, None, str(error))
+        self._resolved.append((values, config))
+        return config
 
     def fits_beside(self, values: Values) -> bool:
         """Whether a run fits into the memory that is free now, next to running processes."""
@@ -136,23 +139,21 @@ class Tuning:
         config = self.resolved(values)
         if isinstance(config, TrialOutcome):
             return inf
-        return expected_seconds(
-            config, self.facts, self.shape.samples, self.shape.tokens / self.shape.samples
-        )
+        shape = self.shape
+        return expected_seconds(config, self.facts, shape.samples, shape.tokens / shape.samples)
 
     def candidates(self, best: Values) -> Iterator[Candidate]:
         """Variants of the best settings, with one setting or the layout changed; refused ones are
         recorded."""
-        moves = [
-            ({key: value}, {**best, key: value}) for key, value in neighbours(best, self.shape)
-        ]
+        alone = ({key: value} for key, value in neighbours(best, self.shape))
+        moves = [(move, {**best, **move}) for move in alone]
         for move, values in (*moves, *self._layouts(best)):
             if self.pinned.isdisjoint(move):
-                found = self.resolved(values)
-                if not isinstance(found, TrialOutcome):
+                config = self.resolved(values)
+                if not isinstance(config, TrialOutcome):
                     yield Candidate(move, values)
                 elif self.journal.find(best, values) is None:
-                    self.journal.add(Trial(best, values, move, found))
+                    self.journal.add(Trial(best, values, move, config))
 
     def _layouts(self, best: Values) -> Iterator[tuple[Values, Values]]:
         """Layouts, each with the settings derived for it; all other settings stay."""
@@ -177,9 +178,9 @@ class Tuning:
         outcome = self.journal.find(best, candidate.values)
         if outcome is None:
             self.measured += 1
-            changed = moved({key: v for key, v in best.items() if self.derived.get(key) != v})
+            changed = move_text(self._changed(best))
             passed = duration(time.monotonic() - self.began)
-            doing = f"trial {self.measured}: {moved(candidate.move)}"
+            doing = f"trial {self.measured}: {move_text(candidate.move)}"
             self.say(f"{doing}, after {passed}; best so far: {changed or 'the derived settings'}")
             with long_wait(f"measuring {doing}", self.say):
                 outcome = self.bench.compare(best, candidate.values, arm)
@@ -188,7 +189,7 @@ class Tuning:
         if outcome.faster:
             self.accepted.append(trial)
             self.best = candidate.values
-        self.say(told(trial))
+        self.say(trial_text(trial))
         return outcome
 
     def find(self, given: RunConfig | None) -> None:
@@ -222,23 +223,20 @@ class Tuning:
     def _take(self, config: RunConfig) -> None:
         """Compare the run file's settings with the derived ones."""
         arm = Arm(config, self.path, self.bench.folder)
-        self.bench.close()  # settings derived from the free memory must be those of a run alone on the machine
+        # Settings derived from the free memory must be those of a run alone on the machine.
+        self.bench.close()
         try:
             try:
                 arm.start()
             except TrialEnded as ended:
-                said = {
-                    key: value
-                    for key, value in settings(config, given_only=True).items()
-                    if key in TUNED
-                }
-                self.journal.add(
-                    Trial(self.derived, said, said, TrialOutcome(ended.status, None, str(ended)))
-                )
-                self.say(told(self.journal.trials[-1]))
+                given = settings(config, given_only=True)
+                said = {key: value for key, value in given.items() if key in TUNED}
+                outcome = TrialOutcome(ended.status, None, str(ended))
+                self.journal.add(Trial(self.derived, said, said, outcome))
+                self.say(trial_text(self.journal.trials[-1]))
                 return
             given = tuned_values(arm.resolved())[0]
-            move = {key: value for key, value in given.items() if self.derived.get(key) != value}
+            move = self._changed(given)
             if move:
                 self.given = given
                 outcome = self.compare(self.derived, Candidate(move, given), arm)
@@ -261,14 +259,13 @@ class Tuning:
                     return proof
             last = self.accepted.pop()
             apart = f"by {proof.distance:.2g}" if proof else "as far as can be told"
-            self.say(f"given up, since the gradient differs {apart}: {told(last)}")
+            self.say(f"given up, since the gradient differs {apart}: {trial_text(last)}")
             self.best = last.best
         return None
 
     def _prove(self, values: Values) -> Proof:
-        rollouts = (
-            self.bench.folder / "rollouts.pickle" if isinstance(self.config, RLConfig) else None
-        )
+        file = self.bench.folder / "rollouts.pickle"
+        rollouts = file if isinstance(self.config, RLConfig) else None
         checkpoints: list[Path] = []
         for each in (self.derived, values):
             arm = Arm(proof_config(self.config_of(each)), self.path, self.bench.folder, rollouts)
@@ -286,8 +283,8 @@ class Tuning:
         self.bench.close()  # the proof needs its memory
         proof = self.proven()
         gain = self._measured_again() if self.best != self.given else None
-        changed = {key: value for key, value in self.best.items() if self.derived.get(key) != value}
-        said = settings(self.config, given_only=True) | stated(self.best, self.usual)
+        changed = self._changed(self.best)
+        said = settings(self.config, given_only=True) | without_defaults(self.best, self.usual)
         kept = self.pinned.union(MEASURED)
         result = Result(
             values=self.best,
@@ -304,12 +301,9 @@ class Tuning:
             seconds=time.monotonic() - self.began,
             interrupted=self.interrupted,
         )
-        if (
-            not self.pinned
-        ):  # the best settings next to pinned ones may not be the best without them
-            self.journal.write(
-                {"values": result.written, "reason": result.reason} if changed else None
-            )
+        if not self.pinned:  # the best settings next to pinned ones may not be the best alone
+            best = {"values": result.written, "reason": result.reason}
+            self.journal.write(best if changed else None)
         return result
 
     def _measured_again(self) -> Interval | None:
@@ -325,9 +319,10 @@ class Tuning:
         finally:
             self.bench.close()
         if not outcome.faster:
-            found = outcome.status if outcome.interval is None else shown(outcome.interval)
+            gain = outcome.status if outcome.interval is None else gain_text(outcome.interval)
             self.say(
-                f"measured again, the best settings are no longer faster than the run file's: {found}"
+                "measured again, the best settings are no longer faster than the run file's: "
+                f"{gain}"
             )
             self.best = self.given
             self.accepted = []
@@ -367,26 +362,7 @@ def open_tuning(
         remove_at_end(Path(folder))
         first = Arm(base, path, Path(folder), start_seconds=60 * minutes)
         stack.callback(first.end)
-        say(
-            f"starting the run with the derived settings, for two steps; the limit is {duration(60 * minutes)}"
-        )
-        try:
-            with long_wait("starting the run", say):
-                first.start()
-            step = time.monotonic()
-            with long_wait("taking a step", say):
-                first.step()
-            step = time.monotonic() - step
-        except TrialEnded as ended:
-            if ended.status == "slow":
-                raise ConfigError(
-                    f"nothing was measured: the run's first step did not end within --minutes {minutes:g}. Give it "
-                    f"several times as long, such as --minutes {10 * minutes:g}"
-                ) from None
-            raise ConfigError(
-                f"the run does not work with the settings that are derived for it: {ended}"
-            ) from None
-        say(f"starting takes {duration(first.starting)}, a step {duration(step)}")
+        step = _first_step(first, minutes, say)
         shape = shape_of(base, facts, first)
         derived, usual = tuned_values(first.resolved())
         late = min(LATE * first.starting, 30 * minutes)
@@ -394,28 +370,44 @@ def open_tuning(
         stack.callback(bench.close)
         bench.hold(first, derived)
         journal = Journal.open(*tuned_file(config, facts.hardware, facts.model), again=again)
-        length = (
-            {} if isinstance(base, RLConfig) else {"longest": -(-shape.tokens // shape.samples)}
-        )
-        facts = replace(facts, train_size=shape.samples, **length)
+        facts = replace(facts, train_size=shape.samples)
+        if not isinstance(base, RLConfig):
+            facts = replace(facts, longest=-(-shape.tokens // shape.samples))
+        ends = began + 60 * minutes
         tuning = Tuning(
-            base,
-            path,
-            bench,
-            facts,
-            journal,
-            pinned,
-            shape,
-            derived,
-            usual,
-            say,
-            began,
-            began + 60 * minutes,
+            base, path, bench, facts, journal, pinned, shape, derived, usual, say, began, ends
         )
         tuning.trial_seconds = first.starting + 2 * step
         said = settings(config, given_only=True).keys() & set(TUNED) - pinned
         tuning.find(trial_config(without_tuned(config, TUNED)) if said else None)
         yield tuning
+
+
+def _first_step(first: Arm, minutes: float, say: Callable[[str], None]) -> float:
+    """Start the first run; the seconds of its second step.
+
+    Raises:
+        ConfigError: it does not run, or not within the time limit.
+    """
+    limit = duration(60 * minutes)
+    say(f"starting the run with the derived settings, for two steps; the limit is {limit}")
+    try:
+        with long_wait("starting the run", say):
+            first.start()
+        began = time.monotonic()
+        with long_wait("taking a step", say):
+            first.step()
+    except TrialEnded as ended:
+        problem = f"the run does not work with the settings that are derived for it: {ended}"
+        if ended.status == "slow":
+            problem = (
+                "nothing was measured: the run's first step did not end within --minutes "
+                f"{minutes:g}. Give it several times as long, such as --minutes {10 * minutes:g}"
+            )
+        raise ConfigError(problem) from None
+    step = time.monotonic() - began
+    say(f"starting takes {duration(first.starting)}, a step {duration(step)}")
+    return step
 
 
 def shape_of(config: RunConfig, facts: Facts, arm: Arm) -> Shape:
