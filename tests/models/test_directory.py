@@ -55,7 +55,6 @@ def sharding() -> Iterator[Sharding]:
 def loaders(sharding: Sharding) -> dict[str, Callable[[Path], CausalLM]]:
     return {
         "plain": CausalLM.load,
-        "streamed": lambda path: CausalLM.load(path, streams=True),
         "sharded": lambda path: CausalLM.load(path, sharding=sharding, trains=False),
         "quantised": lambda path: CausalLM.load(path, quantize="nf4"),
     }
@@ -113,7 +112,7 @@ def test_every_loader_reads_a_directory_alike(
         assert all(words in str(refused.value) for words in odd.refused)
     if odd.refused:
         return
-    for kind in ("streamed", "sharded"):
+    for kind in ("sharded",):
         torch.testing.assert_close(found[kind], found["plain"], rtol=0, atol=1e-5)
     torch.testing.assert_close(found["quantised"], found["plain"], rtol=0, atol=0.1)
     facts = known_model_facts(str(path))

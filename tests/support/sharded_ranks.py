@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,9 @@ class Rank:
                 model = kind.load(
                     path,
                     dtype=dtype,
-                    sharding=sharding,
+                    sharding=sharding and replace(sharding, streams=streams and trains),
                     trains=trains,
                     quantize=quantize,
-                    streams=streams and trains,
                 )
             self.most_loading = seen.most
             if adapter is not None:

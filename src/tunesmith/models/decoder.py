@@ -27,11 +27,9 @@ from tunesmith.models.kernels.quantised import Quantize, weights_of
 from tunesmith.models.loading import Differences, load_config, load_module, load_tokenizer
 from tunesmith.models.lora import LoraAdapter, merge_into
 from tunesmith.models.parallel.activations import HostActivations
-from tunesmith.models.parallel.host_memory import stored_state
 from tunesmith.models.parallel.sequence import SequenceGroup
 from tunesmith.models.parallel.shard_files import save_settings, save_weights
 from tunesmith.models.parallel.sharding import Sharding
-from tunesmith.models.parallel.streamed import StreamedLayers
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
 
 
@@ -59,8 +57,6 @@ class Decoder:
     host_activations: HostActivations | None = field(default=None, init=False, repr=False)
     """Offloads the tensors that layers save for the backward pass to host memory; None: they stay
     on the device."""
-    streamed: StreamedLayers | None = field(default=None, repr=False)
-    """Keeps the layers' weights in host memory; None: they are on the device."""
     trust_remote_code: bool = field(default=False, repr=False)
     """Whether Python code that comes with the model may run."""
     lengths: LengthRule | None = field(default=None, init=False, repr=False)
@@ -81,7 +77,6 @@ class Decoder:
         quantize: Quantize | None = None,
         sharding: Sharding | None = None,
         trains: bool = True,
-        streams: bool = False,
     ) -> Self:
         """Load from a directory or a hub name; safetensors only, dropout off.
 
@@ -90,8 +85,6 @@ class Decoder:
             quantize: the format of the linear modules' weights, which are then frozen.
             sharding: shard the weights over ranks.
             trains: whether a sharded model is trained and therefore has float32 weights.
-            streams: keep the layers' weights, or this rank's rows of them, in host memory
-                (``parallel.streamed``).
 
         Raises:
             ModelError: the model does not exist, is incomplete, or its family is not supported.
@@ -99,13 +92,11 @@ class Decoder:
         config = load_config(path, trust_remote_code=trust_remote_code)
         cls.check(path, config)
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=trust_remote_code)
-        sharding = sharding and replace(sharding, streams=streams)
-        alone = streams and sharding is None
         module = load_module(
             path,
             auto=cls.auto,
             dtype=dtype,
-            device="cpu" if alone else device,
+            device=device,
             trust_remote_code=trust_remote_code,
             quantize=quantize,
             differences=cls.weight_differences(config),
@@ -113,17 +104,12 @@ class Decoder:
             trains=trains,
             **cls.settings,
         )
-        streamed = StreamedLayers(module, torch.device(device)) if alone else None
-        layers = None if streamed is None else streamed.arriving()
-        lean = LeanDecoder.of(module.base_model, layers) if sharding is None else None
-        if streamed is not None:
-            streamed.take(module, lean)
+        lean = LeanDecoder.of(module.base_model) if sharding is None else None
         model = cls(
             module,
             tokenizer,
             lean,
             sharding=sharding,
-            streamed=streamed,
             trust_remote_code=trust_remote_code,
         )
         model.complete(config)
@@ -297,9 +283,7 @@ class Decoder:
         if self.sharding is not None:
             save_settings(self.module, directory)
             return
-        state = stored_state(self.module) if self.streamed or not weights else None
-        if state is not None and not weights:
-            state = first_numbers(self.module, state)
+        state = None if weights else first_numbers(self.module, self.module.state_dict())
         self.module.save_pretrained(directory, state_dict=state)
 
     def _save_adapter(self, adapter: LoraAdapter, directory: Path, *, weights: bool) -> None:

@@ -32,7 +32,6 @@ from tunesmith.config.reading.files import ADAPTER_CONFIG, WEIGHTS
 from tunesmith.errors import CheckpointError, ModelError, boundary
 from tunesmith.models.kernels.quantised import weights_of
 from tunesmith.models.loading import listed
-from tunesmith.models.parallel.host_memory import stored_state
 from tunesmith.models.parallel.sharding import whole
 
 TRAINED = "default"
@@ -103,7 +102,7 @@ class LoraAdapter:
         adapted = {
             name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)
         }
-        for name, part in stored_state(module).items():
+        for name, part in module.state_dict().items():
             owner, is_adapted, rest = name.partition(".base_layer.")
             made = isinstance(part, DTensor)
             tensor = whole(part) if made else part

@@ -13,7 +13,7 @@ size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -218,11 +218,11 @@ class Layer:
 class LeanDecoder:
     """A decoder: embedding, layers, final norm."""
 
-    def __init__(self, model: Any, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.config = model.config
         self.kind = type(model)
-        self.layers = [Layer(module, model.config, i) for i, module in enumerate(modules)]
+        self.layers = [Layer(module, model.config, i) for i, module in enumerate(model.layers)]
         self.norm = Norm(model.norm)
         self.rows: torch.dtype | None = None
         """Dtype in which layers compute; None: the embedding's."""
@@ -232,10 +232,6 @@ class LeanDecoder:
             list(self.config.layer_types) if local_and_global else [None] * len(self.layers)
         )
         self.layer_types = kinds
-        self.before_layer: list[Callable[[int], None]] = []
-        """Called with the index of each layer before it runs."""
-        self.after_layer: list[Callable[[int, Tensor], None]] = []
-        """Called with the index of each layer and its output."""
         self.operations = OURS
         """The operations of the layers and the final norm; inference mode has ``OURS``."""
         self.compiled: (
@@ -244,13 +240,8 @@ class LeanDecoder:
         """Runs a layer in a trainer's passes; see ``compiled``."""
 
     @classmethod
-    def of(cls, model: Any, modules: Iterable[nn.Module] | None = None) -> LeanDecoder | None:
-        """The lean form of a Hugging Face decoder; None if it has another shape.
-
-        Args:
-            modules: its layers, each on the device only until the next is requested; None: all are
-                there.
-        """
+    def of(cls, model: Any) -> LeanDecoder | None:
+        """The lean form of a Hugging Face decoder; None if it has another shape."""
         config = model.config
         if config.model_type not in LEAN_FAMILIES or not hasattr(model, "layers"):
             return None
@@ -264,7 +255,7 @@ class LeanDecoder:
         factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
         if factor != 1.0 or head_dim % 2 or getattr(config, "use_bidirectional_attention", False):
             return None
-        return cls(model, model.layers if modules is None else modules)
+        return cls(model)
 
     @property
     def plain(self) -> bool:
@@ -320,11 +311,7 @@ class LeanDecoder:
                 and torch.is_grad_enabled()
             ):
                 run = partial(layer.module._gradient_checkpointing_func, run)
-            for begin in self.before_layer:
-                begin(layer.index)
             x = run(x, *tables[kind], attention)
-            for end in self.after_layer:
-                end(layer.index, x)
         return self.norm(x, operations)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:

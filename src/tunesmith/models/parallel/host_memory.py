@@ -6,30 +6,19 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 ALIGNED = 64
 """Alignment of each tensor in bytes."""
 PIECES = 8
 """Approximate number of pieces of memory to allocate, each at least as large as the largest
 tensor."""
-PLACE = "stored_in_host_memory"
-"""The attribute in which a parameter keeps the tensor with its values, if they are in host
-memory."""
 
 
-def host_copies(
-    tensors: Sequence[Tensor], *, wide: bool = False, device: torch.device | None = None
-) -> list[Tensor]:
-    """Copies of tensors in host memory.
-
-    Args:
-        wide: make the copies float32 or wider.
-        device: the device that accesses them directly; None: the one that the tensors are on.
-    """
+def host_copies(tensors: Sequence[Tensor], *, wide: bool = False) -> list[Tensor]:
+    """Copies of tensors in host memory; with ``wide`` they are float32 or wider."""
     dtypes = [torch.promote_types(t.dtype, torch.float32) if wide else t.dtype for t in tensors]
-    pinned = any(t.is_cuda for t in tensors) if device is None else device.type == "cuda"
-    memory = host_memory(tensors, dtypes, pinned=pinned)
+    memory = host_memory(tensors, dtypes, pinned=any(t.is_cuda for t in tensors))
     return [copy.copy_(tensor) for copy, tensor in zip(memory, tensors, strict=True)]
 
 
@@ -72,13 +61,6 @@ class CopyStream:
         """Make the device's later work wait for all copies."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-
-def stored_state(module: nn.Module) -> dict[str, Tensor]:
-    """``module.state_dict()``, with tensors from host memory for values kept there
-    (``parallel.streamed``)."""
-    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    return {name: getattr(tensor, PLACE, tensor.detach()) for name, tensor in state.items()}
 
 
 def packed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:

@@ -33,7 +33,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from tunesmith.errors import ConfigError
-from tunesmith.models.parallel.host_memory import host_memory, stored_state
+from tunesmith.models.parallel.host_memory import host_memory
 
 T = TypeVar("T")
 _AWAY = "rows_in_host_memory"
@@ -61,19 +61,20 @@ class Sharding:
     streams: bool = False
 
     @classmethod
-    def over(cls, device: str, stage: int, size: int) -> Self:
+    def over(cls, device: str, stage: int, size: int, *, streams: bool = False) -> Self:
         """Shard over the ranks of torch.distributed's default group; consecutive ranks share a
         copy.
 
         Args:
             device: ``cpu`` or ``cuda``.
-            size: number of ranks that share a copy.
+            size: number of ranks that share a copy; with one, every rank has all rows.
+            streams: see ``Sharding``.
         """
         count = torch.distributed.get_world_size() // size
         mesh = init_device_mesh(
             device, (count, size), mesh_dim_names=("copies", "fsdp")
         )  # peft knows "fsdp"
-        return cls(mesh["fsdp"], mesh["copies"], stage)
+        return cls(mesh["fsdp"], mesh["copies"], stage, streams)
 
     @property
     def rank(self) -> int:
@@ -275,7 +276,7 @@ def whole_weights(
         names.setdefault(id(parameter), []).append(name)
     tied = {each[0]: each for each in names.values()}
     others = {name for each in names.values() for name in each[1:]}
-    for name, tensor in stored_state(module).items():
+    for name, tensor in cast("dict[str, Tensor]", module.state_dict()).items():
         if name in others:
             continue
         weight = whole(tensor, dtype if name in tied else None)  # buffers keep their own dtype

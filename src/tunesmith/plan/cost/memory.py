@@ -137,7 +137,7 @@ def layout_of(config: RunConfig, facts: Facts) -> Layout:
         references=int(keeps_reference(config) and shares_trainer_device(config, "ref")),
         frozen_parameters=frozen,
         shards=(known(system, "shard_size") or system.trainer_ranks) if system.zero_stage else 1,
-        zero_stage=system.zero_stage,
+        zero_stage=system.zero_stage or 3 * bool(known(system, "offload_parameters")),
         has_vocabulary_head=not isinstance(config, ScoreConfig),
         checkpointing=float(known(system, "gradient_checkpointing") or 0),
         tokens=known(system, "max_tokens_per_microbatch")

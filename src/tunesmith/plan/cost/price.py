@@ -28,9 +28,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     A trained parameter takes its weight, a float32 gradient, AdamW's two float32 moments and, if
     the weight has 16 bits, a float32 master weight: 18 bytes in all, or 16 in float32
     (``backends.optimizer``). Muon has one moment. With ``offload``, the device holds only the
-    weights and some gradients on their way to host memory, which holds the rest; with
-    ``offload_parameters``, only the weights outside the layers and those of two layers
-    (``parallel.streamed``).
+    weights and some gradients on their way to host memory, which holds the rest.
     """
     numbers = model.parameters or 0
     wide = layout.bytes_per_number == 4
@@ -43,7 +41,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     beside["engine"] = layout.engines * copy // layout.ranks + layout.prepared
     beside["published"] = layout.published
     others = layout.frozen_parameters * layout.bytes_per_number
-    references = 0 if layout.zero_stage else layout.references * copy
+    references = layout.references * copy // layout.shards
     away = {
         "scorer": references + (others if layout.teaches else 0),
         "judge": 0 if layout.teaches else others,
@@ -55,7 +53,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
         return Price(weights=copy * layout.holds_model, frozen=frozen, **beside)
     if layout.zero_stage:
         own = _sharded(model, layout)
-        return replace(own, frozen=own.frozen + frozen, host=own.host + pinned, **beside)
+        return replace(own, frozen=frozen, host=own.host + pinned, **beside)
     trained = numbers if layout.lora_rank is None else adapter_numbers(model, layout.lora_rank)
     adapter = 0 if layout.lora_rank is None else 4 * trained  # float32 for any type of the model
     kept = (8 if wide or layout.lora_rank is not None else 12) + (4 if layout.ema else 0)
@@ -63,15 +61,13 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     gradients = layout.models * 4 * trained
     optimizer = layout.models * (kept * trained - muon)
     head, backward = _passing(model, layout)
-    gone = away_of_layer(model, layout)
     if layout.offload:
         gradients = 0
         optimizer = 0
         head += _on_the_way(model, layout, trained, 0)
         backward += _on_the_way(model, layout, trained, 3)
     return Price(
-        weights=layout.models * (copy * layout.holds_model - gone * model.layers + adapter),
-        gathered=gone * min(2, model.layers),
+        weights=layout.models * (copy * layout.holds_model + adapter),
         gradients=gradients,
         optimizer=optimizer,
         host=_in_host_memory(model, layout, trained) + pinned,
@@ -83,13 +79,8 @@ def price(model: ModelFacts, layout: Layout) -> Price:
 
 
 def away_of_layer(model: ModelFacts, layout: Layout) -> int:
-    """Bytes of one layer's weights that a rank keeps in host memory: all, or its rows, in float32
-    if trained."""
-    wide = (
-        replace(layout, bytes_per_number=4)
-        if layout.zero_stage and layout.lora_rank is None
-        else layout
-    )
+    """Bytes of one layer's rows that a rank keeps in host memory, in float32 if trained."""
+    wide = replace(layout, bytes_per_number=4) if layout.lora_rank is None else layout
     return layout.offload_parameters * layer_copy(model, wide) // layout.shards
 
 
@@ -150,7 +141,6 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         gradients=layout.models * gradients,
         optimizer=layout.models * optimizer,
         host=_in_host_memory(model, layout, trained),
-        frozen=layout.references * (copy // layout.shards),
         gathered=gathered,
         activations=activations,
         head=max(head, backward + arriving),
@@ -168,7 +158,7 @@ def _in_host_memory(model: ModelFacts, layout: Layout, trained: int) -> int:
     weights, except rows that serve as masters."""
     state = 0
     gone = away_of_layer(model, layout) * model.layers
-    masters = gone if layout.zero_stage and layout.lora_rank is None else 0
+    masters = gone if layout.lora_rank is None else 0
     if layout.offload:
         shards = layout.shards if layout.lora_rank is None else 1
         arriving = 2 * _on_the_way(model, layout, trained * shards, 0 if masters else 3) // shards

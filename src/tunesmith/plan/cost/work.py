@@ -246,7 +246,7 @@ def step_work(
         body
         * (2 / 3 if config.lora.on else 1.0)
         * recomputed
-        * (PLAIN_MODULES if system.zero_stage else 1.0)
+        * (PLAIN_MODULES if layout.zero_stage else 1.0)
     )
     sent = computed * sent_bytes(model, layout) / ranks
     training = {

@@ -161,7 +161,7 @@ def offloaded_parameters(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash(PARAMETERS, why, key)
     if isinstance(s.system.compile, str):
         key = "system.compile"
-        why = f"with {s.said(key)}: compiled layers keep the addresses of their weights; {one}"
+        why = f"with {s.said(key)}: layers whose weights come and go are not compiled; {one}"
         yield s.clash(PARAMETERS, why, key)
     if config.samples and config.trains and s.weights_apart is False:
         yield s.clash(PARAMETERS,

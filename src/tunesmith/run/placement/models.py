@@ -122,9 +122,8 @@ def load_model(
             trust_remote_code=trust_remote_code,
             tokenizer=tokenizer,
             quantize=config.model.quantize,
-            sharding=sharding_of(config),
+            sharding=sharding_of(config, streams=not frozen and config.system.offload_parameters),
             trains=not frozen and not lora.on,
-            streams=not frozen and config.system.offload_parameters,
         )
     _share_sequences(config, model)
     if isinstance(compiled, str):
@@ -158,26 +157,37 @@ def _set_ends(config: RunConfig, model: Decoder, adapter: Path | None) -> str | 
     from tunesmith.models.export import read_generation, set_ends
 
     rollout = config.rollout if isinstance(config, RLConfig) else None
+    tokenizer: Any = model.tokenizer
     return set_ends(
         model.module,
-        model.tokenizer,
-        end_of_turn=end_of_turn_id(model.tokenizer),
+        tokenizer,
+        end_of_turn=end_of_turn_id(tokenizer),
         saved=adapter and read_generation(adapter),
         token_ids=rollout.stop_token_ids if rollout else (),
         strings=rollout.stop if rollout else (),
     )
 
 
-def sharding_of(config: RunConfig) -> Sharding | None:
-    """How the model is sharded; None outside processes that share a model."""
+def sharding_of(config: RunConfig, *, streams: bool = False) -> Sharding | None:
+    """How the model is sharded; None outside processes that share a model.
+
+    Args:
+        streams: keep the layers' rows in host memory; without ``zero_stage`` each rank has all.
+    """
     import torch.distributed as dist
 
-    if not config.system.zero_stage or not dist.is_initialized():
-        return None
     from tunesmith.models.parallel.sharding import Sharding
+    from tunesmith.run.processes.rank_group import join_group_of_one
 
     system = config.system
-    return Sharding.over(system.device.partition(":")[0], system.zero_stage, system.shard_size)
+    device = system.device.partition(":")[0]
+    if streams and not system.zero_stage:
+        if not dist.is_initialized():
+            join_group_of_one(system.device)
+        return Sharding.over(device, 3, 1, streams=True)
+    if not system.zero_stage or not dist.is_initialized():
+        return None
+    return Sharding.over(device, system.zero_stage, system.shard_size, streams=streams)
 
 
 def _share_sequences(config: RunConfig, model: Decoder) -> None:

@@ -171,7 +171,6 @@ def published(
             host memory; if False, they are on the model's device, one at a time.
     """
     from tunesmith.models.kernels.quantised import is_quantised
-    from tunesmith.models.parallel.host_memory import stored_state
     from tunesmith.models.parallel.shard_files import stored_weights
     from tunesmith.models.parallel.sharding import whole_weights
 
@@ -186,7 +185,7 @@ def published(
         named = (
             dict[str, Any]().items
             if is_quantised(model.module)
-            else stored_state(model.module).items
+            else model.module.state_dict().items
         )
     return (lambda: stored_weights(model.module, named())) if as_stored else named
 

@@ -102,9 +102,8 @@ class TrainerHost(ModelHost[RunConfig]):
         from tunesmith.run.placement.planes import make_plane, make_publishing
 
         system = self.config.system
-        group = self.meet(
-            rank, world, place, shared=bool(system.zero_stage) or system.sequence_parallel.size > 1
-        )
+        sharded = bool(system.zero_stage) or system.offload_parameters
+        group = self.meet(rank, world, place, shared=sharded or system.sequence_parallel.size > 1)
         with redirect_stdout(None) if rank else nullcontext():  # all ranks would print the same
             self.backend = self.make(self.config, load_tokenizer(self.config))
         if group:

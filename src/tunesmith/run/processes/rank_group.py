@@ -49,6 +49,15 @@ def join_default_group(store: dist.TCPStore, rank: int, world: int, host: str, d
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address == host for found in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    _make_default_group(dist.PrefixStore("default", store), rank, world, device)
+
+
+def join_group_of_one(device: str) -> None:
+    """Make torch.distributed's default group for a process that trains by itself."""
+    _make_default_group(dist.HashStore(), 0, 1, device)
+
+
+def _make_default_group(store: dist.Store, rank: int, world: int, device: str) -> None:
     kind = "gloo"
     if device.startswith("cuda"):
         kind = "cpu:gloo,cuda:nccl"
@@ -57,9 +66,7 @@ def join_default_group(store: dist.TCPStore, rank: int, world: int, host: str, d
             torch.device(device).index or 0
         )  # otherwise a mesh uses that of LOCAL_RANK
     limit = timedelta(seconds=PATIENCE)
-    dist.init_process_group(
-        kind, store=dist.PrefixStore("default", store), rank=rank, world_size=world, timeout=limit
-    )
+    dist.init_process_group(kind, store=store, rank=rank, world_size=world, timeout=limit)
 
 
 class RankGroup:

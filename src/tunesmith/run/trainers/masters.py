@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from tunesmith.models.cpu.weight_gradients import keep_sum
 from tunesmith.models.parallel.sharding import first_row, in_host_memory, local
-from tunesmith.models.parallel.streamed import stored
 
 MOST_ON_THE_WAY = 4
 """The most gradients that a GPU keeps while they are copied to host memory."""
@@ -109,7 +108,7 @@ class Master:
     @property
     def rows(self) -> Tensor:
         """This rank's part of the parameter, as a view of where it is stored."""
-        return stored(self.parameter)
+        return local(self.parameter.detach())
 
     @property
     def first_row(self) -> int | None:

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from tunesmith.config.optimizer import Muon
 from tunesmith.errors import CheckpointError
 from tunesmith.models.parallel.host_memory import host_copies
-from tunesmith.models.parallel.sharding import in_host_memory
-from tunesmith.models.parallel.streamed import stored
+from tunesmith.models.parallel.sharding import in_host_memory, local
 from tunesmith.run.trainers.masters import HostSums, Master
 from tunesmith.run.trainers.muon import ShardedMuon, hidden_matrices
 
@@ -95,7 +94,11 @@ class MasterOptimizer:
         self.parameters = trained | extra
         copies: dict[str, Tensor] = {}
         if self._host:
-            rows = {name: stored(p) for name, p in self.parameters.items() if not in_host_memory(p)}
+            rows = {
+                name: local(p.detach())
+                for name, p in self.parameters.items()
+                if not in_host_memory(p)
+            }
             copies = dict(zip(rows, host_copies([*rows.values()], wide=True), strict=True))
         self._all = {
             name: Master(p, self._host, copies.get(name)) for name, p in self.parameters.items()

@@ -95,8 +95,6 @@ class Passes(Generic[M]):
         """
         steps = self._lock_step
         device = self.model.device
-        if self.model.streamed is not None:
-            self.model.streamed.leave()  # the weights may have changed
         for index, forest in enumerate(forests):
             interrupts.check()
             if steps is None:
@@ -111,10 +109,11 @@ class Passes(Generic[M]):
             if not steps.failure:
                 yield placed
             steps.finish(named)
-        if steps is not None and self.group is not None:
-            steps.settle(self.group.sum, self.group.device)
-        if self.model.streamed is not None:
-            self.model.streamed.leave()
+        if steps is not None:
+            if self.group is None:
+                steps.settle(lambda failed: failed, torch.device("cpu"))  # a rank by itself
+            else:
+                steps.settle(self.group.sum, self.group.device)
 
     def _placed(self, forest: Forest) -> Forest:
         """The forest on the model's device; in a sequence group, with this rank's part."""

@@ -22,9 +22,7 @@ from tunesmith.models.decoder import Decoder
 from tunesmith.models.forest import Forest, Predictions
 from tunesmith.models.loading import read_shards
 from tunesmith.models.parallel.activations import HostActivations, compute_again
-from tunesmith.models.parallel.host_memory import stored_state
 from tunesmith.models.parallel.sharding import local
-from tunesmith.models.parallel.streamed import stored
 from tunesmith.run.processes.rank_group import RankGroup
 from tunesmith.run.trainers.base import Metrics, Quantity
 from tunesmith.run.trainers.memory import memory_boundary
@@ -103,7 +101,7 @@ class TorchBackend(Generic[M]):
         """
         parameters = self.optimizer.parameters.values()
         sharding = self.model.sharding
-        group.check_equal(stored(p) for p in parameters if not isinstance(p, DTensor))
+        group.check_equal(p for p in parameters if not isinstance(p, DTensor))
         if sharding is not None and len(sharding.copies.mesh) > 1:
             group.check_equal(
                 (local(p) for p in parameters if isinstance(p, DTensor)),
@@ -231,7 +229,7 @@ class TorchBackend(Generic[M]):
     def use_average(self) -> None:
         """Compute with the average of the weights, until ``use_own``."""
         assert self.optimizer.average, "this run keeps no average"
-        parameters = {name: stored(p) for name, p in self.optimizer.parameters.items()}
+        parameters = {name: local(p.detach()) for name, p in self.optimizer.parameters.items()}
         self._held = {name: p.to("cpu", copy=True) for name, p in parameters.items()}
         self._put(self.optimizer.average)
 
@@ -243,7 +241,7 @@ class TorchBackend(Generic[M]):
     def _put(self, weights: dict[str, Tensor]) -> None:
         """Copy in place: a sampler in this process reads the same memory."""
         for name, weight in weights.items():
-            stored(self.optimizer.parameters[name]).copy_(weight)
+            local(self.optimizer.parameters[name].detach()).copy_(weight)
 
     @torch.no_grad()
     def refresh_reference(self) -> None:
@@ -251,7 +249,7 @@ class TorchBackend(Generic[M]):
         with self.reference.here(changes=True):
             frozen = self.reference.model.module.parameters()
             for ours, theirs in zip(self.model.module.parameters(), frozen, strict=True):
-                local(theirs).copy_(stored(ours))
+                local(theirs).copy_(local(ours))
         self._reference_is_new = True
 
     def offload(self) -> None:
@@ -371,7 +369,7 @@ def load_weights(model: Decoder, directory: Path) -> None:
             read_shards(model.module, directory)
         return
     saved = type(model).load(directory, dtype=model.module.dtype, device="cpu").module.state_dict()
-    current = stored_state(model.module)
+    current = model.module.state_dict()
     different = [k for k, v in current.items() if k not in saved or saved[k].shape != v.shape]
     if different or len(saved) != len(current):
         name = different[0] if different else next(k for k in saved if k not in current)

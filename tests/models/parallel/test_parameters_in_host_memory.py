@@ -1,8 +1,9 @@
-"""Weights of layers in host memory: bitwise the same results, what is on the device, what it costs,
-what is refused."""
+"""Weights of layers in host memory, of a process that trains by itself: bitwise the same results, what
+it costs, what is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -11,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from tests.plan.test_memory import A10G, A100, LLAMA_70B, QWEN_7B, SMALL, on, refusal, resolved
 from tests.support import training
 from tests.support.fake_runs import GIVEN, RL, TINY
 from tests.support.fake_runs import resolved as resolved_there
+from tests.support.sharded_ranks import short_of_memory
 from tests.support.tiny import save_model
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
 from tunesmith.errors import ConfigError, DeviceMemoryError
-from tunesmith.guide.simulate.device import FakeDevice
 from tunesmith.guide.simulate.dry_run import dry_run
 from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.learn.algorithms.objective import SFTObjective
@@ -29,9 +30,10 @@ from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu import training_functions
-from tunesmith.models.parallel.host_memory import stored_state
-from tunesmith.models.parallel.sharding import decoder_layers
-from tunesmith.models.parallel.streamed import StreamedLayers, stored
+from tunesmith.models.parallel.sharding import (
+    Sharding,
+    whole_weights,
+)
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import PINNED, layer_copy, price
@@ -39,6 +41,7 @@ from tunesmith.plan.cost.seconds import TO_THE_HOST, step_seconds
 from tunesmith.plan.facts.machines import machine
 from tunesmith.run.placement.planes import published
 from tunesmith.run.placement.rewards import SequenceScores
+from tunesmith.run.processes.rank_group import join_group_of_one
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.passes import Passes
 from tunesmith.run.trainers.torch import TorchBackend
@@ -52,9 +55,12 @@ EIGHT = replace(SMALL_GPU, hardware=replace(SMALL_GPU.hardware, gpus=SMALL_GPU.h
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(
-        tmp_path_factory.mktemp("streamed") / "model", "qwen3", num_hidden_layers=LAYERS
-    )
+    """A model with weights that bfloat16 holds: only a sharded one keeps more than that."""
+    folder = tmp_path_factory.mktemp("away") / "model"
+    file = save_model(folder, "qwen3", num_hidden_layers=LAYERS) / "model.safetensors"
+    rounded = {name: t.bfloat16().float() for name, t in load_file(file).items()}
+    save_file(rounded, file, {"format": "pt"})
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -63,16 +69,27 @@ def sums_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_functions, "_allowed", False)
 
 
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def alone() -> Sharding:
+    if not dist.is_initialized():
+        join_group_of_one("cpu")
+    return Sharding.over("cpu", 3, 1, streams=True)
+
+
 def backend_of(path: Path, kind: str, *, streams: bool, **options: Any) -> TorchBackend[CausalLM]:
-    """A backend on the lean decoder, on the Hugging Face modules, with an adapter, or in
-    bfloat16."""
+    """A backend on the Hugging Face modules, which a sharded model runs."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-    model = CausalLM.load(path, dtype=dtype, streams=streams)
+    model = CausalLM.load(path, dtype=dtype, sharding=alone() if streams else None)
     if kind == "lora":
         adapters.attach(model, LoraSection(rank=4, alpha=8.0, targets="all-linear"))
-    if kind == "hugging face":
-        model.lean = None
+    model.lean = None
     settings = AdamWSettings(0.1, max_grad_norm=0.5, offload=streams and kind != "lora")
     return TorchBackend(model, settings, CausalLM.predict, ema_decay=0.9, **options)
 
@@ -93,8 +110,7 @@ def stepped(backend: TorchBackend[CausalLM], steps: int, start: int = 0) -> list
 
 
 KINDS = {
-    "lean": (0.5, True),
-    "hugging face": (0.5, False),
+    "float32": (0.5, True),
     "lora": (0, True),
     "bfloat16": (True, False),
 }
@@ -117,8 +133,9 @@ def test_the_same_steps_are_taken(path: Path, kind: str, share: float, activatio
     options: dict[str, Any] = {"gradient_checkpointing": share, "offload_activations": activations}
     here, there = (backend_of(path, kind, streams=flag, **options) for flag in (False, True))
     assert stepped(here, 3) == stepped(there, 3)
-    ours = here.model.module.state_dict()
-    theirs = stored_state(there.model.module)
+    ours, theirs = (
+        dict(whole_weights(each.model.module, each.model.dtype)) for each in (here, there)
+    )
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
     assert all(
         here.optimizer.average[name].equal(average)
@@ -127,7 +144,7 @@ def test_the_same_steps_are_taken(path: Path, kind: str, share: float, activatio
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k == "lean" else pytest.mark.slow) for k in KINDS]
+    "kind", [pytest.param(k, marks=() if k == "float32" else pytest.mark.slow) for k in KINDS]
 )
 def test_a_checkpoint_continues_either_way(path: Path, tmp_path: Path, kind: str) -> None:
     here, there = (backend_of(path, kind, streams=flag) for flag in (False, True))
@@ -151,7 +168,10 @@ def test_engines_are_given_the_same_weights(path: Path, kind: str) -> None:
 
 
 def test_a_score_model_scores_the_same(path: Path) -> None:
-    here, there = (ScoreModel.load(path, streams=flag) for flag in (False, True))
+    here, there = (
+        ScoreModel.load(path, sharding=alone() if flag else None) for flag in (False, True)
+    )
+    here.lean = None
     torch.nn.init.ones_(here.head.weight), torch.nn.init.ones_(there.head.weight)
     sequences = [list(range(5, 5 + n)) for n in (3, 9, 4)]
     scores = [
@@ -160,58 +180,13 @@ def test_a_score_model_scores_the_same(path: Path) -> None:
     assert scores[0] == scores[1]
 
 
-def here_now(backend: TorchBackend[CausalLM]) -> list[int]:
-    """The layers with their weights on the device."""
-    layers = decoder_layers(backend.model.module)
-    return [
-        i
-        for i, layer in enumerate(layers)
-        if any(p.untyped_storage().nbytes() for p in frozen(layer))
-    ]
-
-
-def frozen(layer: nn.Module) -> list[nn.Parameter]:
-    return [p for name, p in layer.named_parameters() if "lora" not in name]
-
-
-@pytest.mark.parametrize("kind", ["lean", "hugging face", "lora"])
-@pytest.mark.parametrize("share", [0, True])
-def test_the_layer_that_computes_and_the_next_one_are_there(
-    path: Path, kind: str, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up in the forward pass and down in the backward pass; the one that is first there has not
-    left."""
-    backend = backend_of(path, kind, streams=True, gradient_checkpointing=share)
-    seen: list[list[int]] = []
-    show = StreamedLayers._show  # pyright: ignore[reportPrivateUsage]
-
-    def noted(self: StreamedLayers, now: int, then: int) -> None:
-        show(self, now, then)
-        seen.append(here_now(backend))
-
-    monkeypatch.setattr(StreamedLayers, "_show", noted)
-    assert here_now(backend) == []
-    packing = batch()
-    backend.forward_backward(packing, SFTObjective())
-    assert seen == [[0, 1], [1, 2], [2, 3], [2, 3], [2, 3], [1, 2], [0, 1], [0, 1]] * len(packing)
-    assert here_now(backend) == []
-    seen.clear()
-    backend.score(packing)
-    assert seen == [[0, 1], [1, 2], [2, 3], [2, 3]] * len(packing) and here_now(backend) == []
-    for parameter in frozen(decoder_layers(backend.model.module)[0]):
-        assert stored(parameter).untyped_storage().nbytes()
-
-
 def test_a_pass_that_failed_leaves_nothing_behind(path: Path) -> None:
-    here, there = (backend_of(path, "lean", streams=flag) for flag in (False, True))
-
-    def fail(_: Any) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    handle = decoder_layers(there.model.module)[1].mlp.down_proj.weight.register_hook(fail)  # pyright: ignore
-    with pytest.raises(DeviceMemoryError):
+    here, there = (backend_of(path, "float32", streams=flag) for flag in (False, True))
+    with (
+        short_of_memory(there.model.module, 25, backward=True),
+        pytest.raises(DeviceMemoryError),
+    ):
         there.forward_backward(batch(), SFTObjective())
-    handle.remove()
     assert stepped(here, 1) == stepped(there, 1)
 
 
@@ -234,22 +209,11 @@ def test_no_host_waits_for_weights(tmp_path: Path, options: tuple[str, ...]) -> 
         tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "H100-80GB", *said
     )
     waits = dry_run(config, facts)[FIRST]["train"].waits
-    assert {key.split("/")[1].split(":")[0] for key in waits} <= {
+    assert {key.split("/")[-1].split(":")[0] for key in waits} <= {
         "passes.py",
         "optimizer.py",
         "masters.py",
     }
-
-
-def test_the_weights_of_layers_stay_in_host_memory_on_a_simulated_gpu() -> None:
-    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY))
-    with FakeDevice():
-        StreamedLayers(module, torch.device("cuda")).take(module, None)
-        layers = [parameter for layer in decoder_layers(module) for parameter in layer.parameters()]
-        assert all(parameter.is_cuda and stored(parameter).is_cpu for parameter in layers)
-        assert all(
-            stored(parameter).is_cuda for parameter in module.get_input_embeddings().parameters()
-        )
 
 
 @pytest.mark.slow
@@ -275,7 +239,7 @@ def test_a_rank_waits_once_for_the_gradients_of_a_backward_pass(
         tmp_path, command, TINY | {"num_hidden_layers": 4}, "4xH100-80GB", *said
     )
     train = dry_run(config, facts)[FIRST]["train"]
-    places = {(key.split("/")[1].split(":")[0], key.split()[-1]) for key in train.waits}
+    places = {(key.split("/")[-1].split(":")[0], key.split()[-1]) for key in train.waits}
     copied = {place for place, operation in places if operation == "_to_copy"}
     assert copied <= {"lock_step.py", "passes.py", "rank_group.py", "torch.py"}
     assert {place for place, _ in places} <= copied | {"passes.py", "optimizer.py", "masters.py"}
@@ -302,22 +266,6 @@ def test_an_engine_of_its_own_is_given_the_weights(tmp_path: Path) -> None:
         FIRST
     ]
     assert phases["publish"].total and phases["train"].total
-
-
-def test_its_price_by_hand() -> None:
-    away, here = (
-        price(SMALL, Layout(2, offload=True, offload_parameters=flag, models=2))
-        for flag in (True, False)
-    )
-    layer = layer_copy(SMALL, Layout(2))
-    assert here.weights - away.weights == 2 * SMALL.layers * layer
-    assert (away.gathered, here.gathered) == (2 * layer, 0) and (
-        away.gradients,
-        away.optimizer,
-    ) == (0, 0)
-    assert away.host - here.host == int(PINNED * 2 * SMALL.layers * layer)
-    adapter = price(SMALL, Layout(2, lora_rank=8, offload_parameters=True))
-    assert adapter.optimizer and adapter.host == int(PINNED * SMALL.layers * layer)
 
 
 def test_the_price_of_rows_by_hand() -> None:
@@ -367,7 +315,7 @@ def test_each_micro_batch_brings_the_layers_twice() -> None:
         "data.max_tokens=64",
     )
     seconds = step_seconds(resolved(SFTConfig, facts, *said), facts)
-    brought = 4 * 2 * LLAMA_70B.layers * layer_copy(LLAMA_70B, Layout(2))
+    brought = 4 * 2 * LLAMA_70B.layers * layer_copy(LLAMA_70B, Layout(4))
     assert seconds["training"] == pytest.approx(brought / TO_THE_HOST, rel=0.05)
 
 
