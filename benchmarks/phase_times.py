@@ -23,7 +23,7 @@ from tunesmith.guide.tune.machine import (
     ROUNDS,
     SHAPES,
     Prediction,
-    fitted,
+    fit_rates,
     predictions,
     probes,
     take_turns,
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = probes(0, given.fitted)
     other = probes(given.seed, given.checked)
     take_turns([*known, *other], given.rounds, lambda text: print(text, flush=True))
-    found = predictions(other, fitted(known))
+    found = predictions(other, fit_rates(known))
     shapes = {
         "fitted": given.fitted,
         "checked": given.checked,

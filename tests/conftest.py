@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -70,21 +69,32 @@ def same_numbers() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def children_start_at_once() -> Iterator[None]:
-    """The children of this process; ``new_children`` are started as always."""
+def quick_children() -> Iterator[None]:
+    """Children are forks; ``new_children`` are started as always."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            "tunesmith.learn.usercode.child.subprocess",
-            SimpleNamespace(**{**vars(subprocess), "Popen": forks.popen}),
-        )
+        patched.setattr("tunesmith.learn.usercode.child.start_process", forks.popen)
         yield
 
 
 @pytest.fixture(scope="module")
 def new_children() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("tunesmith.learn.usercode.child.subprocess", subprocess)
+        patched.setattr("tunesmith.learn.usercode.child.start_process", subprocess.Popen)
         yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model's directory; modules that need another model have a fixture of their own."""
+    from tests.support.tiny import save_model  # imports what many tests do without
+
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def sums_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: compiled functions add gradients without rounding them first."""
+    monkeypatch.setattr("tunesmith.models.cpu.training_functions._allowed", False)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,6 @@ import torch
 from datasets import Dataset, DatasetDict
 
 import tunesmith
-from tests.support.tiny import save_model
 from tests.support.tiny_preferences import lines_of
 from tests.support.tiny_runs import rl_settings, sums, write_lines
 from tunesmith.config.load import load_config
@@ -39,11 +38,6 @@ SMALL: dict[str, Any] = {
 ROWS = Dataset.from_list(sums(2))
 EXAMPLES = [{"prompt": line["prompt"], "completion": line["answer"]} for line in sums(24)]
 SFT = {key: SMALL[key] for key in SMALL if key != "rollout"} | {"train__batch_size": 8}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "model")
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,6 @@ from tests.support.tiny_runs import rl_settings, sft_settings, sums, write_lines
 from tunesmith.run.loop.manifest import write_manifest
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.slow
 def test_what_settings_and_the_first_lines_show_is_refused_without_torch(
     tmp_path: Path, model: Path

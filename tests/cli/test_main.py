@@ -4,11 +4,8 @@ imported."""
 from __future__ import annotations
 
 import errno
-import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import torch
 import typer
 
 from tests.support import commands
+from tests.support.one_command import tunesmith
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.outcome import print_outcome
 from tunesmith.errors import (
@@ -49,32 +47,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def tunesmith(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
-    """Run the command in a process of its own; what it did, and the packages it imported."""
-    code = (
-        "import atexit, sys\n"
-        "atexit.register(lambda: print('\\0', *(m for m in sys.modules if '.' not in m), file=sys.stderr))\n"
-        "from tunesmith.cli.main import main\n"
-        "sys.argv[0] = 'tunesmith'\n"
-        "main()\n"
-    )
-    environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "140"}
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=600, env=environment,
-    )  # fmt: skip
-    ended.stderr, _, modules = ended.stderr.partition("\0")
-    return ended, set(modules.split())
-
-
-HEAVY = set(commands.HEAVY)
-
-
 def test_help_is_light(folder: Path) -> None:
     ended, modules = tunesmith(folder, "--help")
     assert ended.returncode == 0
     assert all(command in ended.stdout for command in ("rl", "sft", "demo", "config"))
-    assert not modules & {*HEAVY, "numpy", "pydantic", "rich"}
+    assert not modules & {*commands.HEAVY, "numpy", "pydantic", "rich"}
     for told in commands.tunesmith(
         folder, [[command, "--help"] for command in ("rl", "sft", "demo", "config")]
     ):
@@ -129,7 +106,7 @@ def test_config_shows_what_a_run_file_resolves_to(folder: Path) -> None:
         folder, "config", "run.toml", "train.steps=40", "train.warmup_ratio=0.1"
     )
     assert ended.returncode == 0, ended.stderr
-    assert not modules & HEAVY
+    assert not modules.intersection(commands.HEAVY)
     rows = {line.split()[0]: line for line in ended.stdout.splitlines() if line.strip()}
     assert "as you said" in rows["train.steps"]
     assert (

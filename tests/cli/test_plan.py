@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.plan.test_clusters import SIZES, cases
+from tests.support.clusters import SIZES, cases
 from tests.support.documents import ROOT
 from tests.support.hub_of_sizes import serve
 from tunesmith.cli.main import app

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support import tiny
+from tests.support.families import SPECIAL, assert_same_gradients, gradients
 from tests.support.training import forest_of
 from tunesmith.errors import ModelError
 from tunesmith.models.attention import ATTENTION_NAME
@@ -22,71 +23,6 @@ from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.loading import load_config
 from tunesmith.plan.facts.model import LEAN_FAMILIES
 from tunesmith.types import Sample
-
-WINDOW = 6  # shorter than the prompt, so that completions look back past their parent
-SPECIAL: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": WINDOW},
-    "mixtral": {"sliding_window": WINDOW, "num_local_experts": 4},
-    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    "qwen3": {
-        "head_dim": 16,
-        "use_sliding_window": True,
-        "sliding_window": WINDOW,
-        "max_window_layers": 1,
-    },
-    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "head_dim": 8,
-    },
-    "gemma": {"head_dim": 8},
-    "gemma2": {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8},
-    "gemma3_text": {
-        "head_dim": 8,
-        "sliding_window": WINDOW,
-        "query_pre_attn_scalar": 8,
-        "num_hidden_layers": 7,
-    },
-    "vaultgemma": {"head_dim": 8, "sliding_window": WINDOW},
-    "phi3": {"sliding_window": WINDOW},
-    "smollm3": {"num_hidden_layers": 5},
-    "starcoder2": {"sliding_window": WINDOW},
-    "cohere": {"logit_scale": 0.3},
-    "cohere2": {
-        "logit_scale": 0.3,
-        "sliding_window": WINDOW,
-        "num_hidden_layers": 5,
-        "head_dim": 8,
-    },
-    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7},
-    "granitemoe": {"logits_scaling": 3.0, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "granitemoeshared": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 16,
-    },
-    "olmo3": {"sliding_window": WINDOW, "num_hidden_layers": 5},
-    "exaone4": {"sliding_window": WINDOW, "num_hidden_layers": 5},
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
-    "glm": {"head_dim": 8},
-    "glm4": {"head_dim": 8},
-    "glm4_moe": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "head_dim": 8,
-    },
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-    "ministral": {"sliding_window": WINDOW, "head_dim": 8},
-    "seed_oss": {"head_dim": 8},
-    "helium": {"head_dim": 8},
-    "arcee": {"head_dim": 8},
-    "cwm": {"head_dim": 8, "sliding_window": WINDOW},
-    "gpt2": {"n_inner": 64},
-}
 
 
 def samples() -> list[Sample]:
@@ -133,27 +69,10 @@ def one_at_a_time(model: CausalLM, batch: list[Sample], temperature: float) -> T
     return torch.cat(logprobs)
 
 
-def gradients(model: CausalLM, logprobs: Tensor) -> dict[str, Tensor]:
-    model.module.zero_grad()
-    (logprobs * torch.linspace(-1, 2, len(logprobs), dtype=logprobs.dtype)).sum().backward()
-    return {n: p.grad.clone() for n, p in model.module.named_parameters() if p.grad is not None}
-
-
 def logprobs(model: CausalLM, forest: Forest, **options: Any) -> tuple[Tensor, Tensor | None]:
     found = model.predict(forest, **options)
     assert found.logprobs is not None
     return found.logprobs, found.entropy
-
-
-def assert_same_gradients(
-    got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float
-) -> None:
-    assert got.keys() == want.keys()
-    scale = max(float(g.norm()) for g in want.values())
-    for name, gradient in want.items():
-        assert (got[name] - gradient).norm() <= tolerance * max(
-            float(gradient.norm()), 1e-2 * scale
-        ), name
 
 
 @pytest.mark.parametrize("model_type", sorted(KNOWN))

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.models.test_families import SPECIAL, assert_same_gradients, gradients
 from tests.support import tiny
+from tests.support.families import SPECIAL, assert_same_gradients, gradients
 from tests.support.training import forest_of
 from tunesmith.errors import UserError
 from tunesmith.models.attention import ATTENTION_NAME

@@ -4,14 +4,13 @@ as these say."""
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.clusters import FILES, SIZES, cases
 from tests.support.documents import ROOT
 from tests.support.hub_of_sizes import serve
 from tunesmith.config.load import find_kind, load_config
@@ -25,50 +24,6 @@ from tunesmith.plan.filling import with_values
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.toml import toml_value
 from tunesmith.run.placement.planning import plan_run
-
-FILES = sorted((ROOT / "examples" / "clusters").glob("*.toml"))
-COMMAND = re.compile(r"#   tunesmith plan (.*)")
-EXPECTED = re.compile(r"#     (.*)")
-LLAMA = {
-    "model_type": "llama",
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
-SIZES: dict[str, dict[str, Any]] = {
-    "meta-llama/Llama-3.2-1B-Instruct": LLAMA | {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "head_dim": 64, "tie_word_embeddings": True,
-    },
-    "meta-llama/Llama-3.1-8B-Instruct": LLAMA | {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    },
-    "meta-llama/Llama-3.1-70B-Instruct": LLAMA | {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-    },
-    "meta-llama/Llama-2-13b-hf": LLAMA | {
-        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
-        "num_key_value_heads": 40, "vocab_size": 32000, "max_position_embeddings": 4096,
-    },
-    "Qwen/Qwen2.5-7B-Instruct": LLAMA | {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
-    },
-}  # fmt: skip
-SIZES["Skywork/Skywork-Reward-Llama-3.1-8B"] = SIZES["meta-llama/Llama-3.1-8B-Instruct"]
-
-
-def cases() -> list[tuple[str, list[str]]]:
-    """Each command in the comments, with the lines below it."""
-    found: list[tuple[str, list[str]]] = []
-    for file in FILES:
-        for line in file.read_text().splitlines():
-            command = COMMAND.fullmatch(line)
-            if command:
-                found.append((command[1], []))
-            elif expected := EXPECTED.fullmatch(line):
-                found[-1][1].append(expected[1])
-    return found
 
 
 @pytest.fixture(autouse=True)

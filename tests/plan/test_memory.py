@@ -17,6 +17,17 @@ import torch
 from typer.testing import CliRunner
 
 from tests.support.hardware_table import GPUS, MODELS, TOKENS, WAYS, fits, needed
+from tests.support.planned_memory import (
+    A10G,
+    A100,
+    GB,
+    LLAMA_70B,
+    QWEN_7B,
+    SMALL,
+    on,
+    refusal,
+    resolved,
+)
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.cli.main import app
@@ -24,14 +35,13 @@ from tunesmith.config.commands import (
     DistillConfig,
     DPOConfig,
     GenerateConfig,
-    OfflineDistillConfig,
     RFTConfig,
     RMConfig,
 )
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.config.values import parse_size
-from tunesmith.errors import ConfigError, ModelError
+from tunesmith.errors import ModelError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.shard_files import WeightFiles, names_in
 from tunesmith.plan.cost.device import Layout
@@ -44,9 +54,8 @@ from tunesmith.plan.cost.price import (
     recomputed,
 )
 from tunesmith.plan.facts import hub
-from tunesmith.plan.facts.hardware import Gpu, Hardware
+from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts
-from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.report import memory_of, memory_rows
 from tunesmith.plan.resolve import resolve
@@ -57,34 +66,7 @@ from tunesmith.run.engines.local.kv_memory import KVLayout
 from tunesmith.run.engines.local.kv_pool import KVPool
 from tunesmith.run.trainers.optimizer import AdamWSettings, MasterOptimizer
 
-GB = 10**9
-QWEN_7B = ModelFacts(7_615_616_512, 28, 3584, 18944, 28, 4, 128, 152064, 32768)
 LLAMA_8B = ModelFacts(8_030_261_248, 32, 4096, 14336, 32, 8, 128, 128256, 131072)
-LLAMA_70B = ModelFacts(70_553_706_496, 80, 8192, 28672, 64, 8, 128, 128256, 131072)
-SMALL = ModelFacts(5_000_000, 6, 256, 768, 4, 2, 64, 4096, 4096)
-A10G = Gpu("A10G", 24 * GB, 23 * GB, (8, 6))
-A100 = Gpu("A100", 80 * GB, 79 * GB, (8, 0))
-KINDS: dict[Any, list[str]] = {
-    SFTConfig: [], RMConfig: [], DPOConfig: [], GenerateConfig: [],
-    RLConfig: ['reward.functions=["math"]'], RFTConfig: ['reward.functions=["math"]'],
-    DistillConfig: ["teacher.path=org/t"], OfflineDistillConfig: ["distill.mode=offline", "teacher.path=org/t"],
-}  # fmt: skip
-
-
-def on(gpu: Gpu | None, model: ModelFacts, memory: int = 64 * GB, **changes: Any) -> Facts:
-    machine = Hardware("CPU", 8, memory, memory, bf16=True, gpus=(gpu,) if gpu else ())
-    return Facts(machine, model, **{"train_size": 1000, "longest": 1000, **changes})
-
-
-def resolved(kind: Any, facts: Facts, *said: str) -> Any:
-    config = load_config(kind, None, ["model.path=org/m", "data.train=org/d", *KINDS[kind], *said])
-    return resolve(config, facts).config
-
-
-def refusal(kind: Any, facts: Facts, *said: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        resolved(kind, facts, *said)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(("dtype", "each"), [(torch.bfloat16, 18), (torch.float32, 16)])

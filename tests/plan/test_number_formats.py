@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.plan.test_resolve import CPU, facts
 from tests.support import tiny
+from tests.support.machine_facts import CPU, facts
 from tests.support.tiny_runs import sft_settings, write_lines
 from tests.support.training import forest_of
 from tunesmith.config.commands import GenerateConfig, RFTConfig

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.support.machine_facts import CPU, GB, SMALL, facts
 from tunesmith.config.commands import (
     DistillConfig,
     GenerateConfig,
@@ -31,28 +32,14 @@ from tunesmith.plan.derive.capacity import engine_threads
 from tunesmith.plan.facts import hardware
 from tunesmith.plan.facts.hardware import Gpu, Hardware, parse_gpus, read_hardware
 from tunesmith.plan.facts.model import ModelFacts, read_model_facts
-from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.plan.rules.rule import UNREAD
 
-GB = 10**9
-CPU = Hardware("a CPU", cores=4, memory_total=16 * GB, memory_available=8 * GB, bf16=True)
 OLD_CPU = Hardware("an old CPU", cores=4, memory_total=16 * GB, memory_available=8 * GB, bf16=False)
 H100 = Gpu("H100", 80 * GB, 79 * GB, (9, 0))
 V100 = Gpu("V100", 32 * GB, 31 * GB, (7, 0))
-SMALL = ModelFacts(
-    parameters=5_000_000,
-    layers=6,
-    hidden_size=256,
-    intermediate_size=768,
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
-    vocab_size=4096,
-    context=4096,
-)
 
 
 def rl(*overrides: str) -> RLConfig:
@@ -62,10 +49,6 @@ def rl(*overrides: str) -> RLConfig:
 
 def sft(*overrides: str) -> SFTConfig:
     return load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", *overrides])
-
-
-def facts(**changes: Any) -> Facts:
-    return Facts(**{"hardware": CPU, "model": SMALL, "train_size": 1000, "longest": 100, **changes})
 
 
 def derived(resolved: Resolved[Any], key: str) -> tuple[Any, str]:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.guide.tune.machine import fitted, nonnegative, predictions, shapes
+from tunesmith.guide.tune.machine import fit_rates, nonnegative, predictions, shapes
 from tunesmith.guide.tune.probes import Probe, made_up
 from tunesmith.plan.cost.memory import longest_sample
 from tunesmith.plan.cost.seconds import again_seconds, cpu_seconds, phase_seconds, step_seconds
@@ -84,7 +84,7 @@ def test_real_steps_are_measured_in_every_phase_and_predicted(number: int) -> No
         assert probe.seconds.keys() == amounts(probe.work).keys() and all(
             s > 0 for s in probe.seconds.values()
         )
-    found = predictions(probes, fitted(probes))
+    found = predictions(probes, fit_rates(probes))
     assert len(found) == 3 * 7 and all(each.ratio > 0 for each in found)
     whole = [each for each in found if each.phase == "step"]
     assert whole[0].measured == pytest.approx(sum(probes[0].seconds.values()))

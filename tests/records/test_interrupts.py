@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny import save_model
 from tests.support.tiny_runs import (
     rl_settings,
     same_tensors,
@@ -177,11 +176,6 @@ def test_sections_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             interrupts.check()
         with pytest.raises(Interrupted):
             interrupts.settle()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.records.test_timeline import check_trace
 from tests.support.documents import ROOT
 from tests.support.fake_engine import FakeEngine, numbers
-from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sft_settings, sums, write_lines
+from tests.support.traces import check_trace
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.learn.environments.base import SingleTurn
 from tunesmith.records.metrics import read_metrics
@@ -34,11 +33,6 @@ TASK = Task("train.jsonl:3", "prompt", (3, 4, 5))
 
 
 PAGE = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def test_a_run_writes_the_trace_asked_for_and_its_metrics(tmp_path: Path, model: Path) -> None:

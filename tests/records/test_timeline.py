@@ -9,12 +9,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.traces import check_trace
 from tunesmith.learn.usercode.calls import EpisodeCode
 from tunesmith.records.timeline import REWARD, TRAINER, Span, Timeline, covered, mean_level
 from tunesmith.records.trace import in_rows
@@ -162,30 +162,6 @@ def test_spans_of_many_threads_and_tasks_are_all_there() -> None:
     spans = timeline._spans  # pyright: ignore[reportPrivateUsage]
     assert len(spans) == 850 and not timeline.open_spans()
     assert 0 <= timeline.finish_step(1)["idle/engine"] < 1
-
-
-def check_trace(trace: dict[str, Any]) -> dict[str, list[list[dict[str, Any]]]]:
-    """The rows of each lane, after what viewers ask: every row named, in no row two spans that
-    overlap."""
-    events = trace["traceEvents"]
-    assert {e["ph"] for e in events} <= {"M", "X", "C"}
-    assert all({"name", "pid", "tid"} <= e.keys() for e in events)
-    lanes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert len({tid for _, tid in named}) == len(named), "numbers of rows are used once"
-    found: dict[str, list[list[dict[str, Any]]]] = {lane: [] for lane in lanes.values()}
-    for (pid, tid), name in named.items():
-        assert name == lanes[pid]
-        row = sorted(
-            (e for e in events if e["ph"] == "X" and e["tid"] == tid), key=lambda e: e["ts"]
-        )
-        assert row and all(e["pid"] == pid and e["ts"] >= 0 and e["dur"] >= 0 for e in row)
-        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in pairwise(row))
-        found[name].append(row)
-    assert sum(len(row) for lane in found.values() for row in lane) == sum(
-        e["ph"] == "X" for e in events
-    )
-    return found
 
 
 def test_a_trace_of_the_steps_asked_for_has_a_lane_per_actor(hand: Hand, tmp_path: Path) -> None:

@@ -16,11 +16,6 @@ from tunesmith.run import placement
 from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def rl(
     folder: Path, model: Path, run: str = "run", **changed: Any
 ) -> tuple[placement.RunResult, list[dict[str, Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +114,10 @@ def loading(folder: Path) -> Iterator[Make]:
         made.append(load_rewards(section, folder))
         return made[-1]
 
-    yield rewards
-    for one in made:
-        one.close()
+    with chdir(folder):
+        yield rewards
+        for one in made:
+            one.close()
 
 
 def rollouts(texts: Sequence[str], **columns: Any) -> list[Rollout]:

@@ -8,7 +8,7 @@ import random
 import time
 from pathlib import Path
 
-from tests.guide.migrate.test_migrate import (
+from tests.support.migrated_sources import (
     ACCELERATED,
     ASYNC,
     GRPO,

@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.run.engines.local.test_penalties import by_transformers, requests
 from tests.support.engine_contract import FREE, PROMPT, Subject
+from tests.support.penalties import by_transformers, requests
 from tests.support.pool_bench import LAST, each_check
 from tests.support.tiny import save_model
 from tunesmith.errors import EngineError, ModelError, UserError

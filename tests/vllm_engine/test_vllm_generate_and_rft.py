@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny import save_model
 from tests.support.tiny_runs import sums, write_lines
 from tunesmith.errors import ConfigError
 from tunesmith.run.offline.generate import run_generate
@@ -27,12 +26,6 @@ PLACES = {
     ],
 }
 REWARD = "def odd(completions, **columns):\n    return [float(len(text) % 2 == 1) for text in completions]\n"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "model"
-    return save_model(folder, "llama", max_position_embeddings=64, vocab_size=261, head_dim=32)
 
 
 def said(folder: Path, model: Path, *overrides: str) -> list[str]:

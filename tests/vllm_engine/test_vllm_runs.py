@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, write_lines
 from tunesmith.records.doctor.findings import diagnose
 from tunesmith.records.doctor.record import read_record
@@ -20,12 +19,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "colocated": {"system__engine": "vllm"},
     "process": {"system__engine": "vllm", "system__engine_process": True},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "model"
-    return save_model(folder, "llama", max_position_embeddings=64, vocab_size=261, head_dim=32)
 
 
 def steps(folder: Path, model: Path, name: str, **changed: Any) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from numpy.typing import ArrayLike
 
-from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings
 from tests.support.training import backend_of, difference, gradient, learner_of, samples_of
 from tunesmith.config.algorithm import AlgorithmSection
@@ -101,11 +100,6 @@ advantage = "grpo"
 loss = { type = "mine.py:Scaled", alpha = 2.0 }
 aggregation = "token_mean"
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

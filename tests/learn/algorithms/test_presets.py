@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from tests.support.algorithms import algorithm, section
-from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.families import KLInLoss, KLInReward, NoKL
@@ -172,11 +171,6 @@ def test_every_type_says_what_it_is(family: type[Loss | Estimator | Correction])
 def test_presets_load_without_torch() -> None:
     code = "import sys, tunesmith.config.presets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.slow

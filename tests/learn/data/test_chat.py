@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import data_tokenizers as kit
+from tests.support.documents import ROOT
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.learn.data.chat import (
     MOST_TURNS,
@@ -312,7 +313,7 @@ def test_the_page_says_what_templates_hold() -> None:
         except DataError:
             return False
 
-    page = (kit.TEMPLATES.parent.parent / "docs" / "data.md").read_text()
+    page = (ROOT / "docs" / "data.md").read_text()
     rows = [
         line.strip("|").split(" | ")
         for line in page[page.index("| templates | turns |") :].splitlines()[2:]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.data_tokenizers import byte_level, template
 from tests.support.episodes import check_tokens, load, made_task, ok, play
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import ConfigError
@@ -17,11 +16,6 @@ from tunesmith.learn.environments.loading import check_agents
 from tunesmith.types import Status
 
 START = 'START = [{"role": "user", "content": "Go."}]\n'
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return byte_level(template("qwen2"))
 
 
 def counting(text: str) -> str:

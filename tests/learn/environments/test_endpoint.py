@@ -11,17 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.data_tokenizers import byte_level, template
 from tests.support.episodes import check_tokens, load, made_task, ok, play
 from tunesmith.learn.environments.endpoint import Endpoint
 from tunesmith.records.http_server import Limits
 from tunesmith.types import Status
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return byte_level(template("qwen2"))
-
 
 ASYNC = """
 import aiohttp, json

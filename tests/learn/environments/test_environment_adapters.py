@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.support import tiny
-from tests.support.data_tokenizers import byte_level, template
 from tests.support.episodes import check_tokens, load, made_task, ok, play
 from tests.support.tool_calls import call, said
 from tunesmith.config.load import load_config
@@ -83,11 +82,6 @@ class Names:
         """
         return f"{self.said}: {function} {what}"
 '''
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return byte_level(template("qwen2"))
 
 
 @pytest.mark.parametrize(("name", "reward"), [("CounterEnv", 1.0), ("OwnReward", 10.0)])

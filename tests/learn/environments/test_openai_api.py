@@ -28,11 +28,6 @@ async def agent(client, **columns):
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|im_end|>'
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return byte_level(template("qwen2"))
-
-
 def played(tokenizer: Any, folder: Path, body: str, policy: Any, **options: Any) -> Any:
     code = HEAD + "".join(f"    {line}\n" for line in body.strip().splitlines())
     environments = load(folder, code, path="env.py:agent", max_turns=20)

@@ -173,11 +173,6 @@ def untyped(a):
 ALL = ("env.py:add", "env.py:divide", "env.py:hang", "env.py:pairs")
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return byte_level(template("qwen2"))
-
-
 def test_tools_are_described_called_and_answered(tokenizer: Any, tmp_path: Path) -> None:
     environments = load(tmp_path, TOOLS, tools=ALL)
     policy = said(

@@ -25,8 +25,7 @@ def isolation(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.chdir(tmp_path)
+def make(tmp_path: Path) -> Iterator[Make]:
     with loading(tmp_path) as rewards:
         yield rewards
 

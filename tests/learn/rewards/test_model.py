@@ -40,11 +40,6 @@ SEQUENCES = [[5, 6, 7, 8, 9], [5, 6, 7, 11], [12, 13], [5, 6, 7, 8, 9], [40], li
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_reward_model(tmp_path_factory.mktemp("rm") / "rm", stats=(0.25, 2.0))
-
-
-@pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_model(tmp_path_factory.mktemp("policy"))
 

@@ -293,11 +293,6 @@ def test_run_files_are_refused_by_key(tmp_path: Path, said: str, words: list[str
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save_model(tmp_path_factory.mktemp("model"))
-
-
 def remote_settings(folder: Path, model: Path, url: str, **changed: Any) -> list[str]:
     keys = {"reward__functions": None, "train__steps": 2, **changed}
     return [

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from tests.support import forks
 from tests.support.documents import ROOT
 from tests.support.http_servers import running
-from tests.support.tiny_rewards import direct_scores, save_reward_model
+from tests.support.tiny_rewards import direct_scores
 from tunesmith.cli.main import app
 from tunesmith.config.schema import ModelReward, RemoteReward
 from tunesmith.errors import ConfigError
@@ -38,11 +38,6 @@ from tunesmith.records.http_server import Limits, is_loopback, listen
 from tunesmith.run.placement.rewards import make_reward_model
 from tunesmith.run.placement.serve_reward import ServeOptions, read_token, serve_reward
 from tunesmith.types import Completion, Message, Rollout, Status, Task
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_reward_model(tmp_path_factory.mktemp("rm") / "rm", stats=(0.25, 2.0))
 
 
 @contextmanager

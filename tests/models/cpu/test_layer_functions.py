@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunesmith.models.cpu import layer_functions, training_functions
+from tunesmith.models.cpu import layer_functions
 from tunesmith.models.cpu.layer_functions import (
     Gated,
     HeadShape,
@@ -29,12 +29,6 @@ pytestmark = pytest.mark.skipif(
 ROUNDED = 2**-8
 """Relative error of a number that is rounded to bfloat16."""
 SIZES = [(1, 1), (3, 16), (37, 24), (300, 250)]
-
-
-@pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the last run in this process allowed."""
-    monkeypatch.setattr(training_functions, "_allowed", True)
 
 
 def drawn(*shape: int) -> Tensor:

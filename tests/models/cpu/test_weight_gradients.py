@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tunesmith.models.cpu import training_functions, weight_gradients
+from tunesmith.models.cpu import weight_gradients
 from tunesmith.models.cpu.training_functions import functions
 from tunesmith.models.head import Head, fused_logprobs
 from tunesmith.models.kernels.lean_ops import embed, linear
@@ -19,12 +19,6 @@ from tunesmith.run.trainers.masters import Master
 pytestmark = pytest.mark.skipif(
     functions() is None, reason="this CPU multiplies nothing in bfloat16, or there is no compiler"
 )
-
-
-@pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the last run in this process allowed."""
-    monkeypatch.setattr(training_functions, "_allowed", True)
 
 
 @pytest.mark.parametrize("rows", [1, 37, 513, 2100])

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.compiled_layers import FAMILIES, gradients, resolved
 from tests.support.sequence_ranks import SequenceRanks
 from tests.support.sequence_ranks import gradients as gradients_of
 from tests.support.tiny import save_model
 from tests.support.training import backend_of, difference, forest_of, samples_of, whole
-from tunesmith.config.commands import KINDS
-from tunesmith.config.load import load_config
-from tunesmith.config.schema import LoraSection, RunConfig
+from tunesmith.config.schema import LoraSection
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.guide.simulate.dry_run import check_dry_run
 from tunesmith.learn.algorithms.objective import SFTObjective
@@ -29,23 +28,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu import training_functions
 from tunesmith.models.kernels import compiled
 from tunesmith.models.kernels.inductor import CACHE
-from tunesmith.plan.facts.hardware import read_hardware
-from tunesmith.plan.facts.machines import machine
-from tunesmith.plan.facts.model import read_model_facts
-from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.resolve import resolve
 from tunesmith.run.placement.models import load_model, load_tokenizer
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 12},
-    "phi3": {},
-    "gemma": {"head_dim": 8},
-    "gemma2": {"head_dim": 8, "sliding_window": 6},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
-    "smollm3": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +36,6 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.compile`` gives back the function; the cache's place is nobody's."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setenv(CACHE, "unused")
-
-
-def gradients(model: CausalLM, seed: int = 0) -> dict[str, torch.Tensor]:
-    model.module.train()
-    model.module.zero_grad()
-    model.predict(forest_of(samples_of(seed))).logprobs.sum().backward()
-    return {
-        name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None
-    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -205,19 +179,6 @@ def test_inductors_cache_is_tunesmiths_unless_one_is_named(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model.compile_layers("default")
     assert Path(os.environ[CACHE]) == tmp_path / "tunesmith" / "inductor"
-
-
-def resolved(
-    tmp_path: Path, command: str, *said: str, family: str = "llama", on: str = ""
-) -> RunConfig:
-    model = save_model(tmp_path / family, family)
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "a", "completion": "b"}\n')
-    given = [f"model.path={model}", f"data.train={data}", *said]
-    hardware = machine(on) if on else read_hardware()
-    return resolve(
-        load_config(KINDS[command], None, given), Facts(hardware, read_model_facts(model))
-    ).config
 
 
 @pytest.mark.parametrize(

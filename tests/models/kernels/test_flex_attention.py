@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as uncompiled
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from tests.models.kernels.test_attention import (
+from tests.support.forest_attention import (
     TREE,
     difference,
     forests,

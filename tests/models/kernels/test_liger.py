@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.models.kernels.test_compiled import FAMILIES, gradients, resolved
+from tests.support.compiled_layers import FAMILIES, gradients, resolved
 from tests.support.liger_in_torch import LigerInTorch
 from tests.support.tiny import save_model
 from tests.support.training import difference, forest_of, samples_of

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.plan.test_memory import A100, GB, QWEN_7B, SMALL, on, refusal, resolved
 from tests.support import training
+from tests.support.planned_memory import A100, GB, QWEN_7B, SMALL, on, refusal, resolved
 from tests.support.tiny import save_model
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, SFTConfig

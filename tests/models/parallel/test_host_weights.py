@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.plan.test_memory import A100, GB, QWEN_7B, SMALL, on, refusal, resolved
 from tests.support import training
 from tests.support.fake_runs import phases_of
+from tests.support.planned_memory import A100, GB, QWEN_7B, SMALL, on, refusal, resolved
 from tests.support.tiny import save_model
 from tunesmith.config.commands import DPOConfig, OfflineDistillConfig
 from tunesmith.config.schema import RLConfig, SFTConfig

@@ -15,10 +15,19 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from tests.plan.test_memory import A10G, A100, LLAMA_70B, QWEN_7B, SMALL, on, refusal, resolved
 from tests.support import training
 from tests.support.fake_runs import GIVEN, RL, TINY
 from tests.support.fake_runs import resolved as resolved_there
+from tests.support.planned_memory import (
+    A10G,
+    A100,
+    LLAMA_70B,
+    QWEN_7B,
+    SMALL,
+    on,
+    refusal,
+    resolved,
+)
 from tests.support.sharded_ranks import short_of_memory
 from tests.support.tiny import save_model
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
@@ -29,7 +38,6 @@ from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.cpu import training_functions
 from tunesmith.models.parallel.sharding import (
     Sharding,
     whole_weights,
@@ -46,6 +54,8 @@ from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.passes import Passes
 from tunesmith.run.trainers.torch import TorchBackend
 
+pytestmark = pytest.mark.usefixtures("sums_of_pytorch")
+
 LAYERS = 4
 GB = 10**9
 KEY = "system.offload_parameters"
@@ -61,12 +71,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rounded = {name: t.bfloat16().float() for name, t in load_file(file).items()}
     save_file(rounded, file, {"format": "pt"})
     return folder
-
-
-@pytest.fixture(autouse=True)
-def sums_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: compiled functions add gradients without rounding them first."""
-    monkeypatch.setattr(training_functions, "_allowed", False)
 
 
 @pytest.fixture(autouse=True)

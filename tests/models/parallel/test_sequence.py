@@ -46,11 +46,6 @@ KINDS = pytest.mark.parametrize("kind", ["ulysses", "ring"])
 Make = Callable[[SequenceGroup | None], TorchBackend[Any]]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "llama")
-
-
 def test_a_part_has_every_second_token_and_the_predictions_from_them() -> None:
     batch = Batch.of(
         [Sample([5, 6, 7, 2], [False, False, True, True]), Sample([5, 6, 8], [False, False, True])]

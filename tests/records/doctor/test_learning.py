@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sft_settings, write_lines
 from tunesmith.records.doctor.learning import LearningWatch, at_the_end, finding
 from tunesmith.records.facts import RunFacts
@@ -49,11 +48,6 @@ def broken(completions, **_):
 def high_bytes(completions, **_):
     return [sum(c > "M" for c in text) / max(1, len(text)) for text in completions]
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[LearningWatch]:

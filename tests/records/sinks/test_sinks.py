@@ -17,10 +17,8 @@ import pytest
 
 from tests.support import forks
 from tests.support.documents import ROOT
-from tests.support.tiny import save_model
+from tests.support.filled_sinks import configured, fill
 from tests.support.tiny_runs import REWARDS, rl_settings, sft_settings, sums, write_lines
-from tunesmith.config.load import load_config
-from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.records.metrics import read_metrics
 from tunesmith.records.run_dir import RunDir
@@ -83,11 +81,6 @@ class NoSink:
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory in which every service keeps its files."""
@@ -101,34 +94,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     return tmp_path
-
-
-def configured(sink: str, run_dir: Path) -> RunConfig:
-    write_lines(run_dir.parent / "lines.jsonl", sums(2))
-    said = [
-        "model.path=org/model", f"data.train={run_dir.parent / 'lines.jsonl'}", 'reward.functions=["exact_match"]',
-        f"run_dir={run_dir}", "train.lr=0.25", "train.steps=3",
-        f'monitor.sinks=["{sink}"]', "monitor.run_name=trial", 'monitor.tags=["a","b"]', "monitor.project=sums",
-    ]  # fmt: skip
-    return load_config(RLConfig, None, said)
-
-
-ROWS = [{"prompt": "1+1=", "completion": "<b>3\x1b[31m", "reward": 0.5, "rewards": {"exact": 0.0}}]
-
-
-def fill(sink: str, place: Path, resume: int | None, values: Sequence[float]) -> None:
-    run_dir = place / "run"
-    run_dir.mkdir(exist_ok=True)
-    said = list[str]()
-    [opened] = open_sinks(configured(sink, run_dir), RunDir(run_dir), place, resume, said.append)
-    for step, value in enumerate(values, (resume or 0) + 1):
-        opened.write(
-            step,
-            {"reward": value, "reward/std": value / 2, "eval/pass@4": 1.0, "loss": float("nan")},
-        )
-        opened.show(step, ROWS)
-    opened.close(failed=False)
-    assert not said
 
 
 def of_tensorboard(place: Path) -> dict[str, Any]:
@@ -178,7 +143,7 @@ TRACKIO = """
 import json, sys
 from pathlib import Path
 sys.path[:0] = [{root!r}]
-from tests.records.sinks.test_sinks import fill
+from tests.support.filled_sinks import fill
 place = Path({place!r})
 fill("trackio", place, None, (0.1, 0.2))
 fill("trackio", place, 2, (0.5,))

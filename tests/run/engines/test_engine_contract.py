@@ -13,8 +13,9 @@ from tests.support.engine_contract import CHECKS, Subject
 from tests.support.fake_engine import FakeEngine
 from tests.support.tiny import save_model
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.run.engines.local import speculation
 from tunesmith.run.engines.local.engine import LocalEngine
+
+pytestmark = pytest.mark.usefixtures("guesses_in_batches")
 
 CONTEXT = 64
 
@@ -55,12 +56,6 @@ def local(directory: Path, assistant: CausalLM | None = None) -> Subject:
 
 def drafts(directory: Path) -> Subject:
     return local(directory, model(directory))
-
-
-@pytest.fixture(autouse=True)
-def guesses_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; on a CPU an engine guesses for one request alone."""
-    monkeypatch.setattr(speculation, "MOST_ROWS_ON_CPU", speculation.MOST_ROWS)
 
 
 @pytest.fixture(scope="session")

@@ -202,11 +202,6 @@ def test_best_and_due() -> None:
     assert [due(s, "epoch", 5, s == 3) for s in range(1, 6)] == [False, False, True, False, True]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 class Cut(BaseException):
     """Stands for a kill."""
 

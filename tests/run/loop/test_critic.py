@@ -42,11 +42,6 @@ OWN: dict[str, Any] = {"algorithm__name": "ppo"}
 SHARED: dict[str, Any] = {"algorithm__name": "ppo", "critic__shared_trunk": True}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def rl(
     folder: Path, model: Path, run: str = "run", *more: str, **changed: Any
 ) -> tuple[Path, list[dict[str, Any]]]:

@@ -28,11 +28,6 @@ from tunesmith.run.trainers.torch import TorchBackend
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, list[str]]:
     """A run with checkpoints of steps 1 and 2, and its settings."""
     folder = tmp_path_factory.mktemp("finished")

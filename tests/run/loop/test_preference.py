@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.cli.test_bad_input import tunesmith
+from tests.support.commands import tunesmith
 from tests.support.tiny import save_model
 from tests.support.tiny_preferences import RUNS, lines_of, preference_settings
 from tests.support.tiny_runs import same_tensors, untimed, write_lines
@@ -23,11 +23,6 @@ from tunesmith.run.loop.checkpoint import read_state
 from tunesmith.run.loop.learner import Learner
 
 COMMANDS = ("rm", "dpo", "kto", "prm")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [

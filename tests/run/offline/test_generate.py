@@ -42,11 +42,6 @@ from tunesmith.run.offline.watch import JobWatch
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save_model(tmp_path_factory.mktemp("generate") / "model")
-
-
 def generate(folder: Path, model: Path, *overrides: str, **sections: dict[str, Any]) -> Generated:
     """A run in ``folder`` on 30 sums, with a reward, 3 samples of 6 tokens each."""
     if not (folder / "in.jsonl").exists():

@@ -37,11 +37,6 @@ from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample, Task
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save_model(tmp_path_factory.mktemp("rft") / "model")
-
-
 def files(folder: Path) -> None:
     write_lines(folder / "train.jsonl", sums(12))
     write_lines(folder / "held_out.jsonl", sums(5, 100))

@@ -12,18 +12,12 @@ import huggingface_hub
 import pytest
 from huggingface_hub import HfApi, ModelCard
 
-from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.errors import ConfigError
 from tunesmith.run import placement
 from tunesmith.run.loop.manifest import damages
 
 TOKEN = "hf_secretsecretsecret"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

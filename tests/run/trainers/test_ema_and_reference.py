@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sft_settings, sums, write_lines
 from tests.support.training import whole
 from tunesmith.learn.algorithms.objective import SFTObjective
@@ -20,11 +19,6 @@ from tunesmith.run import placement
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def step(backend: TorchBackend[Any]) -> dict[str, torch.Tensor]:

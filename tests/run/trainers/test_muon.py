@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.plan.test_memory import SMALL
+from tests.support.planned_memory import SMALL
 from tests.support.tiny import save_model
 from tunesmith.config.load import load_config
 from tunesmith.config.optimizer import Muon

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.plan.test_memory import A100, LLAMA_70B, QWEN_7B, SMALL, on, refusal, resolved
 from tests.support import training
+from tests.support.planned_memory import A100, LLAMA_70B, QWEN_7B, SMALL, on, refusal, resolved
 from tests.support.tiny import save_model
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved
@@ -22,7 +22,6 @@ from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.cpu import training_functions
 from tunesmith.models.parallel.host_memory import packed
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import LIMIT, planned_devices
@@ -34,18 +33,14 @@ from tunesmith.run.trainers import optimizer
 from tunesmith.run.trainers.optimizer import AdamWSettings, MasterOptimizer
 from tunesmith.run.trainers.torch import TorchBackend
 
+pytestmark = pytest.mark.usefixtures("sums_of_pytorch")
+
 GB = 10**9
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("offload") / "model", "qwen3")
-
-
-@pytest.fixture(autouse=True)
-def sums_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: compiled functions add gradients without rounding them first."""
-    monkeypatch.setattr(training_functions, "_allowed", False)
 
 
 def packing(max_tokens: int = 40) -> Packing:

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support import training
-from tests.support.tiny import save_model
 from tunesmith.config.schema import LoraSection
 from tunesmith.costs import CostModel
 from tunesmith.errors import DeviceMemoryError, ModelError, TrainerLostError
@@ -132,11 +131,6 @@ def groups(world: int) -> list[RankGroup]:
 def together(world: int, do: Callable[[RankGroup], Any]) -> list[Any]:
     with ThreadPoolExecutor(world) as pool:
         return [answer.result() for answer in [pool.submit(do, group) for group in groups(world)]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "llama")
 
 
 def backend_of(path: Path, dtype: torch.dtype = torch.float32) -> TorchBackend[CausalLM]:

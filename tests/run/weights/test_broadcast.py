@@ -24,9 +24,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.run.weights.test_planes import Gathered, take_all, tensors
 from tests.support.engine_contract import FREE
 from tests.support.pool_bench import PoolBench
+from tests.support.taken_weights import Gathered, take_all, tensors
 from tunesmith.errors import EngineError, EngineLostError
 from tunesmith.guide.simulate.device import FakeDevice
 from tunesmith.learn.usercode.child import ChildProcess

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.taken_weights import Gathered, held_bytes, take, take_all, tensors
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import sums, write_lines
 from tunesmith.config.load import load_config
@@ -29,7 +30,7 @@ from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.sharding import whole_weights
 from tunesmith.plan.rules.checks import check
-from tunesmith.run.placement.planes import published, published_bytes, read_offer
+from tunesmith.run.placement.planes import published, published_bytes
 from tunesmith.run.processes.checksum import checksum
 from tunesmith.run.processes.process_group import open_store
 from tunesmith.run.weights import files
@@ -41,20 +42,6 @@ from tunesmith.run.weights.rounds import LOOPBACK
 from tunesmith.run.weights.spread import spread
 
 GPUS = torch.cuda.device_count()
-
-
-def tensors() -> dict[str, Tensor]:
-    tied = torch.randn(40, 8)
-    return {
-        "embed": tied,
-        "half": torch.randn(7, 3, dtype=torch.bfloat16),
-        "scalar": torch.tensor(3),
-        "turned": torch.randn(5, 6).t(),
-        "part": torch.randn(12, 12)[2:9, 3:4],
-        "none": torch.zeros(0, 4),
-        "flags": torch.tensor([True, False, True]),
-        "head": tied,
-    }
 
 
 def file_plane(named: NamedTensors, folder: Path) -> Plane:
@@ -83,16 +70,6 @@ def ipc_plane(named: NamedTensors, folder: Path) -> Plane:
         pytest.skip("CUDA IPC needs a GPU")
     del folder
     return IpcPlane(named)
-
-
-def take(offer: Offer) -> dict[str, Tensor]:
-    return {name: tensor.cpu().clone() for name, tensor in read_offer(offer)}
-
-
-async def take_all(offers: list[Offer]) -> list[Any]:
-    return await asyncio.gather(
-        *(asyncio.to_thread(take, offer) for offer in offers), return_exceptions=True
-    )
 
 
 @pytest.fixture(
@@ -259,31 +236,6 @@ def test_flat_weights_hold_tied_tensors_once_and_use_their_buffer_again() -> Non
     assert spread(named.items(), 700, into=flat.buffer).buffer.data_ptr() == flat.buffer.data_ptr()
     assert spread(named.items(), 900).buffer[:stop].equal(flat.buffer[:stop])
     assert checksum(flat.buffer) != checksum(flat.buffer.flip(0))
-
-
-def held_bytes(tensor: weakref.ref[Tensor]) -> int:
-    """Of a tensor, 0 after it was dropped."""
-    there = tensor()
-    return 0 if there is None else there.nbytes
-
-
-class Gathered:
-    """Weights that are made one by one, as those of a sharded model; ``peak`` is the most bytes
-    that were held."""
-
-    def __init__(self, count: int, numbers: int) -> None:
-        self.count = count
-        self.numbers = numbers
-        self.peak = 0
-
-    def __call__(self) -> Iterator[tuple[str, Tensor]]:
-        made: list[weakref.ref[Tensor]] = []
-        for number in range(self.count):
-            tensor = torch.full((self.numbers,), float(number))
-            made.append(weakref.ref(tensor))
-            self.peak = max(self.peak, sum(map(held_bytes, made)))
-            yield f"layers.{number}.weight", tensor
-            del tensor
 
 
 @pytest.mark.parametrize("files", [True, False], ids=["files", "gloo"])

@@ -9,38 +9,19 @@ long tests, because the slow ones have runs much like theirs: the arithmetic of 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import forks, tiny
+from tests.support import tiny
 from tests.support.documents import ROOT, blocks_of
+from tests.support.example_runs import mean, metrics, python, tunesmith
 from tests.support.long import again
 
 pytestmark = pytest.mark.slow
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def python(folder: Path, *arguments: str) -> str:
-    ended = forks.run([sys.executable, *arguments], cwd=folder, timeout=600, env=ENVIRONMENT)
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-    return ended.stdout
-
-
-def tunesmith(folder: Path, *arguments: str) -> str:
-    return python(folder, "-c", "from tunesmith.cli.main import main; main()", *arguments)
-
-
-def metrics(run_dir: Path, name: str) -> list[float]:
-    """The values of a metric, first to last."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
 
 
 @pytest.mark.parametrize(
@@ -67,10 +48,6 @@ def test_an_example_learns(
     assert mean(reward[-4:]) - mean(reward[:2]) > rise, reward
     before, *_, after = metrics(here / "runs" / "rl", "eval/accuracy")
     assert after - before > held_out_rise, (before, after)
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def test_the_page_to_ones_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

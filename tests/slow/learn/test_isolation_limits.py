@@ -3,7 +3,6 @@ fails."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.support.data_tokenizers import byte_level, template
 from tests.support.episodes import check_tokens, load, made_task, ok, play
-from tests.support.isolated_rewards import Make, loading, score
+from tests.support.isolated_rewards import loading, score
 from tunesmith.config.schema import RewardSection
 from tunesmith.learn.rewards.loading import load_rewards
 from tunesmith.learn.usercode.killable import Pool, UserProgram
@@ -20,16 +19,8 @@ from tunesmith.types import Rollout, Status
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.chdir(tmp_path)
-    with loading(tmp_path) as rewards:
-        yield rewards
-
-
 @pytest.mark.parametrize("name", ["by_text", "by_text_later"])
-def test_what_would_end_the_run_ends_its_own_call(make: Make, name: str) -> None:
-    rewards = make(name, timeout=5.0, memory="1GB")
+def test_what_would_end_the_run_ends_its_own_call(tmp_path: Path, name: str) -> None:
     expected = {
         "fine": (Status.OK, ""),
         "backtracks": (Status.TIMED_OUT, "5 s"),
@@ -39,15 +30,18 @@ def test_what_would_end_the_run_ends_its_own_call(make: Make, name: str) -> None
         "is killed once": (Status.OK, ""),
         "is killed": (Status.REWARD_FAILED, "SIGKILL"),
     }
-    found = score(rewards, *([text, "fine"] for text in expected))
+    with loading(tmp_path) as make:
+        rewards = make(name, timeout=5.0, memory="1GB")
+        found = score(rewards, *([text, "fine"] for text in expected))
     for place, (status, words) in enumerate(expected.values()):
         for rollout in found[2 * place : 2 * place + 2]:
             assert rollout.status is status and words in str(rollout.error), rollout.error
 
 
-def test_a_worker_that_reads_nothing_holds_up_nobody(make: Make) -> None:
-    rewards = make("held", timeout=5.0)
-    found = score(rewards, ["backtracks"], *(["x" * 300_000] for _ in range(4)))
+def test_a_worker_that_reads_nothing_holds_up_nobody(tmp_path: Path) -> None:
+    with loading(tmp_path) as make:
+        rewards = make("held", timeout=5.0)
+        found = score(rewards, ["backtracks"], *(["x" * 300_000] for _ in range(4)))
     assert [r.status for r in found] == [Status.TIMED_OUT, *[Status.OK] * 4]
 
 
@@ -150,14 +144,8 @@ class Agent:
 CALL = '<tool_call>\n{"name": "add", "arguments": {"amount": 2}}\n</tool_call><|im_end|>'
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return byte_level(template("qwen2"))
-
-
-def played(
-    folder: Path, tokenizer: Any, name: str, isolation: str, hows: list[str], **keys: Any
-) -> list[Rollout]:
+def played(folder: Path, name: str, isolation: str, hows: list[str], **keys: Any) -> list[Rollout]:
+    tokenizer = byte_level(template("qwen2"))
     environments = load(folder, EPISODES, path=f"env.py:{name}", isolation=isolation, **keys)
     tasks = [made_task(tokenizer, identity=how, secret=3, how=how) for how in hows]
     rollouts, engine = play(
@@ -172,17 +160,15 @@ def played(
 
 
 @pytest.mark.parametrize(("name", "reward"), [("Guess", 3.25), ("Counter", 5.0), ("Agent", 0.5)])
-def test_an_episode_is_the_same_in_a_process(
-    name: str, reward: float, tokenizer: Any, tmp_path: Path
-) -> None:
-    (there,) = played(tmp_path, tokenizer, name, "process", [""])
-    (here,) = played(tmp_path, tokenizer, name, "thread", [""])
+def test_an_episode_is_the_same_in_a_process(name: str, reward: float, tmp_path: Path) -> None:
+    (there,) = played(tmp_path, name, "process", [""])
+    (here,) = played(tmp_path, name, "thread", [""])
     assert there.reward == here.reward == reward
     assert there.token_ids == here.token_ids and there.turns == here.turns
     assert there.messages == here.messages and there.metrics == here.metrics
 
 
-def test_what_would_end_the_run_ends_its_own_episode(tokenizer: Any, tmp_path: Path) -> None:
+def test_what_would_end_the_run_ends_its_own_episode(tmp_path: Path) -> None:
     expected = {
         "fine": (Status.OK, ""),
         "backtracks": (Status.TIMED_OUT, "Guess.step did not return"),
@@ -192,9 +178,7 @@ def test_what_would_end_the_run_ends_its_own_episode(tokenizer: Any, tmp_path: P
         "raises": (Status.ENVIRONMENT_FAILED, "of the user's"),
         "also fine": (Status.OK, ""),
     }
-    found = played(
-        tmp_path, tokenizer, "Guess", "process", list(expected), timeout=8.0, memory="1GB"
-    )
+    found = played(tmp_path, "Guess", "process", list(expected), timeout=8.0, memory="1GB")
     for rollout, (status, words) in zip(found, expected.values(), strict=True):
         assert rollout.status is status and words in str(rollout.error), rollout.error
         assert status is not Status.OK or rollout.reward == 3.25

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow.house.test_examples import mean, metrics, python, tunesmith
 from tests.support.documents import ROOT
+from tests.support.example_runs import mean, metrics, python, tunesmith
 from tests.support.long import again
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.records.test_timeline import check_trace
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings
+from tests.support.traces import check_trace
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.slow.run.test_kill_and_resume import finish, killed_after, seconds_of, start
+from tests.support.killed_runs import finish, killed_after, seconds_of, start
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, same_tensors, sums, untimed, write_lines
 from tunesmith.run.loop.checkpoint import read_state

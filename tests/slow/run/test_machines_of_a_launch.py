@@ -14,17 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.slow.run.test_rank_runs import same, sft_settings, wait_for_step
-from tests.support.tiny import save_model
+from tests.support.rank_runs import same, sft_settings, wait_for_step
 from tunesmith.run import placement
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TORCHRUN = Path(sys.executable).parent / "torchrun"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "model")
 
 
 def free_port() -> int:

@@ -15,15 +15,15 @@ from typing import Any
 
 import psutil
 import pytest
-from safetensors.torch import load_file
 from transformers import GenerationConfig
 
 from tests.support.forks import popen
 from tests.support.long import again
+from tests.support.rank_runs import last_step, same, sft_settings, wait_for_step
 from tests.support.tiny import CHATML, save_model
 from tests.support.tiny_ends import FAMILIES, check_alike, rigged, template_of
 from tests.support.tiny_preferences import preference_settings
-from tests.support.tiny_runs import rl_settings, write_lines
+from tests.support.tiny_runs import rl_settings
 from tunesmith.errors import ModelError
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
@@ -32,26 +32,6 @@ from tunesmith.run.placement.session import load_trained
 pytestmark = pytest.mark.slow
 
 Run = Callable[[Path | None, Sequence[str]], placement.RunResult]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "model")
-
-
-def sft_settings(folder: Path, model: Path, run: str, **changed: Any) -> list[str]:
-    data = write_lines(
-        folder / "sft.jsonl", ({"prompt": f"{i}:", "completion": f"{2 * i}"} for i in range(24))
-    )
-    said = {
-        "run_dir": folder / run, "model.path": model, "model.dtype": "float32", "data.train": data, "data.eval": data,
-        "data.chat": False, "train.steps": 3, "train.lr": 1e-3, "train.batch_size": 7, "eval.every": 3,
-        "system.device": "cpu", "system.max_tokens_per_microbatch": 40, "monitor.progress": False, **changed,
-    }  # fmt: skip
-    return [
-        f"{key.replace('__', '.')}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in said.items()
-    ]
 
 
 def distill_settings(folder: Path, model: Path, run: str, **changed: Any) -> list[str]:
@@ -84,25 +64,6 @@ COMMANDS: dict[str, tuple[Run, Callable[..., list[str]]]] = {
 SHARING = {"distill": "ring", "dpo": "ulysses", "rm": "ring", "rl": "ulysses"}
 """Commands that are also run with two ranks that share each sequence: a teacher, a reference,
 scores, a critic."""
-
-
-def same(one: placement.RunResult, other: placement.RunResult) -> None:
-    """Losses and gradients to 1e-5. AdamW may move a weight with a gradient near 0 by more."""
-    lines = [read_metrics(result.run_dir / "metrics.jsonl") for result in (one, other)]
-    names = ("loss", "grad_norm", "eval/loss", "reward", "tokens", "critic/loss")
-    seen = [
-        [[line.get(name, -1.0) for name in ("step", *names)] for line in found] for found in lines
-    ]
-    assert len(seen[0]) == len(seen[1]) >= 3
-    for ours, theirs in zip(*seen, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
-    configs = [json.loads((result.checkpoint / "config.json").read_text()) for result in (one, other)
-               if (result.checkpoint / "config.json").exists()]  # fmt: skip
-    assert all(found == configs[0] for found in configs)
-    [file] = [path.name for path in one.checkpoint.glob("*model.safetensors")]
-    ours, theirs = (load_file(result.checkpoint / file) for result in (one, other))
-    for name, tensor in ours.items():
-        assert float((theirs[name] - tensor).abs().mean()) < 1e-5, name
 
 
 @pytest.fixture(scope="module")
@@ -189,20 +150,6 @@ class Command:
         name = f"rank {number} of the trainer"
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if name in " ".join(child.cmdline())]
-
-
-def last_step(run_dir: Path) -> int:
-    metrics = run_dir / "metrics.jsonl"
-    return (
-        max((line["step"] for line in read_metrics(metrics)), default=0) if metrics.exists() else 0
-    )
-
-
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 600
-    while last_step(run_dir) < step:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)
 
 
 def test_a_killed_rank_is_named_and_gone_back_from(model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -23,6 +23,8 @@ from tunesmith.learn.usercode.far import PATIENCE, ConnectedFar
 _HOST = Path(__file__).with_name("host.py")
 _starter = ThreadPoolExecutor(1, "starter")
 """Starts all children, because the kernel kills a child when the thread that started it ends."""
+start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+"""What starts a child: the tests' forks a process that has imported what children import."""
 
 
 class Process:
@@ -49,7 +51,7 @@ class Process:
         self._shows = shows
         arguments = [*command, str(end), str(os.getpid()), name]
         self.popen: subprocess.Popen[bytes] = _starter.submit(
-            subprocess.Popen,
+            start_process,
             arguments,
             stdin=subprocess.DEVNULL,
             stdout=pipe,

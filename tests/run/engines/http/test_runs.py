@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.http_engine_servers import Sglang, serving
 from tests.support.http_servers import unused_url
-from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sums, write_lines
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
@@ -22,11 +21,6 @@ from tunesmith.plan.rules.checks import check
 from tunesmith.run.offline.generate import run_generate
 from tunesmith.run.placement import run_rl
 from tunesmith.run.placement.http_engines import make_http_engine
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture

@@ -44,11 +44,6 @@ SLOT_BYTES = TOKEN_BYTES * 5 // 4
 """With its share of the staging plane."""
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    return CausalLM.load(save_model(tmp_path_factory.mktemp("llama")))
-
-
 def make(model: CausalLM, tokens: int = 4096, **options: Any) -> LocalEngine:
     """An engine whose KV memory holds so many tokens."""
     sizes = {"max_running": 16, "max_prefill_tokens": 64, **options}

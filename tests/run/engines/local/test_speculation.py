@@ -27,22 +27,13 @@ from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.placement import run_rl
 from tunesmith.types import Completion, Sampling
 
+pytestmark = pytest.mark.usefixtures("guesses_in_batches")
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
 }
-
-
-@pytest.fixture(autouse=True)
-def guesses_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; on a CPU an engine guesses for one request alone."""
-    monkeypatch.setattr(speculation, "MOST_ROWS_ON_CPU", speculation.MOST_ROWS)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    return CausalLM.load(save_model(tmp_path_factory.mktemp("llama")))
 
 
 @pytest.fixture(scope="module")
