@@ -33,14 +33,15 @@ from tunesmith.guide.migrate.script.values import (
 )
 
 _PLAIN: Mapping[str, Callable[..., Any]] = {
-    "int": int, "float": float, "str": str, "bool": bool, "list": list, "tuple": tuple, "dict": dict, "min": min,
-    "max": max, "sorted": sorted, "abs": abs, "round": round, "len": len, "range": range,
+    "int": int, "float": float, "str": str, "bool": bool, "list": list, "tuple": tuple,
+    "dict": dict, "min": min, "max": max, "sorted": sorted, "abs": abs, "round": round,
+    "len": len, "range": range,
 }  # fmt: skip
 
 
 _OF_TEXT = (
-    "startswith", "endswith", "lower", "upper", "strip", "lstrip", "rstrip", "split", "replace", "removeprefix",
-    "removesuffix",
+    "startswith", "endswith", "lower", "upper", "strip", "lstrip", "rstrip", "split", "replace",
+    "removeprefix", "removesuffix",
 )  # fmt: skip
 
 
@@ -51,23 +52,18 @@ class Calls(Expressions):
         self, of: ast.arguments, args: Sequence[Any], keywords: Mapping[str, Any], scope: Scope
     ) -> dict[str, Any]:
         names = [*of.posonlyargs, *of.args]
-        defaults = dict(
-            zip([a.arg for a in names[len(names) - len(of.defaults) :]], of.defaults, strict=True)
-        )
-        defaults |= {a.arg: d for a, d in zip(of.kwonlyargs, of.kw_defaults, strict=True) if d}
-        held = {a.arg: value for a, value in zip(names, args, strict=False)}
-        for each in (*names, *of.kwonlyargs):
-            if each.arg in keywords:
-                held[each.arg] = keywords[each.arg]
-            elif each.arg not in held:
-                default = defaults.get(each.arg)
-                held[each.arg] = (
-                    self.value(default, scope) if default else Unknown(each.arg, each.lineno)
-                )
-        for rest in (of.vararg, of.kwarg):
-            if rest:
-                held[rest.arg] = Unknown(rest.arg, rest.lineno)
-        return held
+        rest = [one for one in (of.vararg, of.kwarg) if one]
+        held: dict[str, Any] = {
+            a.arg: Unknown(a.arg, a.lineno) for a in (*names, *of.kwonlyargs, *rest)
+        }
+        given = {a.arg: value for a, value in zip(names, args, strict=False)}
+        given |= {a.arg: keywords[a.arg] for a in (*names, *of.kwonlyargs) if a.arg in keywords}
+        with_default = names[len(names) - len(of.defaults) :] + of.kwonlyargs
+        defaults = [*of.defaults, *of.kw_defaults]
+        for each, default in zip(with_default, defaults, strict=True):
+            if default and each.arg not in given:
+                held[each.arg] = self.value(default, scope)
+        return held | given
 
     def call(self, node: ast.Call, scope: Scope) -> Any:
         function = node.func
@@ -103,24 +99,20 @@ class Calls(Expressions):
 
     def record(self, kind: str, node: ast.AST, call: Call) -> Object:
         """Remember what a call makes."""
-        words = node.keywords if isinstance(node, ast.Call) else []
-        texts = {
-            word.arg: (f"{word.arg}={ast.unparse(word.value)}", word.value.lineno)
-            for word in words
-            if word.arg
-        }
-        arg_texts = (
-            [(ast.unparse(a), a.lineno) for a in node.args] if isinstance(node, ast.Call) else []
-        )
-        made = Object(kind, call.line, call.text, dict(call.keywords), texts, call.args, arg_texts)
+        made = Object(kind, call.line, call.text, dict(call.keywords), args=call.args)
+        if isinstance(node, ast.Call):
+            made.arg_texts = [(ast.unparse(arg), arg.lineno) for arg in node.args]
+            for word in node.keywords:
+                if word.arg:
+                    text = f"{word.arg}={ast.unparse(word.value)}"
+                    made.texts[word.arg] = text, word.value.lineno
         self.made.append(made)
         return made
 
     def _of_script(self, callee: Function, node: ast.Call, call: Call, holder: Any) -> Any:
         if not isinstance(callee.node, ast.ClassDef):
-            return self.enter(
-                callee, call.args, call.keywords, holder if isinstance(holder, Object) else None
-            )
+            me = holder if isinstance(holder, Object) else None
+            return self.enter(callee, call.args, call.keywords, me)
         made = self.record(self.kind_of(callee), node, call)
         made.of = callee
         fields = self.fields_of(callee)
@@ -135,36 +127,28 @@ class Calls(Expressions):
     def _of_container(self, holder: Any, name: str, node: ast.Call, call: Call) -> Any:
         args: Any = call.args
         added = args[0] if args else None
-        unsure = self.undecided > 0
-        if isinstance(holder, list) and name in ("append", "extend"):
-            several = items_of(added) if name == "extend" and not unsure else None
-            holder += (
-                [added] if name == "append" and not unsure else several or [self.unknown(node)]
-            )
-            return None
-        if isinstance(holder, dict) and name == "update":
-            changed = (
-                {**call.keywords, **added}
-                if isinstance(added, dict)
-                else {**holder, **call.keywords}
-            )
-            sure = not unsure and (isinstance(added, dict) or added is None)
+        sure = not self.undecided
+        if isinstance(holder, list):
+            if name in ("append", "extend"):
+                items = [added] if name == "append" else items_of(added)
+                holder += items if sure and items else [self.unknown(node)]
+                return None
+            return self.unknown(node)
+        if name == "update":
+            given: dict[Any, Any] = added if isinstance(added, dict) else holder
+            changed: dict[Any, Any] = {**call.keywords, **given}
+            if given is holder:
+                changed |= call.keywords
+            sure = sure and (isinstance(added, dict) or added is None)
             holder |= changed if sure else dict.fromkeys(changed, self.unknown(node))
             return None
-        if (
-            isinstance(holder, dict)
-            and name in ("get", "pop", "copy")
-            and len(args) < 3
-            and is_known(list(args[:1]))
-        ):
-            return holder.copy() if name == "copy" else holder.get(*args)
-        if isinstance(holder, dict) and name in ("items", "keys", "values"):
-            return (
-                [list(pair) for pair in holder.items()]
-                if name == "items"
-                else list(getattr(holder, name)())
-            )
-        return self.unknown(node)
+        if name == "copy":
+            return holder.copy()
+        if name in ("get", "pop") and len(args) < 3 and is_known(list(args[:1])):
+            return holder.get(*args)
+        if name == "items":
+            return [list(pair) for pair in holder.items()]
+        return list(getattr(holder, name)()) if name in ("keys", "values") else self.unknown(node)
 
     def _of_object(self, holder: Object, name: str, node: ast.Call, call: Call) -> Any:
         if holder.kind.rpartition(".")[2] in PARSERS:
@@ -184,11 +168,8 @@ class Calls(Expressions):
         if last in ("getenv", "get") and dotted.startswith("os.") and len(call.args) == 2:
             return call.args[1]
         texts = [arg for arg in call.args if isinstance(arg, str)]
-        if (
-            dotted in ("os.path.join", "pathlib.Path", "Path")
-            and texts
-            and len(texts) == len(call.args)
-        ):
+        joins = dotted in ("os.path.join", "pathlib.Path", "Path")
+        if joins and texts and len(texts) == len(call.args):
             return "/".join([*(text.rstrip("/") for text in texts[:-1]), texts[-1]])
         functions = [arg for arg in call.args if isinstance(arg, Function)]
         if last == "cli" and functions and isinstance(functions[0].node, ast.ClassDef):
@@ -202,9 +183,8 @@ class Calls(Expressions):
         if isinstance(first, Object) and first.is_model:
             return first
         of_data = isinstance(first, Data | Splits)
-        return self.unknown(
-            node, f"what {short(node)} (line {node.lineno}) returns is not known" if of_data else ""
-        )
+        why = f"what {short(node)} (line {node.lineno}) returns is not known"
+        return self.unknown(node, why if of_data else "")
 
     def _plain(self, function: Callable[..., Any], node: ast.Call, call: Call) -> Any:
         """A function of Python's own on values that are known."""
@@ -224,22 +204,15 @@ class Calls(Expressions):
             return lengths[0]
         if name == "min" and lengths == [Length()] and len(args) == 2:  # at most so many rows
             return next(arg for arg in args if arg != Length())
-        if (
-            name == "range"
-            and lengths
-            and len(args) < 3
-            and all(isinstance(a, int | Length) for a in args)
-        ):
-            return RowSpan(*(0, args[0])) if len(args) == 1 else RowSpan(*args)
+        whole = all(isinstance(arg, int | Length) for arg in args)
+        if name == "range" and lengths and len(args) < 3 and whole:
+            return RowSpan(*(0, *args)[-2:])
         if name in ("list", "tuple") and args and isinstance(args[0], range | RowSpan | list):
             return list(args[0]) if isinstance(args[0], list) else args[0]
         if name == "dict" and all(isinstance(arg, dict) for arg in args):
             return {**(args[0] if args else {}), **call.keywords}
-        if (
-            not is_known(args)
-            or not is_known(dict(call.keywords))
-            or any(isinstance(arg, range) for arg in args)
-        ):
+        known = is_known(args) and is_known(dict(call.keywords))
+        if not known or any(isinstance(arg, range) for arg in args):
             return self.unknown(node)
         return self._plain(_PLAIN[name], node, call)
 

@@ -6,6 +6,7 @@ import ast
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,17 +20,16 @@ from tunesmith.guide.migrate.script.values import (
     is_known,
     is_small,
     items_of,
-    same,
     short,
     truth,
 )
 
 _BINARY: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-    ast.GtE: operator.ge, ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
-    ast.Is: operator.is_, ast.IsNot: operator.is_not,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+    ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
 }  # fmt: skip
 
 
@@ -89,14 +89,11 @@ class Expressions:
                 ast.BinOp(left=left, op=op, right=right)
                 | ast.Compare(left=left, ops=[op], comparators=[right])
             ):
-                return self.binary(
-                    type(op), self.value(left, scope), self.value(right, scope), node
-                )
+                sides = self.value(left, scope), self.value(right, scope)
+                return self.binary(type(op), *sides, node)
             case ast.JoinedStr(values=values):
-                parts = [
-                    self.value(v.value if isinstance(v, ast.FormattedValue) else v, scope)
-                    for v in values
-                ]
+                inner = [v.value if isinstance(v, ast.FormattedValue) else v for v in values]
+                parts = [self.value(one, scope) for one in inner]
                 plain = all(isinstance(part, str | int | float) for part in parts)
                 text = "".join(map(str, parts)) if plain else ""
                 return text if plain and is_small(text) else self.unknown(node)
@@ -110,11 +107,10 @@ class Expressions:
 
     def merged(self, values: Sequence[Any], why: ast.AST, name: str = "") -> Any:
         """The value that all alternatives agree on. A data set or nothing is that data set."""
-        first = next((value for value in values if value is not None), None)
-        compared = (
-            [v for v in values if v is not None] if isinstance(first, Data | Splits) else values
-        )
-        if all(same(value, first) for value in compared):
+        some = [value for value in values if value is not None]
+        first = next(iter(some), None)
+        compared = some if isinstance(first, Data | Splits) else values
+        if all(type(value) is type(first) and value == first for value in compared):
             return first
         line = getattr(why, "lineno", 0)
         text = short(why) if isinstance(why, ast.expr) else name
@@ -143,47 +139,41 @@ class Expressions:
         return self.unknown(node, _why(holder))
 
     def method_of(self, of: Function, name: str) -> Function | None:
-        defined = (
-            item for item in cast("ast.ClassDef", of.node).body if isinstance(item, ast.FunctionDef)
-        )
-        return next(
-            (Function(item, of.scope, self.file) for item in defined if item.name == name), None
-        )
+        for item in cast("ast.ClassDef", of.node).body:
+            if isinstance(item, ast.FunctionDef) and item.name == name:
+                return Function(item, of.scope, self.file)
+        return None
 
     def kind_of(self, of: Function) -> str:
         """A class of the script that extends a library's trainer or configuration is taken for that
         one."""
         node = cast("ast.ClassDef", of.node)
         bases = [self.value(base, of.scope) for base in node.bases]
-        known = (
-            b.dotted
-            for b in bases
-            if isinstance(b, Named) and b.dotted.endswith(("Trainer", "Config", "Arguments"))
-        )
+        names = [base.dotted for base in bases if isinstance(base, Named)]
+        known = (name for name in names if name.endswith(("Trainer", "Config", "Arguments")))
         return next(known, node.name)
 
     def fields_of(self, of: Function) -> dict[str, Any]:
         """The fields of a class of the script and of its bases there, with their defaults."""
         scope = of.scope.new_child()
-        found = dict[str, Any]()
-        for base in cast("ast.ClassDef", of.node).bases:
-            above = self.value(base, of.scope)
-            if (
-                isinstance(above, Function)
-                and isinstance(above.node, ast.ClassDef)
-                and above.node is not of.node
-            ):
-                found |= self.fields_of(above)
-        for item in cast("ast.ClassDef", of.node).body:
+        made = cast("ast.ClassDef", of.node)
+        fields = dict[str, Any]()
+        for base in made.bases:
+            match self.value(base, of.scope):
+                case Function(node=ast.ClassDef() as node) as above if node is not made:
+                    fields |= self.fields_of(above)
+                case _:
+                    pass
+        for item in made.body:
             match item:
                 case ast.AnnAssign(target=ast.Name(id=name), value=node):
                     value = self.value(node, scope) if node else Unknown(name, item.lineno)
-                    found[name] = scope[name] = self._default(name, value)
+                    fields[name] = scope[name] = self._default(name, value)
                 case ast.Assign(targets=[ast.Name(id=name)], value=node):
-                    found[name] = scope[name] = self.value(node, scope)
+                    fields[name] = scope[name] = self.value(node, scope)
                 case _:
                     pass
-        return found
+        return fields
 
     def _default(self, name: str, value: Any) -> Any:
         """The default in ``field(default=...)``, ``field(default_factory=...)`` and pydantic's
@@ -194,25 +184,20 @@ class Expressions:
         if isinstance(made, Function) and isinstance(made.node, ast.Lambda):
             return self.value(made.node.body, made.scope)
         first = value.args[0] if value.args else Unknown(name, value.line)
-        return value.fields.get(
-            "default", [] if made == Named("list") else {} if made == Named("dict") else first
-        )
+        if made in (Named("list"), Named("dict")):
+            first = [] if made == Named("list") else {}
+        return value.fields.get("default", first)
 
     def _item(self, holder: Any, key: Any, node: ast.Subscript) -> Any:
         if isinstance(holder, Splits) and isinstance(key, str):
-            found = holder.get(key)
-            return self.unknown(node) if found is None else found
-        try:
+            part = holder.get(key)
+            return self.unknown(node) if part is None else part
+        if isinstance(holder, Data):
+            return self.unknown(node, "a column or some rows of a data set")
+        with suppress(KeyError, IndexError, TypeError):
             if isinstance(holder, list | dict | str) and is_known(key):
                 return cast("Any", holder)[key]
-        except (KeyError, IndexError, TypeError):
-            pass
-        why = (
-            "a column or some rows of a data set"
-            if isinstance(holder, Data)
-            else getattr(holder, "why", "")
-        )
-        return self.unknown(node, why)
+        return self.unknown(node, getattr(holder, "why", ""))
 
     def _dict(
         self, keys: Sequence[ast.expr | None], values: Sequence[ast.expr], scope: Scope
@@ -233,9 +218,7 @@ class Expressions:
         for one in values:
             value = self.value(one, scope)
             decided = truth(value)
-            if decided is is_or and not unsure:
-                return value
-            if decided is is_or and isinstance(value, bool):
+            if decided is is_or and (not unsure or isinstance(value, bool)):
                 return value
             unsure |= decided is None
         return self.unknown(node) if unsure else value
@@ -252,82 +235,74 @@ class Expressions:
     def binary(self, op: type[ast.AST], left: Any, right: Any, node: ast.AST) -> Any:
         if op in (ast.Is, ast.IsNot) and right is None and truth(left) is not None:
             return (left is None) == (op is ast.Is)
-        for side, factor in ((left, right), (right, left)):
-            if (
-                op is ast.Mult
-                and isinstance(side, Length)
-                and isinstance(factor, int | float)
-                and not side.less
-            ):
-                return Length(side.share * factor)
-        if op is ast.Sub and left == Length() and isinstance(right, int):
-            return Length(less=right)
-        if op is ast.Div and isinstance(left, str) and isinstance(right, str):
-            return f"{left.rstrip('/')}/{right}"  # of a pathlib.Path
-        listed = isinstance(left, list) and isinstance(right, list) and op is ast.Add
-        sized = (
-            all(isinstance(side, int | float) for side in (left, right))
-            or issubclass(op, ast.cmpop)
-            or op is ast.Add
-        )
-        if listed or (sized and is_known(left) and is_known(right) and op in _BINARY):
+        match op(), left, right:
+            case ast.Mult(), Length(share, 0), int() | float() as factor:
+                return Length(share * factor)
+            case ast.Mult(), int() | float() as factor, Length(share, 0):
+                return Length(share * factor)
+            case ast.Sub(), Length(1.0, 0), int(less):
+                return Length(less=less)
+            case ast.Div(), str(), str():
+                return f"{left.rstrip('/')}/{right}"  # of a pathlib.Path
+            case ast.Add(), list(), list():
+                known = True
+            case ast.Add() | ast.cmpop(), _, _:
+                known = is_known(left) and is_known(right) and op in _BINARY
+            case _, int() | float(), int() | float():
+                known = op in _BINARY
+            case _:
+                known = False
+        if known:
             try:
                 result = _BINARY[op](left, right)
             except (TypeError, ValueError, ArithmeticError):
                 return self.unknown(node)
             if is_small(result):
                 return result
-        return self.unknown(
-            node, next((s.why for s in (left, right) if isinstance(s, Unknown)), "")
-        )
+        why = (side.why for side in (left, right) if isinstance(side, Unknown))
+        return self.unknown(node, next(why, ""))
 
     def _comprehension(self, node: Any, scope: Scope) -> Any:
         """A comprehension over one short list of known values."""
         first = node.generators[0]
         inner = scope.new_child()
         over = self.value(first.iter, scope)
+        alone = len(node.generators) == 1
         items = items_of(over)
-        short_list = items is not None and len(items) <= LONGEST and len(node.generators) == 1
-        found = list[Any]()
-        sure = short_list
-        for item in items if items is not None and short_list else [self.unknown(first.iter)]:
+        if items is None or not alone or len(items) > LONGEST:
+            items = None
+        is_dict = isinstance(node, ast.DictComp)
+        pairs = list[Any]()
+        sure = items is not None
+        for item in [self.unknown(first.iter)] if items is None else items:
             self.bind(first.target, item, first.iter, inner)
             kept = [truth(self.value(test, inner)) for test in first.ifs]
             sure = sure and None not in kept
-            if False in kept:
-                continue
-            key = self.value(node.key, inner) if isinstance(node, ast.DictComp) else None
-            found.append(
-                (key, self.value(node.value if isinstance(node, ast.DictComp) else node.elt, inner))
-            )
-        if (
-            isinstance(over, Data)
-            and isinstance(node, ast.ListComp | ast.GeneratorExp)
-            and len(node.generators) == 1
-        ):
+            if False not in kept:
+                key = self.value(node.key, inner) if is_dict else None
+                pairs.append((key, self.value(node.value if is_dict else node.elt, inner)))
+        if isinstance(over, Data) and isinstance(node, ast.ListComp | ast.GeneratorExp) and alone:
             return self._rows(node, over, scope)
         if not sure:
             return self.unknown(node)
-        return dict(found) if isinstance(node, ast.DictComp) else [value for _, value in found]
+        return dict(pairs) if is_dict else [value for _, value in pairs]
 
     def _rows(self, node: Any, over: Data, scope: Scope) -> Data:
         """``[function(row) for row in data]``, which is a map, and with a condition also a
         filter."""
         first = node.generators[0]
-        made = node.elt
-        called = self.value(made.func, scope) if isinstance(made, ast.Call) else None
-        plain = isinstance(made, ast.Call) and [
-            ast.unparse(arg) for arg in (*made.args, *made.keywords)
-        ]
-        function = (
-            called.reference
-            if plain == [ast.unparse(first.target)] and isinstance(called, Function)
-            else ""
-        )
-        name = "filter" if first.ifs else "map"
-        if not first.ifs and ast.unparse(made) == ast.unparse(first.target):
+        row = ast.unparse(first.target)
+        if first.ifs:
+            step = Step("filter", short(node), node.lineno)
+        elif ast.unparse(node.elt) == row:
             return over
-        step = Step(name, short(node), node.lineno, "" if first.ifs else function)
+        else:
+            function = ""
+            if isinstance(node.elt, ast.Call):
+                called = self.value(node.elt.func, scope)
+                passed = [ast.unparse(arg) for arg in (*node.elt.args, *node.elt.keywords)]
+                function = getattr(called, "reference", "") if passed == [row] else ""
+            step = Step("map", short(node), node.lineno, function)
         return replace(over, steps=(*over.steps, step))
 
     @abstractmethod

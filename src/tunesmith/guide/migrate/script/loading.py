@@ -29,14 +29,8 @@ from tunesmith.learn.data.splits import Cut, parse_split
 _BUILDERS = ("json", "csv", "parquet")
 """Names for files of a kind that a run file can name."""
 _OTHER_BUILDERS = (
-    "text",
-    "arrow",
-    "imagefolder",
-    "audiofolder",
-    "webdataset",
-    "pandas",
-    "generator",
-)
+    "text", "arrow", "imagefolder", "audiofolder", "webdataset", "pandas", "generator",
+)  # fmt: skip
 
 
 def load_dataset(call: Call) -> Any:
@@ -48,18 +42,14 @@ def load_dataset(call: Call) -> Any:
     split = call.keywords.get("split", split)
     if not isinstance(path, str):
         return _because(call, path, "the name of the data set")
-    for value, what in (
-        (subset, "its configuration"),
-        (files, "its files"),
-        (directory, "its directory"),
-    ):
+    parts = {"its configuration": subset, "its files": files, "its directory": directory}
+    for what, value in parts.items():
         if isinstance(value, Unknown):
             return _because(call, value, what)
     if path in _OTHER_BUILDERS:
         return call.unknown(f"a run file reads no {path} files")
-    notes = tuple(
-        f"{name} = {call.keywords[name]!r}" for name in ("revision",) if call.keywords.get(name)
-    )
+    revision = call.keywords.get("revision")
+    notes = (f"revision = {revision!r}",) if revision else ()
     if path in _BUILDERS:
         loaded: Any = _files(call, files, directory)
     elif files is not None or directory is not None:
@@ -67,11 +57,8 @@ def load_dataset(call: Call) -> Any:
             "a run file names no files inside a data set of the hub; download them, and name them"
         )
     else:
-        loaded = Splits(
-            Data(
-                (Origin(path, subset if isinstance(subset, str) else None),), call.line, notes=notes
-            )
-        )
+        origin = Origin(path, subset if isinstance(subset, str) else None)
+        loaded = Splits(Data((origin,), call.line, notes=notes))
     return loaded if split is None or isinstance(loaded, Unknown) else _split(call, loaded, split)
 
 
@@ -95,9 +82,8 @@ def _files(call: Call, files: Any, directory: Any) -> Any:
             )
         else:
             folder = f"{directory.rstrip('/')}/" if isinstance(directory, str) else ""
-            parts[split] = Data(
-                tuple(Origin(folder + name, split="train") for name in named), call.line
-            )
+            origins = tuple(Origin(folder + name, split="train") for name in named)
+            parts[split] = Data(origins, call.line)
     return Splits(None, parts)
 
 
@@ -107,20 +93,15 @@ def _split(call: Call, loaded: Splits, split: Any) -> Any:
     if not isinstance(split, str):
         return _because(call, split, "the split")
     if "+" in split:
-        return concatenate(
-            Call(
-                [[_split(call, loaded, one.strip()) for one in split.split("+")]], {}, call.text, 0
-            )
-        )
+        parts = [_split(call, loaded, one.strip()) for one in split.split("+")]
+        return concatenate(Call([parts], {}, call.text, 0))
     name, cut = parse_split(split)
     if "[" in name:
         return call.unknown(f"{split} is not a slice of rows")
     part = loaded.get(name)
-    return (
-        call.unknown(f"there is no split {name}")
-        if part is None
-        else _cut(call, part, cut or WHOLE)
-    )
+    if part is None:
+        return call.unknown(f"there is no split {name}")
+    return _cut(call, part, cut or WHOLE)
 
 
 def load_from_disk(call: Call) -> Any:
@@ -150,32 +131,18 @@ def interleave(call: Call) -> Any:
 
 
 def _together(call: Call, weights: Any) -> Any:
-    parts = call.get(0, "dsets", call.get(0, "datasets"))
-    parts = (
-        [parts]
-        if isinstance(parts, Data)
-        else [whole(part) for part in parts]
-        if isinstance(parts, list)
-        else parts
-    )
-    if (
-        not isinstance(parts, list | tuple)
-        or not parts
-        or not all(isinstance(part, Data) for part in parts)
-    ):
-        unknown = (
-            [p for p in parts if isinstance(p, Unknown)]
-            if isinstance(parts, list | tuple)
-            else [parts]
-        )
-        return _because(call, unknown[0] if unknown else None, "one of the data sets")
+    named = call.get(0, "dsets", call.get(0, "datasets"))
+    parts = [whole(part) for part in named] if isinstance(named, list | tuple) else [named]
+    other = [part for part in parts if not isinstance(part, Data)]
+    if other or not parts:
+        unknown = next((part for part in other if isinstance(part, Unknown)), None)
+        return _because(call, unknown, "one of the data sets")
     if len({tuple((step.text, step.function) for step in part.steps) for part in parts}) > 1:
         return call.unknown(
             "its data sets are transformed in different ways; write the rows to files"
         )
-    if weights is not None and (
-        not isinstance(weights, list | tuple) or len(weights) != len(parts)
-    ):
+    complete = isinstance(weights, list | tuple) and len(weights) == len(parts)
+    if weights is not None and not complete:
         return _because(call, weights, "the shares of the data sets")
     origins = [
         replace(origin, weight=float(weights[i])) if weights else origin
@@ -195,9 +162,8 @@ def _cut(call: Call, data: Any, cut: Cut) -> Any:
         )
     filtered = next((step for step in data.steps if step.name == "filter"), None)
     if filtered and not all(end.endswith("%") for end in (cut.start, cut.stop) if end):
-        return call.unknown(
-            f"a part of what {filtered.text} (line {filtered.line}) leaves; write the rows to a file"
-        )
+        what = f"{filtered.text} (line {filtered.line})"
+        return call.unknown(f"a part of what {what} leaves; write the rows to a file")
     notes = ("a random part there, these rows here",) if data.shuffled else ()
     return replace(data, origins=(origin.cut(cut),), notes=(*data.notes, *notes))
 
@@ -215,13 +181,8 @@ def method(data: Data | Splits, name: str, call: Call) -> Any:
     if name in _SAME:
         return data
     if name in _STEPS:
-        return replace(
-            data,
-            steps=(
-                *data.steps,
-                Step(name, f".{name}({call.arguments})", call.line, _mapped(name, call)),
-            ),
-        )
+        step = Step(name, f".{name}({call.arguments})", call.line, _mapped(name, call))
+        return replace(data, steps=(*data.steps, step))
     if name == "shuffle":
         return replace(data, shuffled=True)
     if name in _PARTS:
@@ -232,9 +193,8 @@ def method(data: Data | Splits, name: str, call: Call) -> Any:
 def _mapped(name: str, call: Call) -> str:
     """The function of a ``map`` that makes a row of a row."""
     function = getattr(call.get(0, "function"), "reference", "")
-    per_row = not any(
-        call.keywords.get(word) for word in ("batched", "with_indices", "fn_kwargs", "with_rank")
-    )
+    other = ("batched", "with_indices", "fn_kwargs", "with_rank")
+    per_row = not any(call.keywords.get(word) for word in other)
     return function if name == "map" and per_row and len(call.args) < 2 else ""
 
 
@@ -245,9 +205,8 @@ def _train_test_split(data: Data, call: Call) -> Any:
     first, second = _ends(train, test)
     if first is None or second is None:
         return call.unknown("the size of the held-out part is not known here")
-    random = replace(
-        data, shuffled=data.shuffled or call.keywords.get("shuffle", True) is not False
-    )
+    shuffled = data.shuffled or call.keywords.get("shuffle", True) is not False
+    random = replace(data, shuffled=shuffled)
     return Splits(None, {"train": _cut(call, random, first), "test": _cut(call, random, second)})
 
 
@@ -307,18 +266,13 @@ _PARTS: Mapping[str, Callable[[Data, Call], Any]] = {
     "skip": _skip,
 }
 _STEPS = (
-    "map",
-    "filter",
-    "rename_column",
-    "rename_columns",
-    "add_column",
-    "sort",
-    "flatten",
+    "map", "filter", "rename_column", "rename_columns", "add_column", "sort", "flatten",
     "class_encode_column",
-)
+)  # fmt: skip
 _SAME = (
-    "remove_columns", "select_columns", "cast", "cast_column", "with_format", "set_format", "with_transform",
-    "set_transform", "reset_format", "flatten_indices", "to_iterable_dataset", "copy", "unique",
+    "remove_columns", "select_columns", "cast", "cast_column", "with_format", "set_format",
+    "with_transform", "set_transform", "reset_format", "flatten_indices", "to_iterable_dataset",
+    "copy", "unique",
 )  # fmt: skip
 """Methods that keep the rows and what they say: a run file reads the columns that its format
 needs."""

@@ -29,6 +29,7 @@ from tunesmith.guide.migrate.script.values import (
 _FALLS = object()
 _RAISES = object()
 """A block ran to its end; or it ends the program."""
+_ENDING = ("sys.exit", "exit", "quit")
 _DEEPEST = 12
 _MOST = 10_000
 """Deepest call that is entered; maximum number of statements."""
@@ -56,7 +57,8 @@ class Flow(Calls):
             self._statements += 1
             if self._statements > _MOST:
                 raise ConfigError(
-                    f"{self.file} calls its own functions too often to be followed; migrate its parts"
+                    f"{self.file} calls its own functions too often to be followed; migrate its "
+                    "parts"
                 )
             result = self._statement(statement, scope)
             if result is not _FALLS:
@@ -65,18 +67,20 @@ class Flow(Calls):
 
     def _statement(self, node: ast.stmt, scope: Scope) -> Any:
         match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                self._define(node, scope)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                scope[node.name] = function = Function(node, scope, self.file)
+                self._functions.append(function)
+            case ast.ClassDef(body=body):
+                scope[node.name] = Function(node, scope, self.file)
+                self._run(body, scope.new_child())  # a library may call its methods
             case ast.Import(names=names):
                 for alias in names:
-                    scope[alias.asname or alias.name.partition(".")[0]] = Named(
-                        alias.name if alias.asname else alias.name.partition(".")[0]
-                    )
+                    first = alias.name.partition(".")[0]
+                    scope[alias.asname or first] = Named(alias.name if alias.asname else first)
             case ast.ImportFrom(module=module, names=names):
                 for alias in names:
-                    scope[alias.asname or alias.name] = Named(
-                        f"{module or ''}.{alias.name}".lstrip(".")
-                    )
+                    dotted = f"{module or ''}.{alias.name}".lstrip(".")
+                    scope[alias.asname or alias.name] = Named(dotted)
             case ast.Assign(targets=targets, value=value):
                 held = self.value(value, scope)
                 for target in targets:
@@ -84,22 +88,21 @@ class Flow(Calls):
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self.bind(target, self.value(value, scope), value, scope)
             case ast.AugAssign(target=target, op=op, value=value):
-                self.bind(
-                    target,
-                    self.binary(
-                        type(op), self.value(target, scope), self.value(value, scope), node
-                    ),
-                    value,
-                    scope,
-                )
+                sides = self.value(target, scope), self.value(value, scope)
+                self.bind(target, self.binary(type(op), *sides, node), value, scope)
+            case ast.Expr(value=ast.Call(func=func)) if ast.unparse(func) in _ENDING:
+                return _RAISES
             case ast.Expr(value=value):
-                return _RAISES if self._ends(value) else self._statement_value(value, scope)
+                self.value(value, scope)
             case ast.Return(value=value):
                 return self.value(value, scope) if value else None
             case ast.Raise():
                 return _RAISES
             case ast.If(test=test, body=body, orelse=other):
-                return self._if(test, body, other, scope)
+                decided = truth(self.value(test, scope))
+                if decided is None:
+                    return self._either([body, other], test, scope)
+                return self._run(body if decided else other, scope)
             case ast.For() | ast.AsyncFor():
                 return self._for(node, scope)
             case ast.While(test=test, body=body):
@@ -122,22 +125,6 @@ class Flow(Calls):
                 pass
         return _FALLS
 
-    def _statement_value(self, node: ast.expr, scope: Scope) -> Any:
-        self.value(node, scope)
-        return _FALLS
-
-    def _ends(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "exit", "quit")
-
-    def _define(
-        self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, scope: Scope
-    ) -> None:
-        scope[node.name] = function = Function(node, scope, self.file)
-        if isinstance(node, ast.ClassDef):
-            self._run(node.body, scope.new_child())  # its methods may be called by a library only
-        else:
-            self._functions.append(function)
-
     def bind(self, target: ast.expr, value: Any, node: ast.expr, scope: Scope) -> None:
         match target:
             case ast.Name(id=name):
@@ -145,9 +132,8 @@ class Flow(Calls):
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 parts = items_of(value) or []
                 if len(parts) != len(targets):
-                    parts = [value if isinstance(value, Object) else self.unknown(node)] * len(
-                        targets
-                    )
+                    part = value if isinstance(value, Object) else self.unknown(node)
+                    parts = [part] * len(targets)
                 for one, part in zip(targets, parts, strict=True):
                     self.bind(one, part, node, scope)
             case ast.Attribute(value=inner, attr=name):
@@ -156,10 +142,9 @@ class Flow(Calls):
                     holder.fields[name] = self._sure(value, node)
                     holder.texts[name] = (f"{name}={ast.unparse(node)}", node.lineno)
                 elif isinstance(holder, Named):
-                    set_to = Call(
-                        [value], {}, f"{holder.dotted}.{name} = {short(node)}", node.lineno
-                    )
-                    self.record(f"{holder.dotted}.{name}", target, set_to)
+                    dotted = f"{holder.dotted}.{name}"
+                    set_to = Call([value], {}, f"{dotted} = {short(node)}", node.lineno)
+                    self.record(dotted, target, set_to)
             case ast.Subscript(value=inner, slice=key):
                 holder = self.value(inner, scope)
                 name = self.value(key, scope)
@@ -171,14 +156,6 @@ class Flow(Calls):
 
     def _sure(self, value: Any, node: ast.expr) -> Any:
         return self.unknown(node, "it depends on a condition") if self.undecided else value
-
-    def _if(
-        self, test: ast.expr, body: Sequence[ast.stmt], other: Sequence[ast.stmt], scope: Scope
-    ) -> Any:
-        decided = truth(self.value(test, scope))
-        if decided is None:
-            return self._either([body, other], test, scope)
-        return self._run(body if decided else other, scope)
 
     def _for(self, node: ast.For | ast.AsyncFor, scope: Scope) -> Any:
         items = items_of(self.value(node.iter, scope))
@@ -215,9 +192,8 @@ class Flow(Calls):
         self.undecided -= 1
         scope.maps[0].clear()
         for name in dict.fromkeys(name for end in ends for name in end):
-            scope.maps[0][name] = self.merged(
-                [end.get(name, scope.get(name)) for end in ends], why, name
-            )
+            values = [end.get(name, scope.get(name)) for end in ends]
+            scope.maps[0][name] = self.merged(values, why, name)
         return _FALLS if ends else last
 
     def enter(
@@ -240,8 +216,7 @@ class Flow(Calls):
         self._returned.append([])
         result = self._run(node.body, scope)
         self._depth -= 1
-        results = [
-            *self._returned.pop(),
-            *([] if result is _RAISES else [None if result is _FALLS else result]),
-        ]
+        results = self._returned.pop()
+        if result is not _RAISES:
+            results.append(None if result is _FALLS else result)
         return self.merged(results, node, node.name) if results else None

@@ -60,8 +60,8 @@ class Object:
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ScriptArguments": {
-        "dataset_name": None, "dataset_config": None, "dataset_train_split": "train", "dataset_test_split": "test",
-        "dataset_streaming": False,
+        "dataset_name": None, "dataset_config": None, "dataset_train_split": "train",
+        "dataset_test_split": "test", "dataset_streaming": False,
     },
     "DatasetMixtureConfig": {"datasets": []},
 }  # fmt: skip
@@ -90,14 +90,9 @@ def truth(value: Any) -> bool | None:
 
 def items_of(value: Any) -> list[Any] | None:
     if isinstance(value, list | tuple | range):
-        return (
-            list(cast("Sequence[Any]", value)) if len(cast("Sequence[Any]", value)) < 1000 else None
-        )
+        items = cast("Sequence[Any]", value)
+        return list(items) if len(items) < 1000 else None
     return list(cast("dict[Any, Any]", value)) if isinstance(value, dict) else None
-
-
-def same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and one == other
 
 
 def is_known(value: Any) -> bool:
