@@ -22,6 +22,7 @@ from tunesmith.plan.facts.hub import estimated_parameters
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import facts_of
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import draft
 from tunesmith.plan.resolve import resolve
 
 QWEN3: dict[str, Any] = {
@@ -155,7 +156,7 @@ def resolved(directory: Path, case: Case) -> tuple[RunConfig, Facts]:
 def compared(directory: Path, case: Case) -> dict[str, Any]:
     """Bytes of a step, planned and measured, in total and by purpose."""
     config, facts = resolved(directory, case)
-    price = planned(config, facts)
+    price = planned(draft(config, facts))
     assert price is not None
     measured = dry_run(config, facts)[FIRST]["train"]
     parts = {part: getattr(price, part) for part in PARTS}
@@ -170,7 +171,7 @@ def extrapolated(directory: Path, case: Case) -> dict[str, Any]:
     """Bytes of a whole model's step, planned, and extrapolated from a few layers; ``free``: memory
     of the GPU."""
     config, facts = resolved(directory, case)
-    [(_, price, free)] = planned_devices(config, facts)
+    [(_, price, free)] = planned_devices(draft(config, facts))
     split = (*case.options, f"system.shard_size={config.system.shard_size}")
     some = [compared(directory, replace(case, layers=n, options=split))["measured"] for n in DEPTHS]
     whole = some[0] + (some[1] - some[0]) // (DEPTHS[1] - DEPTHS[0]) * (case.layers - DEPTHS[0])

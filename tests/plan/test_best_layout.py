@@ -19,6 +19,7 @@ from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
+from tunesmith.plan.plan import draft
 from tunesmith.plan.report import plan_of
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import refused_settings
@@ -76,13 +77,13 @@ def everything(config: Any, facts: Facts) -> Iterator[dict[str, Any]]:
 
 
 def seconds_if_it_fits(config: Any, facts: Facts) -> float | None:
-    devices = planned_devices(config, facts)
+    devices = planned_devices(draft(config, facts))
     if any(
-        needed.peak > LIMIT * free or host_problem(config, needed, facts)
+        needed.peak > LIMIT * free or host_problem(draft(config, facts), needed)
         for _, needed, free in devices
     ):
         return None
-    return step_seconds(config, facts)["step"]
+    return step_seconds(draft(config, facts))["step"]
 
 
 def check(model: str, on: str, way: str, sample: int | None = None) -> None:
@@ -166,4 +167,4 @@ def test_what_rules_refuse_is_not_chosen() -> None:
         config, facts = case("7B (Qwen 2.5)", "8xA100-80GB", "full")
         config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", *said[:1]])
         chosen = resolve(config, facts).config
-        assert not [*refused_settings(chosen, facts)]
+        assert not [*refused_settings(draft(chosen, facts))]

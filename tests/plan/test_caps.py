@@ -15,6 +15,7 @@ from tunesmith.plan.cost.price import scoring_bytes
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import draft
 from tunesmith.plan.report import plan_of
 from tunesmith.plan.resolve import resolve
 
@@ -42,15 +43,15 @@ def test_scoring_has_as_many_tokens_as_fit_the_memory_of_a_micro_batch() -> None
         SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=2048"
     )
     tokens = caps(resolved)
-    price = planned(resolved.config, facts)
+    price = planned(draft(resolved.config, facts))
     assert price is not None and tokens["scoring_max_tokens"] == 32768, "more would be no faster"
     assert price.scored <= price.activations + price.head and price.scoring <= price.training
     again = "system.gradient_checkpointing=true"
     resolved, facts = found(
         SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=2048", again
     )
-    price = planned(resolved.config, facts)
-    layout = layout_of(resolved.config, facts)
+    price = planned(draft(resolved.config, facts))
+    layout = layout_of(draft(resolved.config, facts))
     scoring = resolved.config.system.scoring_max_tokens
     assert price is not None and 2048 < scoring < 32768 and scoring % 256 == 0
     room = price.activations + price.head
@@ -79,8 +80,8 @@ def test_a_critic_and_reward_models_have_their_own() -> None:
     resolved, facts = found(RLConfig, "H200", *given, frozen_parameters=7_000_000_000)
     tokens = caps(resolved)
     assert all(value is not None and value >= 4096 for value in tokens.values()), tokens
-    price = planned(resolved.config, facts)
-    roles = planned_roles(resolved.config, facts)
+    price = planned(draft(resolved.config, facts))
+    roles = planned_roles(draft(resolved.config, facts))
     assert (
         price is not None and price.rewarded and roles["reward models"].rewarded == price.rewarded
     )
@@ -91,7 +92,7 @@ def test_a_critic_and_reward_models_have_their_own() -> None:
     more, _ = found(
         RLConfig, "H200", *given, "system.critic_max_tokens=32768", frozen_parameters=7_000_000_000
     )
-    larger = planned(more.config, facts)
+    larger = planned(draft(more.config, facts))
     assert larger is not None and larger.activations > price.activations, (
         "its own micro-batch counts"
     )

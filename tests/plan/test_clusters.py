@@ -21,6 +21,7 @@ from tunesmith.guide.simulate.dry_run import dry_run
 from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.filling import with_values
+from tunesmith.plan.plan import draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.toml import toml_value
 from tunesmith.run.placement.planning import plan_run
@@ -52,7 +53,7 @@ def test_a_recipe_fits_its_machine(
     for line in expected:
         key, _, value = line.partition(" = ")
         assert toml_value(values[key]) == value, line
-    devices = planned_devices(resolved.config, facts)
+    devices = planned_devices(draft(resolved.config, facts))
     assert devices
     for name, planned, free in devices:
         assert planned.peak <= free, name
@@ -92,7 +93,7 @@ def test_a_recipe_takes_steps_on_its_machine(
         config = with_values(config, {"reward.models": tuple(judges)})
     gpus = dry_run(config, facts)
     assert {"load", "train"} <= gpus[FIRST].keys()
-    for name, planned, free in planned_devices(config, facts):
+    for name, planned, free in planned_devices(draft(config, facts)):
         assert max(phase.total for phase in gpus[name].values()) <= min(free, planned.peak), name
 
 

@@ -22,6 +22,7 @@ from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.layouts import layouts
+from tunesmith.plan.plan import draft
 from tunesmith.plan.resolve import resolve
 
 SMALL = ModelFacts(500_000_000, 24, 896, 4864, 14, 2, 64, 151936, 32768, tied=True)
@@ -74,7 +75,7 @@ def test_what_does_not_fit_one_is_sharded(kind: Any) -> None:
     found = resolved(kind, "8xH100", QWEN_7B)
     assert found.config.system.trainer_ranks == 8 and found.config.system.zero_stage > 0
     assert not found.config.lora.on
-    for _, planned, free in planned_devices(found.config, facts("8xH100", QWEN_7B)):
+    for _, planned, free in planned_devices(draft(found.config, facts("8xH100", QWEN_7B))):
         assert planned.peak <= free
 
 
@@ -188,18 +189,22 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     """Of all layouts that can be said, none that fits has a shorter step."""
     chosen = resolved(RLConfig, "8xA100-80GB", THREE)
     known = facts("8xA100-80GB", THREE)
-    best = step_seconds(chosen.config, known)["step"]
+    best = step_seconds(draft(chosen.config, known))["step"]
     tried = 0
-    for each in layouts(load_config(RLConfig, None, ["model.path=org/m", "data.train=org/d", *KINDS[RLConfig],
-                                                     "system.device=cuda"]), known):  # fmt: skip
-        said = [f"{key}={str(value).lower()}" for key, value in each.items() if "vllm" not in key]
+    base = ["model.path=org/m", "data.train=org/d", *KINDS[RLConfig], "system.device=cuda"]
+    for each in layouts(draft(load_config(RLConfig, None, base), known)):
+        said = [
+            f"{key}={str(value).lower()}"
+            for key, value in each.settings.items()
+            if "vllm" not in key
+        ]
         try:
             other = resolved(RLConfig, "8xA100-80GB", THREE, *said).config
         except CapacityError:
             continue
-        if all(planned.peak <= free for _, planned, free in planned_devices(other, known)):
+        if all(planned.peak <= free for _, planned, free in planned_devices(draft(other, known))):
             tried += 1
-            assert step_seconds(other, known)["step"] >= best
+            assert step_seconds(draft(other, known))["step"] >= best
     assert tried >= 4
 
 

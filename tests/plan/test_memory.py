@@ -57,6 +57,7 @@ from tunesmith.plan.facts import hub
 from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts
 from tunesmith.plan.filling import with_values
+from tunesmith.plan.plan import draft
 from tunesmith.plan.report import memory_of, memory_rows
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.memory import memory_metrics
@@ -159,7 +160,7 @@ def test_the_nearest_that_fits_is_named(
 def test_what_is_named_fits() -> None:
     for said in ((), ("lora.rank=16",)):
         found = resolved(SFTConfig, on(A100, QWEN_7B), *(said or ("lora.rank=16",)))
-        price_of = planned(found, on(A100, QWEN_7B))
+        price_of = planned(draft(found, on(A100, QWEN_7B)))
         assert price_of is not None and price_of.peak < 79 * GB
     assert resolved(SFTConfig, on(A100, replace(QWEN_7B, parameters=3 * 10**9)))
     assert resolved(GenerateConfig, on(A10G, QWEN_7B))
@@ -203,7 +204,7 @@ def test_checkpointing_is_derived_for_as_few_layers_as_the_longest_sample_needs(
         again = round(share * 28)
         assert sum(recomputed(28, share)) == again
         fewer = with_values(found, {"system.gradient_checkpointing": (again - 1) / 28})
-        peaks = [planned(each, on(A100, three, longest=longest)) for each in (found, fewer)]
+        peaks = [planned(draft(each, on(A100, three, longest=longest))) for each in (found, fewer)]
         assert peaks[0] and peaks[1] and peaks[0].peak <= LIMIT * 79 * GB
         assert peaks[0].activations < peaks[1].activations
     assert shares == sorted(shares) and shares[-1] > 0.9 and {*shares} - {0.0, 1.0}
@@ -229,7 +230,7 @@ def test_turns_are_taken_where_memory_is_short() -> None:
 def test_models_beside_the_policy_count() -> None:
     def peak(kind: Any, *said: str, **changes: Any) -> int:
         facts = on(A100, SMALL, **changes)
-        found = planned(resolved(kind, facts, *said), facts)
+        found = planned(draft(resolved(kind, facts, *said), facts))
         assert found is not None
         return found.state
 
@@ -248,7 +249,7 @@ def test_models_beside_the_policy_count() -> None:
 
 def test_the_table_names_every_part_and_what_is_free() -> None:
     facts = on(A100, SMALL)
-    rows = dict(memory_rows(memory_of(resolved(RLConfig, facts), facts)))
+    rows = dict(memory_rows(memory_of(draft(resolved(RLConfig, facts), facts))))
     assert rows["memory of each device"] == ["trainer's"]
     assert (
         rows["policy: weights"] == ["10MB"]
@@ -261,11 +262,11 @@ def test_the_table_names_every_part_and_what_is_free() -> None:
         "engines: keys and values",
     } <= rows.keys()
     two = replace(facts, hardware=replace(facts.hardware, gpus=(A100, A100)))
-    apart = dict(memory_rows(memory_of(resolved(RLConfig, two, "system.hybrid=false"), two)))
+    apart = dict(memory_rows(memory_of(draft(resolved(RLConfig, two, "system.hybrid=false"), two))))
     assert apart["memory of each device"] == ["trainer's", "engine's"]
     assert apart["engine: the engines' weights"] == ["", "10MB"]
     unknown = on(A100, replace(SMALL, parameters=None))
-    assert memory_rows(memory_of(resolved(RLConfig, unknown), unknown)) == []
+    assert memory_rows(memory_of(draft(resolved(RLConfig, unknown), unknown))) == []
 
 
 def test_the_command_shows_it(tmp_path: Path) -> None:
@@ -375,7 +376,7 @@ def test_one_request_finds_memory_for_its_keys_and_values(gpu: Gpu | None, memor
     )
     numbers = 6000 * 2 * LLAMA_8B.layers * LLAMA_8B.kv_heads * LLAMA_8B.head_dim
     assert parse_size(config.system.kv_memory) > (2 if gpu else 4) * numbers
-    own = planned(config, facts)
+    own = planned(draft(config, facts))
     assert own is not None and own.peak <= MARGIN * (gpu.memory_free if gpu else memory)
 
 
@@ -397,15 +398,15 @@ def test_keys_values_and_prepared_weights_of_an_engine_that_multiplies_tiles(
     facts = on(None, replace(SMALL, family=family))
     facts = replace(facts, hardware=replace(facts.hardware, compiler="g++", tiles=True))
     config = resolved(RLConfig, facts, *said)
-    needed = planned(config, facts)
+    needed = planned(draft(config, facts))
     assert needed is not None and needed.engine == prepared
     tokens = 1000 + config.rollout.max_new_tokens + 64
-    assert request_kv(config, facts, SMALL) == (2 * 6 + 1) * 2 * 64 * kv * tokens
+    assert request_kv(draft(config, facts), SMALL) == (2 * 6 + 1) * 2 * 64 * kv * tokens
     older = replace(facts, hardware=replace(facts.hardware, tiles=False))
-    other = planned(config, older)
+    other = planned(draft(config, older))
     assert other is not None and other.engine == 8 * 5_000_000
     pairs = planned(
-        config, replace(facts, hardware=replace(facts.hardware, tiles=False, pairs=True))
+        draft(config, replace(facts, hardware=replace(facts.hardware, tiles=False, pairs=True)))
     )
     assert pairs is not None and pairs.engine == (8 if prepared else 2) * 5_000_000
 
@@ -413,12 +414,12 @@ def test_keys_values_and_prepared_weights_of_an_engine_that_multiplies_tiles(
 def test_a_head_of_another_width_is_copied_for_tiles() -> None:
     facts = on(None, replace(SMALL, family="qwen3", vocab_size=4097))
     facts = replace(facts, hardware=replace(facts.hardware, compiler="g++", tiles=True))
-    needed = planned(resolved(RLConfig, facts), facts)
+    needed = planned(draft(resolved(RLConfig, facts), facts))
     assert needed is not None and needed.engine == 8 * 5_000_000
     facts = replace(
         facts, hardware=replace(facts.hardware, tiles=False, pairs=True)
     )  # which any width is made of
-    needed = planned(resolved(RLConfig, facts), facts)
+    needed = planned(draft(resolved(RLConfig, facts), facts))
     assert needed is not None and needed.engine == 2 * 5_000_000
 
 

@@ -21,7 +21,7 @@ from tunesmith.plan.cost.device import PARTS
 from tunesmith.plan.cost.memory import planned, planned_devices, planned_roles
 from tunesmith.plan.cost.price import adapter_numbers
 from tunesmith.plan.cost.seconds import BANDWIDTH_SHARE, FLOPS_SHARE, PASS_SECONDS, step_seconds
-from tunesmith.plan.processes.weights import publishing_ranks
+from tunesmith.plan.plan import devices_of, draft
 from tunesmith.plan.report import plan_of
 from tunesmith.run.placement.planning import plan_run
 
@@ -130,8 +130,8 @@ def test_the_table_has_each_part_of_each_role() -> None:
 def test_the_roles_of_a_device_add_up(kind: type[RunConfig], said: tuple[str, ...]) -> None:
     resolved, facts = plan(kind, "4xH200", "model.path=tiny", *said)
     facts = replace(facts, frozen_parameters=1000)
-    whole = planned(resolved.config, facts)
-    roles = planned_roles(resolved.config, facts)
+    whole = planned(draft(resolved.config, facts))
+    roles = planned_roles(draft(resolved.config, facts))
     assert whole is not None and {"policy"} <= roles.keys()
     for part in PARTS:
         assert sum(getattr(each, part) for each in roles.values()) == getattr(whole, part), part
@@ -147,7 +147,7 @@ def test_roles_of_a_cluster_have_devices_of_their_own() -> None:
         "system.gradient_checkpointing=true",
     )
     resolved, facts = plan(RLConfig, "2x8xA100-80GB", *said)
-    devices = {name: planned for name, planned, _ in planned_devices(resolved.config, facts)}
+    devices = {name: planned for name, planned, _ in planned_devices(draft(resolved.config, facts))}
     assert devices.keys() == {"trainer", "engine", "critic", "reference"}
     assert devices["reference"].frozen == 2 * facts.model.parameters
     assert devices["engine"].engine == facts.model.parameters  # bfloat16, over two ranks
@@ -163,9 +163,9 @@ def test_roles_of_a_cluster_have_devices_of_their_own() -> None:
         resolved, facts = plan(
             RLConfig, "2x8xA100-80GB", *said, *apart, f"system.zero_stage={stage}"
         )
-        shared = {name: planned for name, planned, _ in planned_devices(resolved.config, facts)}[
-            "reference"
-        ]
+        shared = {
+            name: planned for name, planned, _ in planned_devices(draft(resolved.config, facts))
+        }["reference"]
         assert shared.frozen == share * facts.model.parameters
         assert (shared.activations > devices["reference"].activations) == (stage == 3), (
             "a layer is gathered ahead"
@@ -183,7 +183,7 @@ def test_seconds_follow_operations_and_devices() -> None:
     """
     said = ("system.gradient_checkpointing=false", "train.batch_size=4", "data.max_tokens=100")
     found, facts = plan(SFTConfig, "H200", *said)
-    seconds = step_seconds(found.config, facts)
+    seconds = step_seconds(draft(found.config, facts))
     weights = facts.model.parameters - 152064 * 3584
     pairs = 100 * 101 / 2
     flops = 4 * (6 * weights * 100 + 12 * 28 * 28 * 128 * pairs)
@@ -196,7 +196,7 @@ def test_seconds_follow_operations_and_devices() -> None:
     two, facts = plan(
         SFTConfig, "2xH200", *said, "system.zero_stage=0", 'system.device_memory="999GB"'
     )
-    seconds_of_two = step_seconds(two.config, facts)
+    seconds_of_two = step_seconds(draft(two.config, facts))
     spared = flops / (989e12 * FLOPS_SHARE) + 28 * facts.model.parameters / (
         4.8e12 * BANDWIDTH_SHARE
     )
@@ -205,14 +205,14 @@ def test_seconds_follow_operations_and_devices() -> None:
     lora, facts = plan(
         SFTConfig, "2xH200", *said, "lora.rank=2", "system.trainer_ranks=2", "system.zero_stage=0"
     )
-    assert step_seconds(lora.config, facts)["between GPUs"] == pytest.approx(
+    assert step_seconds(draft(lora.config, facts))["between GPUs"] == pytest.approx(
         8 * adapter_numbers(facts.model, 2) / 2 / 450e9
     )
     again, facts = plan(SFTConfig, "H200", *said[1:], "system.gradient_checkpointing=true")
-    whole = step_seconds(again.config, facts)["training"]
+    whole = step_seconds(draft(again.config, facts))["training"]
     assert seconds["training"] < whole < 4 / 3 * seconds["training"]
     half, facts = plan(SFTConfig, "H200", *said[1:], "system.gradient_checkpointing=0.5")
-    assert step_seconds(half.config, facts)["training"] == pytest.approx(
+    assert step_seconds(draft(half.config, facts))["training"] == pytest.approx(
         (seconds["training"] + whole) / 2
     )
 
@@ -229,7 +229,7 @@ def test_training_computes_a_shared_prompt_once() -> None:
     seconds = {}
     for share in ("true", "false"):
         found, facts = plan(RLConfig, "H200", *said, f"system.share_prompts={share}")
-        seconds[share] = step_seconds(found.config, facts)["training"]
+        seconds[share] = step_seconds(draft(found.config, facts))["training"]
     weights = facts.model.parameters - 2 * 152064 * 3584
     pairs = 100 * 101 / 2
     prompt = 6 * weights * 100 + 12 * 28 * 28 * 128 * pairs
@@ -257,7 +257,7 @@ def test_what_leaves_a_machine_is_slower(gpu: str, inside: float, beyond: float)
             8 * facts.model.parameters / 4 / 2 / beyond if size == 4 else 0.0
         )  # the sums of two copies' rows
         assert resolved.config.system.shard_size == size
-        assert step_seconds(resolved.config, facts)["between GPUs"] == pytest.approx(
+        assert step_seconds(draft(resolved.config, facts))["between GPUs"] == pytest.approx(
             within + among, rel=1e-3
         )
 
@@ -265,9 +265,9 @@ def test_what_leaves_a_machine_is_slower(gpu: str, inside: float, beyond: float)
 def test_working_at_once_takes_the_longer_phase() -> None:
     said = (*ON_RAY, "data.max_prompt_tokens=512")
     in_turn, facts = plan(RLConfig, "8xH100", *said)
-    turns = step_seconds(in_turn.config, facts)
+    turns = step_seconds(draft(in_turn.config, facts))
     at_once = step_seconds(
-        plan(RLConfig, "8xH100", *said, "rollout.max_staleness=1")[0].config, facts
+        draft(plan(RLConfig, "8xH100", *said, "rollout.max_staleness=1")[0].config, facts)
     )
     assert turns["step"] == pytest.approx(sum(turns.values()) / 2)
     assert at_once["step"] < sum(v for k, v in at_once.items() if k != "step")
@@ -308,7 +308,7 @@ def test_the_plan_says_what_limits_it_and_what_else_there_is() -> None:
     for each in found["next_best"]:
         said = [f"{key}={json.dumps(value)}" for key, value in each["layout"].items()]
         there, facts = plan(SFTConfig, "8xA100-80GB", "train.steps=100", *said)
-        assert step_seconds(there.config, facts)["step"] == pytest.approx(each["step"])
+        assert step_seconds(draft(there.config, facts))["step"] == pytest.approx(each["step"])
     assert found["cost"]["step"] == pytest.approx(8 * 2.0 * step / 3600)
     assert found["cost"]["run"] == pytest.approx(100 * found["cost"]["step"])
 
@@ -342,15 +342,17 @@ def test_twice_the_memory_ends_what_memory_takes() -> None:
     without, facts = plan(
         SFTConfig, "H200", "system.gradient_checkpointing=false", 'system.device_memory="400GB"'
     )
-    assert memory["step"] == pytest.approx(step_seconds(without.config, facts)["step"], rel=0.02)
+    assert memory["step"] == pytest.approx(
+        step_seconds(draft(without.config, facts))["step"], rel=0.02
+    )
 
 
 def test_an_optimizer_step_on_the_host_takes_time() -> None:
     said = ("lora.rank=16", "system.offload_optimizer=true", "system.offload_activations=false")
     said += ("system.offload_parameters=false",)
     found, facts = plan(SFTConfig, "H200", *said)
-    host = planned(found.config, facts).host
-    assert step_seconds(found.config, facts)["optimizer step on the host"] == pytest.approx(
+    host = planned(draft(found.config, facts)).host
+    assert step_seconds(draft(found.config, facts))["optimizer step on the host"] == pytest.approx(
         host * (28 / 16 / 25e9 + 6 / 16 / 20e9)
     )
 
@@ -431,10 +433,11 @@ def test_what_nccl_sends_is_copied_on_the_gpu_where_that_has_room(
     given = ('system.weight_plane="nccl"', "rollout.max_staleness=1", *said)
     resolved, facts = plan(RLConfig, on, *given)
     devices = {
-        name: (planned, free) for name, planned, free in planned_devices(resolved.config, facts)
+        name: (planned, free)
+        for name, planned, free in planned_devices(draft(resolved.config, facts))
     }
     embedding = 2 * facts.model.vocab_size * facts.model.hidden_size
-    ranks = publishing_ranks(resolved.config)
+    ranks = devices_of(resolved.config).publishing_ranks
     whole = 2 * facts.model.parameters
     shared = whole if ranks == 1 else whole // ranks + 2 * embedding
     assert resolved.config.system.weight_copy == place
@@ -457,7 +460,7 @@ def test_an_adapter_alone_takes_no_embedding_to_send() -> None:
     )
     said += ("system.engine=local",)
     resolved, facts = plan(RLConfig, "2xH100-80GB", *said)
-    devices = {name: planned for name, planned, _ in planned_devices(resolved.config, facts)}
+    devices = {name: planned for name, planned, _ in planned_devices(draft(resolved.config, facts))}
     assert devices["trainer"].published == 4 * adapter_numbers(facts.model, 8)
     assert devices["engine"].published == 2 * (64 << 20)
 
@@ -480,7 +483,7 @@ def test_a_share_of_memory_for_vllm_is_planned() -> None:
         found, facts = plan(
             RLConfig, "8xA100-80GB", "system.engine=vllm", "system.hybrid=true", said
         )
-        [(_, needed, _)] = planned_devices(found.config, facts)
+        [(_, needed, _)] = planned_devices(draft(found.config, facts))
         share = float(said.partition("=")[2])
         total = facts.hardware.gpus[0].memory_total
         assert needed.engine + needed.kv + 10**9 == pytest.approx(share * total, rel=1e-3)

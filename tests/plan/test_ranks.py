@@ -18,10 +18,11 @@ from tunesmith.errors import CapacityError, ConfigError, TunesmithError
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import layout_of
 from tunesmith.plan.cost.price import adapter_numbers, price
+from tunesmith.plan.devices import device_problems
 from tunesmith.plan.facts.hardware import Gpu, Hardware
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.processes.devices import device_problems, own_devices
+from tunesmith.plan.plan import devices_of, draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.run.placement.checking import with_launched_ranks
@@ -66,8 +67,8 @@ def test_ranks_share_the_cores_and_engines_have_processes() -> None:
 
 def test_each_rank_has_a_gpu_and_engines_have_the_others() -> None:
     found = resolved(RLConfig, "system.trainer_ranks=2", "system.engines=2", gpus=4)
-    assert own_devices(found, ["0", "1", "2", "3"]) == [("2",), ("3",)]
-    [problem] = device_problems(found, 3)
+    assert devices_of(found).own_devices(["0", "1", "2", "3"]) == [("2",), ("3",)]
+    [problem] = device_problems(devices_of(found), 3)
     assert (
         problem.kind == "machine" and "take 4 GPUs" in problem.text and "room for 1" in problem.text
     )
@@ -294,7 +295,7 @@ def test_ranks_of_a_machine_share_a_copy(
     sharded = config(SFTConfig, f"system.trainer_ranks={ranks}", "system.zero_stage=3")
     found = resolve(sharded, facts).config
     assert found.system.shard_size == size
-    assert layout_of(found, facts).shards == size
+    assert layout_of(draft(found, facts)).shards == size
 
 
 @pytest.mark.parametrize(
@@ -375,7 +376,7 @@ def test_a_quantised_base_is_sharded_where_a_whole_one_does_not_fit(
     assert found.system.trainer_ranks == 8 and found.system.zero_stage == 3
     with pytest.raises(CapacityError, match=r"does not fit.*system\.zero_stage = 3"):
         resolve(config(SFTConfig, *said, "system.zero_stage=0"), facts)
-    kept = price(large, layout_of(found, facts))
+    kept = price(large, layout_of(draft(found, facts)))
     embeddings = 2 * 32000 * 2048
     quantised = int(0.516 * (200 * 10**9 - embeddings))
     assert kept.weights == (2 * embeddings + quantised) // 8 + 4 * adapter_numbers(large, 8)

@@ -16,14 +16,14 @@ from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import CapacityError, ConfigError
+from tunesmith.plan.cluster import bundles, missing, processes
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.processes.cluster import bundles, missing, processes
-from tunesmith.plan.processes.roles import scoring_shards
+from tunesmith.plan.plan import devices_of, draft
 from tunesmith.plan.report import layout_of_run
 from tunesmith.plan.resolve import resolve
 from tunesmith.run.placement.planning import plan_run
@@ -69,7 +69,7 @@ def test_on_one_machine_a_run_gets_the_layout_that_it_gets_without_ray(
         assert getattr(ray.system, key) == getattr(here.system, key), key
     roles = {"actor", "rollout", *(("ref", "critic") if said else ())}
     assert placed(ray) == {frozenset(roles)}
-    assert here.system.placement is None and "ref" not in processes(ray)
+    assert here.system.placement is None and "ref" not in processes(devices_of(ray))
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_what_is_derived_fits_the_machines_and_their_memory(
     config = found.config
     there = facts(on, model, frozen_parameters=frozen)
     each = {"CPU": float(there.hardware.cores), "GPU": 8.0}
-    wanted = bundles(config)
+    wanted = bundles(devices_of(config))
     assert missing(wanted, [each] * there.hardware.nodes) is None
     assert sum(bundle.gpus for bundle in wanted) >= 0.75 * 8 * there.hardware.nodes
-    for _, planned, free in planned_devices(config, there):
+    for _, planned, free in planned_devices(draft(config, there)):
         assert planned.peak <= free
-    assert step_seconds(config, there)["step"] > 0
+    assert step_seconds(draft(config, there))["step"] > 0
     reasons = {d.key: d.reason for d in found.derived}
     assert {"system.trainer_ranks", "system.zero_stage", "system.hybrid"} <= reasons.keys()
     assert ("system.placement" in reasons) == bool(
@@ -108,9 +108,9 @@ def test_an_engine_of_several_gpus_shares_its_places_with_as_many_ranks() -> Non
     said = ("algorithm.kl.coef=0.01", "system.vllm.tensor_parallel_size=2", "system.hybrid=true")
     config = resolved("6x8xA100-80GB", LLAMA_70B, *VLLM, *said).config
     assert config.system.zero_stage == 3
-    counted = Counter((bundle.roles, bundle.gpus) for bundle in bundles(config))
+    counted = Counter((bundle.roles, bundle.gpus) for bundle in bundles(devices_of(config)))
     assert counted == {(("actor", "actor", "rollout"), 2.0): 24}
-    assert processes(config) == {"actor": 48, "rollout": 24}
+    assert processes(devices_of(config)) == {"actor": 48, "rollout": 24}
 
 
 def test_a_reward_model_is_on_all_gpus_or_has_its_own() -> None:
@@ -121,13 +121,13 @@ def test_a_reward_model_is_on_all_gpus_or_has_its_own() -> None:
         config = resolved(
             "2x8xA100-80GB", QWEN_7B, *PPO, *VLLM, *REWARD, *said, frozen_parameters=8 * 10**9
         ).config
-        count = processes(config)["reward"]
+        count = processes(devices_of(config))["reward"]
         assert count == (
             config.system.trainer_ranks
             if {"reward", "actor"} <= set().union(*placed(config))
             else 1
         )
-        assert sum(bundle.gpus for bundle in bundles(config)) == 16
+        assert sum(bundle.gpus for bundle in bundles(devices_of(config))) == 16
     own = resolved(
         "2x8xA100-80GB",
         SMALL,
@@ -136,7 +136,7 @@ def test_a_reward_model_is_on_all_gpus_or_has_its_own() -> None:
         "system.placement.reward.processes=4",
         frozen_parameters=10**8,
     )
-    assert processes(own.config)["reward"] == 4
+    assert processes(devices_of(own.config))["reward"] == 4
 
 
 @pytest.mark.parametrize(
@@ -157,23 +157,28 @@ def test_a_reward_model_that_does_not_fit_a_gpu_is_shared(
     config = resolved("2x8xA100-80GB", SMALL, *REWARD, apart, *said, **known).config
     there = facts("2x8xA100-80GB", SMALL, **known)
     reward = config.system.placement and config.system.placement.reward
-    count = scoring_shards(config, "reward")
+    count = devices_of(config).scoring_shards("reward")
     assert reward and reward.shards == shards and count == (shards or 4)
-    assert processes(config)["reward"] == max(count, reward.processes or 1)
-    planned = {name: (price, free) for name, price, free in planned_devices(config, there)}
+    assert processes(devices_of(config))["reward"] == max(count, reward.processes or 1)
+    planned = {name: (price, free) for name, price, free in planned_devices(draft(config, there))}
     price, free = planned["reward model"]
     assert price.frozen == 140 * 10**9 // count and price.peak <= free
     assert resolve(config, there).config == config
     whole = with_values(config, {"system.placement.reward.shards": 1})
-    [alone] = [price for name, price, _ in planned_devices(whole, there) if name == "reward model"]
+    [alone] = [
+        price for name, price, _ in planned_devices(draft(whole, there)) if name == "reward model"
+    ]
     assert alone.frozen == count * price.frozen and alone.peak > free
 
 
 def test_what_a_reward_model_leaves_of_few_gpus_is_enough_for_the_other_roles() -> None:
     said = (*REWARD, "system.placement.colocate=[]")
     config = resolved("8xH100-80GB", SMALL, *said, frozen_parameters=140 * 10**9).config
-    assert scoring_shards(config, "reward") == 4
-    assert sum(bundle.gpus for bundle in bundles(config)) == 8 and config.system.trainer_ranks > 1
+    assert devices_of(config).scoring_shards("reward") == 4
+    assert (
+        sum(bundle.gpus for bundle in bundles(devices_of(config))) == 8
+        and config.system.trainer_ranks > 1
+    )
 
 
 def test_reward_models_on_the_trainers_gpus_are_shared_by_those_of_a_machine() -> None:
@@ -182,11 +187,11 @@ def test_reward_models_on_the_trainers_gpus_are_shared_by_those_of_a_machine() -
     config = resolved("2x8xA100-80GB", QWEN_7B, *said, frozen_parameters=35 * 10**9).config
     assert config.system.placement and config.system.placement.reward.shards == 8
     assert (
-        processes(config)["reward"] == config.system.trainer_ranks == 16
+        processes(devices_of(config))["reward"] == config.system.trainer_ranks == 16
         and config.system.zero_stage == 0
     )
     small = resolved("2x8xA100-80GB", QWEN_7B, *said, frozen_parameters=10**9).config
-    assert scoring_shards(small, "reward") == 1
+    assert devices_of(small).scoring_shards("reward") == 1
 
 
 @pytest.mark.parametrize(("model", "size"), [(QWEN_7B, 8), (LLAMA_70B, 48)])
@@ -228,15 +233,17 @@ def test_what_was_said_stays(said: tuple[str, ...], expected: dict[str, Any]) ->
 
 def test_what_was_said_of_places_stays_key_by_key() -> None:
     config = resolved("2x8xA100-80GB", SMALL, *PPO, "system.placement.ref.processes=2").config
-    assert processes(config)["ref"] == 2 and placed(config) == {
+    assert processes(devices_of(config))["ref"] == 2 and placed(config) == {
         frozenset({"actor", "critic", "rollout"})
     }
     config = resolved("2x8xA100-80GB", SMALL, *PPO, "system.placement.actor.cpus=4").config
     assert config.system.placement and config.system.placement.actor.cpus == 4
     assert placed(config) == {frozenset({"actor", "ref", "critic", "rollout"})}
     apart = resolved("2x8xA100-80GB", SMALL, *PPO, "system.placement.colocate=[]").config
-    assert not placed(apart) and max(len(bundle.roles) for bundle in bundles(apart)) == 1
-    assert apart.system.hybrid is False and processes(apart)["ref"] == 1
+    assert (
+        not placed(apart) and max(len(bundle.roles) for bundle in bundles(devices_of(apart))) == 1
+    )
+    assert apart.system.hybrid is False and processes(devices_of(apart))["ref"] == 1
 
 
 def test_a_reference_that_is_placed_with_the_trainer_has_no_processes() -> None:

@@ -28,11 +28,11 @@ from tunesmith.config.resolved import Resolved, config_text, print_resolved, sav
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError, ModelError, StorageError
 from tunesmith.plan.cost.memory import planned
-from tunesmith.plan.derive.capacity import engine_threads
 from tunesmith.plan.facts import hardware
 from tunesmith.plan.facts.hardware import Gpu, Hardware, parse_gpus, read_hardware
 from tunesmith.plan.facts.model import ModelFacts, read_model_facts
 from tunesmith.plan.filling import with_values
+from tunesmith.plan.plan import devices_of, draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.plan.rules.rule import UNREAD
@@ -201,7 +201,7 @@ def test_state_counts_the_teacher_in_place_of_a_reference() -> None:
         (load_config(OfflineDistillConfig, None, [*base, "teacher.path=org/t"]), 7, 18 * 5 + 2 * 7),
     ):
         known = facts(frozen_parameters=frozen * 1_000_000)
-        found = planned(resolve(config, known).config, known)
+        found = planned(draft(resolve(config, known).config, known))
         assert found is not None and found.state == expected * 1_000_000
 
 
@@ -440,7 +440,10 @@ def test_who_computes_at_once_shares_the_cores(
 ) -> None:
     machine = replace(facts().hardware, cores=8, gpus=())
     resolved = resolve(rl(*said), replace(facts(), hardware=machine))
-    assert resolved.config.system.threads == trainer and engine_threads(resolved.config) == engine
+    assert (
+        resolved.config.system.threads == trainer
+        and devices_of(resolved.config).engine_threads == engine
+    )
     assert all(d.reason.endswith(reason) for d in resolved.derived if d.key == "system.threads")
 
 

@@ -58,7 +58,7 @@ def problems(rule: str, command: str, overrides: list[str], facts: str) -> Itera
     base = ["model.path=org/m", "data.train=org/d", *NEEDED.get(command, [])]
     config = load_config(kind, None, [*base, *overrides], files=False)
     if rule == "unread":
-        yield from unread_problems(config, FACTS[facts])
+        yield from unread_problems(config, facts=FACTS[facts])
     for of, judge in RULES:
         if judge.__name__ == rule and isinstance(config, of):
             yield from judge(Situation(config, FACTS[facts]))

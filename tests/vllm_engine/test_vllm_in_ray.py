@@ -12,7 +12,7 @@ from tests.support.engine_contract import Subject
 from tests.support.pool_bench import LAST, PoolBench, each_check
 from tunesmith.config.system import SystemSection
 from tunesmith.errors import EngineLostError
-from tunesmith.plan.processes.cluster import Bundle
+from tunesmith.plan.cluster import Bundle
 from tunesmith.run.placement.engine_host import make_engine_host
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")

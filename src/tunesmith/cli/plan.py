@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunesmith.cli.arguments import Overrides, RunFile
+from tunesmith.plan.plan import draft
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,8 +89,8 @@ def plan(
         print(json.dumps({"fits": True, **found}, indent=2))
         return
     print_resolved(layout_of_run(resolved), all_of_it=True)
-    _print_table(memory_rows(memory_of(resolved.config, facts)))
-    _print_table(seconds_rows(step_seconds(resolved.config, facts)))
+    _print_table(memory_rows(memory_of(draft(resolved.config, facts))))
+    _print_table(seconds_rows(step_seconds(draft(resolved.config, facts))))
     _print_table(other_rows(found))
 
 

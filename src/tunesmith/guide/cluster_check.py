@@ -17,8 +17,8 @@ from tunesmith.config.system import Role
 from tunesmith.config.values import format_size
 from tunesmith.errors import TrainerLostError
 from tunesmith.learn.usercode.far import gather
+from tunesmith.plan.devices import visible_names
 from tunesmith.plan.facts.hardware import read_hardware
-from tunesmith.plan.processes.devices import visible_names
 from tunesmith.run.placement.machines import RankHost, written_probe
 from tunesmith.run.placement.planes import launched_address
 from tunesmith.run.processes.machines import PACKAGES, own_view

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -30,6 +30,11 @@ class Filling:
         """Set a key that was omitted."""
         if self.get(key) is None:
             self.set(key, value, reason)
+
+    def take(self, reasons: Iterable[Derived]) -> None:
+        """Set what was derived elsewhere."""
+        for entry in reasons:
+            self.set(entry.key, entry.value, entry.reason)
 
     def set(self, key: str, value: Any, reason: str) -> None:
         """Set a key, replacing any value, and record why."""

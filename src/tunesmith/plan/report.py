@@ -15,7 +15,9 @@ from tunesmith.plan.cost.memory import planned_devices, planned_roles
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
+from tunesmith.plan.kind import RunKind
 from tunesmith.plan.layout.alternatives import cost, limits, next_best
+from tunesmith.plan.plan import AnyPlan, draft
 from tunesmith.records.toml import toml_value
 
 LAYOUT = (
@@ -70,6 +72,7 @@ def plan_of(
         config: the run before its settings were derived.
         price: the price of one GPU for an hour.
     """
+    plan = draft(resolved.config, facts)
     machine = facts.hardware
     model = facts.model
     layout = layout_of_run(resolved)
@@ -90,11 +93,11 @@ def plan_of(
             "parameters": model.parameters if model else None,
         },
         "layout": told,
-        "memory": memory_of(resolved.config, facts),
-        "seconds": step_seconds(resolved.config, facts),
-        "limits": limits(config, resolved, facts),
-        "next_best": next_best(config, resolved, facts),
-        **({"cost": cost(resolved, facts, price)} if price is not None else {}),
+        "memory": memory_of(plan),
+        "seconds": step_seconds(plan),
+        "limits": limits(config, plan),
+        "next_best": next_best(config, plan),
+        **({"cost": cost(plan, price)} if price is not None else {}),
         "notes": [*resolved.notes],
     }
 
@@ -109,19 +112,19 @@ def _matters(resolved: Resolved[Any], key: str) -> bool:
     return config.samples or not key.startswith(("system.engine", "system.hybrid"))
 
 
-def memory_of(config: RunConfig, facts: Facts) -> list[dict[str, Any]]:
+def memory_of(plan: AnyPlan) -> list[dict[str, Any]]:
     """Each kind of device: bytes by role and category, per phase and at the peak; free bytes, and
     the peak's share.
 
     Empty if the model's size is unknown.
     """
-    devices = planned_devices(config, facts)
-    own = planned_roles(config, facts)
+    devices = planned_devices(plan)
+    own = planned_roles(plan)
     return [
         {
             "device": name,
             "roles": _roles(own if place == 0 else {name: replace(planned, libraries=0)}, planned),
-            "phases": _phases(config, planned),
+            "phases": _phases(plan.kind, planned),
             "host": planned.host,
             "peak": planned.peak,
             "free": free,
@@ -140,10 +143,10 @@ def _roles(roles: Mapping[str, Price], whole: Price) -> dict[str, dict[str, int]
     }
 
 
-def _phases(config: RunConfig, price: Price) -> dict[str, int]:
-    training = {"training": price.training} if config.trains else {}
+def _phases(kind: RunKind, price: Price) -> dict[str, int]:
+    training = {"training": price.training} if kind.trains else {}
     training |= {"scoring": price.scoring} if price.scored else {}
-    return training | ({"sampling": price.sampling} if config.samples else {})
+    return training | ({"sampling": price.sampling} if kind.samples else {})
 
 
 def memory_rows(memory: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:

@@ -4,7 +4,7 @@ argument."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tunesmith.config.commands import (
     DPOConfig,
@@ -19,20 +19,20 @@ from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.values import format_size
 from tunesmith.errors import CapacityError
-from tunesmith.plan.cost.memory import longest_sample
-from tunesmith.plan.derive.capacity import derive_capacity, derive_device
+from tunesmith.plan.derive.capacity import derive_device, with_capacity
 from tunesmith.plan.derive.generation import derive_sampling
-from tunesmith.plan.derive.weights import derive_weights, fill_weight_copy
+from tunesmith.plan.derive.weights import with_weights
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import Filling
+from tunesmith.plan.filling import Filling, with_values
 from tunesmith.plan.layout.fitting import memory_notes, memory_problems
-from tunesmith.plan.layout.profiles import derive_profile
-from tunesmith.plan.layout.search import derive_layout
+from tunesmith.plan.layout.profiles import profile_values
+from tunesmith.plan.layout.search import with_layout
 from tunesmith.plan.length import optimizer_steps, steps_of_epochs
+from tunesmith.plan.plan import AnyPlan, Reasons, draft, longest_sample
 from tunesmith.plan.rules.checks import check, contradictions, raise_all, unread_problems
 from tunesmith.plan.rules.notes import notes
 from tunesmith.plan.rules.situation import Situation, resolved_algorithm
-from tunesmith.plan.rules.vllm import derive_vllm
+from tunesmith.plan.rules.vllm import with_vllm
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -86,22 +86,43 @@ def resolve(config: C, facts: Facts) -> Resolved[C]:
     _derive_episode(filling, facts)
     _derive_isolation(filling, facts)
     # Derived before the limits, which are often far higher than the data needs.
-    derive_device(filling, facts)
-    derive_profile(filling, facts)
-    derive_layout(filling, facts)
-    derive_capacity(filling, facts)
-    derive_weights(filling)
-    fill_weight_copy(filling)
-    derive_vllm(filling, facts)
+    *_, reasons = derive_device(filling.config, facts)
+    filling.take(reasons)
+    filling.take(profile_values(draft(filling.config, facts)))
+    _derive_devices(filling, facts)
     if config.trains:
         _derive_limits(filling, facts)
-    unread = unread_problems(filling.config, facts, said=config)
-    problems = [*memory_problems(filling.config, facts, config)]
+    plan = draft(filling.config, facts)
+    unread = unread_problems(config, plan)
+    problems = [*memory_problems(plan, config)]
     if problems:
         raise CapacityError(*problems)  # what else does not fit follows from it
-    raise_all([*unread, *contradictions(filling.config, facts)])
+    raise_all([*unread, *contradictions(plan)])
     given = settings(config, given_only=True)
-    return Resolved(filling.config, given, tuple(filling.derived), tuple(_notes(filling, facts)))
+    return Resolved(filling.config, given, tuple(filling.derived), tuple(_notes(filling, plan)))
+
+
+def _derive_devices(filling: Filling, facts: Facts) -> None:
+    """Derive processes and memory."""
+    reasons = Reasons()
+    plan, turns_open = with_layout(draft(filling.config, facts), reasons)
+    plan = with_capacity(plan, reasons, turns_open=turns_open)
+    plan = with_vllm(with_weights(plan, reasons), reasons)
+    filling.take(reasons)
+    devices = plan.devices
+    usual: dict[str, Any] = {
+        "system.trainer_ranks": devices.trainer_ranks,
+        "system.zero_stage": devices.zero_stage,
+    }
+    if plan.kind.samples:
+        usual["system.engines"] = devices.engines
+    if devices.engine.spans_devices:
+        usual["system.vllm.tensor_parallel_size"] = devices.tensor
+    for key, value in usual.items():
+        if filling.get(key) is None:
+            filling.config = with_values(filling.config, {key: value})
+    if any(entry.key == "system.placement" for entry in reasons):  # they have plain values
+        filling.config = with_values(filling.config, {"system.placement": devices.placement})
 
 
 def _derive_algorithm(filling: Filling, facts: Facts) -> None:
@@ -308,8 +329,8 @@ def _derive_limits(filling: Filling, facts: Facts) -> None:
         filling.fill("data.max_prompt_tokens", room - config.rollout.max_new_tokens, reason)
 
 
-def _notes(filling: Filling, facts: Facts) -> Iterator[str]:
+def _notes(filling: Filling, plan: AnyPlan) -> Iterator[str]:
     """Remarks about settings that are allowed but questionable."""
     derived = any(each.key == "system.device" for each in filling.derived)
-    yield from notes(Situation(filling.config, facts), device_derived=derived)
-    yield from memory_notes(filling.config, facts)
+    yield from notes(Situation.of(plan), device_derived=derived)
+    yield from memory_notes(plan)

@@ -24,7 +24,8 @@ from tunesmith.guide.simulate.processes import FakeProcesses
 from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.learn.usercode.far import gather
 from tunesmith.plan.cost.memory import planned, planned_devices
-from tunesmith.plan.processes.weights import BUCKET
+from tunesmith.plan.devices import BUCKET
+from tunesmith.plan.plan import draft
 from tunesmith.run.engines.local.decode_attention import _scores  # pyright: ignore[reportPrivateUsage]
 from tunesmith.run.processes.checksum import SLAB
 from tunesmith.run.processes.rank_group import RankGroup
@@ -280,7 +281,7 @@ def test_the_plan_of_a_quantised_base_is_what_it_takes(tmp_path: Path, stage: in
     )
     config, facts = resolved(tmp_path, "sft", shape, "4xH100-80GB", *said, GIVEN[0], GIVEN[2])
     train = dry_run(config, facts)[FIRST]["train"]
-    [(_, planned, _)] = planned_devices(config, facts)
+    [(_, planned, _)] = planned_devices(draft(config, facts))
     assert train.peak["weights"] == pytest.approx(planned.weights, rel=0.05)
     assert train.total <= planned.peak - planned.libraries <= 1.08 * train.total
 
@@ -387,7 +388,7 @@ def test_engines_have_gpus_of_their_own(tmp_path: Path, engine: str) -> None:
     config, facts = resolved(tmp_path, "rl", TINY, "4xH100-80GB", *given)
     gpus = dry_run(config, facts)
     assert set(gpus) == {FIRST, "engine"} and not {*HELD} & gpus[FIRST]["train"].peak.keys()
-    planned = {name: price for name, price, _ in planned_devices(config, facts)}["engine"]
+    planned = {name: price for name, price, _ in planned_devices(draft(config, facts))}["engine"]
     assert gpus["engine"]["sample"].peak["keys and values"] == pytest.approx(planned.kv, rel=0.01)
     assert gpus["engine"]["sample"].peak["engines' weights"] == pytest.approx(
         planned.engine, rel=0.06
@@ -419,7 +420,7 @@ def test_roles_on_ray_have_gpus_of_their_own(tmp_path: Path, processes: int) -> 
     config, facts = resolved(tmp_path, "rl", TINY, "2x8xH100-80GB", *given, frozen=judge)
     gpus = dry_run(config, facts)
     assert set(gpus) == {FIRST, "engine", "critic", "reference", "reward model"}
-    planned = {name: price for name, price, _ in planned_devices(config, facts)}
+    planned = {name: price for name, price, _ in planned_devices(draft(config, facts))}
     for name in ("trainer", "critic"):
         peak = gpus[name]["train"].peak
         assert peak["weights"] == pytest.approx(planned[name].weights, rel=0.06), (
@@ -455,7 +456,7 @@ def test_the_plan_of_a_reward_model_that_two_share_is_what_it_takes(tmp_path: Pa
     )
     phase = dry_run(config, facts)["reward model"]["reward"]
     [planned] = [
-        price for name, price, _ in planned_devices(config, facts) if name == "reward model"
+        price for name, price, _ in planned_devices(draft(config, facts)) if name == "reward model"
     ]
     assert phase.peak["frozen models"] == pytest.approx(planned.frozen, rel=0.001)
     assert planned.frozen == 2 * facts.frozen_parameters // 2
@@ -494,7 +495,7 @@ def test_weights_for_nccl_are_copied_on_the_gpu_and_nowhere_else(
     )
     given += (STAGE(3),) if ranks > 1 else ()
     config, facts = resolved(tmp_path, "rl", shape, "4xH100-80GB", *given)
-    price = planned(config, facts)
+    price = planned(draft(config, facts))
     publish = dry_run(config, facts)[FIRST]["publish"]
     assert price is not None and config.system.weight_copy == "gpu"
     copy = price.published

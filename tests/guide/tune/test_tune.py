@@ -49,6 +49,7 @@ from tunesmith.plan.facts.measured import remembered
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
+from tunesmith.plan.plan import draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.progress import duration
 from tunesmith.run.trainers.state_files import write_state
@@ -222,7 +223,7 @@ def test_the_cost_model_orders_settings() -> None:
 
     def seconds(*more: str) -> float:
         found = resolve(load_config(RLConfig, None, [*said, *more]), facts).config
-        return expected_seconds(found, facts, 64, 300)
+        return expected_seconds(draft(found, facts), 64, 300)
 
     usual = seconds()
     for slow in (

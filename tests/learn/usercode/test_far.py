@@ -23,7 +23,7 @@ from tunesmith.config.system import SystemSection
 from tunesmith.errors import ConfigError, EngineLostError
 from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.learn.usercode.far import Far, gather
-from tunesmith.plan.processes.cluster import Bundle
+from tunesmith.plan.cluster import Bundle
 
 CODE = """
 import asyncio, os, sys, threading, time

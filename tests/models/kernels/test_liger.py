@@ -34,6 +34,7 @@ from tunesmith.models.kernels.liger import LIGER
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import draft
 from tunesmith.plan.rules import checks
 from tunesmith.plan.rules.checks import check, contradictions
 from tunesmith.run.placement.models import load_model, load_tokenizer
@@ -276,7 +277,9 @@ def test_rows_that_are_too_wide_are_refused_with_their_width(tmp_path: Path) -> 
     assert model is not None
     for width, problems in ((65536, 0), (65537, 1)):
         found = list(
-            contradictions(config, Facts(machine(GPU), replace(model, intermediate_size=width)))
+            contradictions(
+                draft(config, Facts(machine(GPU), replace(model, intermediate_size=width)))
+            )
         )
         assert (
             len(

@@ -47,6 +47,7 @@ from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import PINNED, layer_copy, price
 from tunesmith.plan.cost.seconds import TO_THE_HOST, step_seconds
 from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.plan import draft
 from tunesmith.run.placement.planes import published
 from tunesmith.run.placement.rewards import SequenceScores
 from tunesmith.run.processes.rank_group import join_group_of_one
@@ -318,7 +319,7 @@ def test_each_micro_batch_brings_the_layers_twice() -> None:
         "train.steps=1",
         "data.max_tokens=64",
     )
-    seconds = step_seconds(resolved(SFTConfig, facts, *said), facts)
+    seconds = step_seconds(draft(resolved(SFTConfig, facts, *said), facts))
     brought = 4 * 2 * LLAMA_70B.layers * layer_copy(LLAMA_70B, Layout(4))
     assert seconds["training"] == pytest.approx(brought / TO_THE_HOST, rel=0.05)
 

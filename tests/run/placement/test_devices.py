@@ -24,13 +24,14 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.config.values import megabytes, parse_size
 from tunesmith.errors import ConfigError, EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.cluster import cluster_problems
+from tunesmith.plan.devices import device_problems, visible_names
 from tunesmith.plan.facts.hardware import Gpu, Hardware
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.processes.cluster import cluster_problems
-from tunesmith.plan.processes.devices import device_problems, own_devices, visible_names
+from tunesmith.plan.plan import devices_of
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.rules.checks import contradictions
+from tunesmith.plan.rules.checks import said_contradictions
 from tunesmith.run.engines.far import FarEngine
 from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.processes.local import LocalProcesses
@@ -75,7 +76,7 @@ def vllm(tensor: int, pipeline: int = 1) -> tuple[str, ...]:
 def test_each_engine_has_gpus_of_its_own(
     said: tuple[str, ...], visible: str, expected: list[tuple[str, ...]] | None
 ) -> None:
-    assert own_devices(config(*said), visible.split()) == expected
+    assert devices_of(config(*said)).own_devices(visible.split()) == expected
 
 
 @given(
@@ -92,12 +93,14 @@ def test_no_gpu_is_given_twice(
         f"system.engines={engines}",
     )
     wanted = config(*own, *vllm(ranks))
-    places = own_devices(wanted, visible_names(None, gpus))
+    places = devices_of(wanted).own_devices(visible_names(None, gpus))
     assert places is not None and all(len(place) == ranks for place in places)
     given = [gpu for place in places for gpu in place]
     assert len(given) == len(set(given)) and (hybrid or str(trainer) not in given)
     assert len(places) == (gpus - (not hybrid)) // ranks
-    assert bool([*device_problems(wanted, gpus)]) == (engines * ranks > gpus - (not hybrid))
+    assert bool([*device_problems(devices_of(wanted), gpus)]) == (
+        engines * ranks > gpus - (not hybrid)
+    )
 
 
 def test_gpus_have_the_names_they_go_by_here() -> None:
@@ -120,16 +123,18 @@ def test_gpus_have_the_names_they_go_by_here() -> None:
 def test_too_few_gpus_are_refused_with_numbers(
     said: tuple[str, ...], gpus: int, words: str
 ) -> None:
-    assert words in "".join(map(str, device_problems(config(*said), gpus)))
+    assert words in "".join(map(str, device_problems(devices_of(config(*said)), gpus)))
 
 
 def test_turns_are_offered_only_where_they_would_do() -> None:
-    [problem] = device_problems(config("system.engines=3", "rollout.max_staleness=1"), 3)
+    [problem] = device_problems(
+        devices_of(config("system.engines=3", "rollout.max_staleness=1")), 3
+    )
     assert "hybrid" not in problem.text
-    [problem] = device_problems(config("system.engines=4"), 3)
+    [problem] = device_problems(devices_of(config("system.engines=4")), 3)
     assert "hybrid" not in problem.text
-    assert not [*device_problems(config("system.engines=4"), 1)]  # all on the one
-    assert not [*device_problems(config('system.weight_plane="nccl"'), 2)]
+    assert not [*device_problems(devices_of(config("system.engines=4")), 1)]  # all on the one
+    assert not [*device_problems(devices_of(config('system.weight_plane="nccl"')), 2)]
 
 
 class NoWeights:
@@ -221,13 +226,13 @@ def test_runs_that_sample_only_give_every_gpu_to_engines(
     def sampler(*said: str) -> Any:
         return load_config(kind, None, [*BASE, *said])
 
-    assert own_devices(sampler(), ["0", "1"]) == [("0",), ("1",)]
-    assert own_devices(sampler(*vllm(2)), ["0", "1"]) == [("0", "1")]
-    assert not [*device_problems(sampler("system.engines=2"), 2)]
-    [problem] = device_problems(sampler("system.engines=3"), 2)
+    assert devices_of(sampler()).own_devices(["0", "1"]) == [("0",), ("1",)]
+    assert devices_of(sampler(*vllm(2))).own_devices(["0", "1"]) == [("0", "1")]
+    assert not [*device_problems(devices_of(sampler("system.engines=2")), 2)]
+    [problem] = device_problems(devices_of(sampler("system.engines=3")), 2)
     assert "3 of 1 GPU each take 3 GPUs, and this process sees 2, with room for 2" in problem.text
     assert "hybrid" not in problem.text and "the trainer" not in problem.text
-    [problem] = device_problems(sampler('system.weight_plane="nccl"'), 2)
+    [problem] = device_problems(devices_of(sampler('system.weight_plane="nccl"')), 2)
     assert problem.keys == ("system.weight_plane",) and problem.kind == "machine"
 
 
@@ -353,7 +358,9 @@ def on_ray(**said: Any) -> RLConfig:
     ],
 )
 def test_two_ranks_on_one_gpu_are_refused(said: dict[str, Any], refused: list[str]) -> None:
-    found = [each.keys for each in cluster_problems(on_ray(**{"trainer_ranks": 2, **said}))]
+    found = [
+        each.keys for each in cluster_problems(devices_of(on_ray(**{"trainer_ranks": 2, **said})))
+    ]
     asked = [keys for keys in found if keys[0].endswith(".gpus")]
     assert asked == [(f"system.placement.{role}.gpus", "system.trainer_ranks") for role in refused]
 
@@ -373,12 +380,14 @@ def test_two_ranks_on_one_gpu_are_refused(said: dict[str, Any], refused: list[st
 def test_ipc_on_a_cluster_is_between_an_engine_and_a_trainer_that_share_a_gpu(
     said: dict[str, Any], works: bool
 ) -> None:
-    problems = [each.keys for each in contradictions(on_ray(weight_plane="ipc", **said))]
+    problems = [each.keys for each in said_contradictions(on_ray(weight_plane="ipc", **said))]
     assert (("system.weight_plane", "system.cluster") in problems) is not works
 
 
 def test_nccl_is_not_between_an_engine_and_a_trainer_that_share_a_gpu() -> None:
     together = {"placement": {"colocate": [["actor", "rollout"]]}}
     keys = ("system.weight_plane", "system.placement.colocate")
-    assert keys in [each.keys for each in contradictions(on_ray(weight_plane="nccl", **together))]
-    assert keys not in [each.keys for each in contradictions(on_ray(weight_plane="nccl"))]
+    assert keys in [
+        each.keys for each in said_contradictions(on_ray(weight_plane="nccl", **together))
+    ]
+    assert keys not in [each.keys for each in said_contradictions(on_ray(weight_plane="nccl"))]

@@ -40,11 +40,12 @@ from tunesmith.learn.algorithms.aggregation import weigh
 from tunesmith.learn.algorithms.objective import policy_objective
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.micro_batches import Packing
+from tunesmith.plan.cluster import Bundle, bundles, missing, processes
 from tunesmith.plan.facts.hardware import Gpu, read_hardware
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.processes.cluster import Bundle, bundles, missing, processes
+from tunesmith.plan.plan import devices_of
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.run.engines.pool import EnginePool
@@ -176,7 +177,7 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_pat
     """Losses travel there, numbers come back, bit by bit; so do the reference, the average and
     checkpoints."""
     config = resolved(tmp_path, algorithm__kl__coef=0.1, train__ema_decay=0.5)
-    assert processes(config) == {"actor": 1, "ref": 1, "rollout": 1}
+    assert processes(devices_of(config)) == {"actor": 1, "ref": 1, "rollout": 1}
     tokenizer = load_tokenizer(config)
     local = make_policy(with_values(config, {"system.cluster": "none"}), tokenizer)
     there, _ = remote_trainer(cluster, config, make_policy)
@@ -350,7 +351,7 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path) -> None:
         ClusterError,
         match=r"4 GPUs are needed \(1 × trainer 1, 3 × engine 1\), and the cluster has 0",
     ):
-        RayCluster.open(config.system, bundles(config))
+        RayCluster.open(config.system, bundles(devices_of(config)))
 
 
 @pytest.mark.slow
@@ -406,7 +407,7 @@ def test_settings_that_do_not_fit(changed: Any, words: str, tmp_path: Path) -> N
 def test_without_ray_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tunesmith.plan.processes.cluster.find_spec", lambda _: None)
+    monkeypatch.setattr("tunesmith.plan.cluster.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r'pip install "tunesmith\[ray\]"'):
         resolved(tmp_path)
 
@@ -415,9 +416,9 @@ def test_roles_that_share_a_place(tmp_path: Path) -> None:
     said = {"colocate": [["actor", "ref"]], "actor__gpus": 1, "actor__cpus": 3, "rollout__gpus": 2}
     placement = {f"system__placement__{key}": value for key, value in said.items()}
     config = resolved(tmp_path, algorithm__kl__coef=0.1, system__engines=2, **placement)
-    together, *engines = bundles(config)
+    together, *engines = bundles(devices_of(config))
     assert together == Bundle(("actor",), 3.0, 1.0), "the reference is in the trainer's process"
-    assert "ref" not in processes(config)
+    assert "ref" not in processes(devices_of(config))
     assert engines == [Bundle(("rollout",), 1.0, 2.0)] * 2
     side_by_side = {
         **placement,
@@ -426,20 +427,20 @@ def test_roles_that_share_a_place(tmp_path: Path) -> None:
     }
     del side_by_side["system__placement__rollout__gpus"]
     config = resolved(tmp_path, algorithm__kl__coef=0.1, system__engines=2, **side_by_side)
-    assert processes(config) == {"actor": 2, "ref": 1, "rollout": 2}
-    assert bundles(config) == [Bundle(("actor", "rollout"), 4.0, 1.0)] * 2 + [
+    assert processes(devices_of(config)) == {"actor": 2, "ref": 1, "rollout": 2}
+    assert bundles(devices_of(config)) == [Bundle(("actor", "rollout"), 4.0, 1.0)] * 2 + [
         Bundle(("ref",), 1.0, 0.0)
     ]
     scoring = {"system__placement__ref__processes": 3, "system__placement__ref__gpus": 1}
     config = resolved(tmp_path, algorithm__kl__coef=0.1, **scoring)
-    assert bundles(config) == [
+    assert bundles(devices_of(config)) == [
         Bundle((role,), 1.0, gpus)
         for role, gpus in (("actor", 0.0), *[("ref", 1.0)] * 3, ("rollout", 0.0))
     ]
     with pytest.raises(ConfigError, match="names 'critic'"):
-        bundles(resolved(tmp_path, system__placement__critic__gpus=1))
+        bundles(devices_of(resolved(tmp_path, system__placement__critic__gpus=1)))
     with pytest.raises(ConfigError, match="names 'reward'"):  # functions are not sharded
-        bundles(resolved(tmp_path, system__placement__reward__shards=2))
+        bundles(devices_of(resolved(tmp_path, system__placement__reward__shards=2)))
 
 
 GPUS = {"system__device": "cuda", "system__engine": "vllm", "system__engine_python": sys.executable}
@@ -469,7 +470,7 @@ def test_an_engine_of_several_ranks_shares_a_place_with_enough_gpus(
         replace(read_hardware(), gpus=(gpu,) * 8), known_model_facts(str(path)), 12, None, 8
     )
     config = resolve(config, facts).config
-    assert bundles(config) == expected
+    assert bundles(devices_of(config)) == expected
     assert expected[0].dealt == (ranks > 1) and (not expected[0].dealt or expected[0].share[1] == 0)
     with pytest.raises(ConfigError, match="different numbers of processes"):
         check(
@@ -497,7 +498,7 @@ import os, ray
 from tunesmith.run.processes.ray_cluster import RayCluster
 from tunesmith.config.system import SystemSection
 from tunesmith.errors import TrainerLostError
-from tunesmith.plan.processes.cluster import Bundle
+from tunesmith.plan.cluster import Bundle
 
 class Seen:
     def gpus(self):

@@ -28,6 +28,7 @@ from tunesmith.plan.cost.memory import LIMIT, planned_devices
 from tunesmith.plan.cost.price import PINNED, price
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
+from tunesmith.plan.plan import draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.run.trainers import optimizer
 from tunesmith.run.trainers.optimizer import AdamWSettings, MasterOptimizer
@@ -241,7 +242,7 @@ def test_it_is_not_derived_for_a_run_that_may_fit_without_it() -> None:
     host = 512 * GB
     config = resolved(SFTConfig, on(replace(A100, memory_free=400 * GB), QWEN_7B, memory=host))
     whole = with_values(config, {"system.gradient_checkpointing": True})
-    peak = planned_devices(whole, on(A100, QWEN_7B), least=True)[0][1].peak
+    peak = planned_devices(draft(whole, on(A100, QWEN_7B)), least=True)[0][1].peak
     for share in (1.2, 1.0, 0.95):
         gpu = replace(A100, memory_total=200 * GB, memory_free=int(share * peak))
         assert not resolve_sft(on(gpu, QWEN_7B, memory=host)).notes
@@ -255,7 +256,7 @@ def test_it_is_not_derived_for_a_run_that_may_fit_without_it() -> None:
 def test_the_ranks_of_a_machine_share_its_memory_and_leave_some() -> None:
     said = ("system.offload_optimizer=true", "system.offload_activations=false", "train.steps=1")
     config = resolved(SFTConfig, on(A100, QWEN_7B, memory=512 * GB), *said)
-    kept = planned_devices(config, on(A100, QWEN_7B), least=True)[0][1].host
+    kept = planned_devices(draft(config, on(A100, QWEN_7B)), least=True)[0][1].host
     assert "128GB" in refusal(SFTConfig, on(A100, QWEN_7B, memory=int(1.02 * kept)), *said)
     assert resolved(
         SFTConfig, on(A100, QWEN_7B, memory=int(1.06 * kept)), *said

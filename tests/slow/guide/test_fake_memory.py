@@ -28,6 +28,7 @@ from tunesmith.errors import CapacityError
 from tunesmith.guide.simulate.dry_run import dry_run
 from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.cost.memory import planned
+from tunesmith.plan.plan import draft
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +74,7 @@ def test_a_pass_without_gradients_is_planned_within_five_percent(tmp_path: Path,
     scoring = f"system.scoring_max_tokens={2 * case.tokens}"
     more = (*case.options, f"data.eval={tmp_path}/eval.jsonl", scoring)
     config, facts = planned_case(tmp_path, replace(case, options=more))
-    price = planned(config, facts)
+    price = planned(draft(config, facts))
     assert price is not None and price.scored
     expected = price.scoring - price.libraries
     assert dry_run(config, facts)[FIRST]["score"].total == pytest.approx(expected, rel=0.05)
@@ -119,7 +120,7 @@ def test_frozen_models_in_host_memory_are_within_five_percent(tmp_path: Path, co
     config, facts = resolved(
         tmp_path, command, shape, "H200", *given, frozen=shape | judge | {"num_hidden_layers": 8}
     )
-    price = planned(config, facts)
+    price = planned(draft(config, facts))
     phases = dry_run(config, facts)[FIRST]
     assert (
         price is not None and price.frozen == 0 < price.scorer and bool(price.judge) == bool(judge)

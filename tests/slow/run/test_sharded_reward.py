@@ -22,11 +22,12 @@ from tunesmith.config.system import SystemSection
 from tunesmith.errors import DeviceMemoryError, RewardError
 from tunesmith.learn.usercode.far import Far, gather
 from tunesmith.models.parallel.sharding import local
+from tunesmith.plan.cluster import bundles
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.model import count_parameters
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.processes.cluster import bundles
+from tunesmith.plan.plan import devices_of
 from tunesmith.plan.resolve import resolve
 from tunesmith.run.placement import processes
 from tunesmith.run.placement.processes import RewardHost, remote_reward_model
@@ -112,13 +113,13 @@ def test_two_processes_share_a_reward_model_and_score_as_one(
     config = resolved(tmp_path, shards=2)
     said = list[str]()
     expected = [(score - 0.25) / 2.0 for score in direct_scores(judge, SEQUENCES)]
-    assert [bundle.roles for bundle in bundles(config)] == [
+    assert [bundle.roles for bundle in bundles(devices_of(config))] == [
         ("actor",),
         ("reward",),
         ("reward",),
         ("rollout",),
     ]
-    with RayCluster.open(SystemSection(), bundles(config)) as cluster:
+    with RayCluster.open(SystemSection(), bundles(devices_of(config))) as cluster:
         model = remote_reward_model(cluster, config, config.reward.models[0], said.append)
 
         def check(fits: int = len(SEQUENCES)) -> None:
@@ -154,7 +155,7 @@ def test_two_copies_of_two_shares_deal_out_what_there_is(
     judge = save_reward_model(tmp_path / "judge", stats=(0.0, 1.0))
     config = resolved(tmp_path, processes=4, shards=2)
     expected = direct_scores(judge, SEQUENCES)
-    with RayCluster.open(SystemSection(), bundles(config)) as cluster:
+    with RayCluster.open(SystemSection(), bundles(devices_of(config))) as cluster:
         model = remote_reward_model(cluster, config, config.reward.models[0], print)
         assert [far.call("held") for far in started] == 2 * shares_of(judge)
         for fits in (len(SEQUENCES), 1):

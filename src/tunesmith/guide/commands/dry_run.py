@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tunesmith.guide.simulate.dry_run import DryPhase
     from tunesmith.plan.cost.device import Price
+    from tunesmith.plan.plan import draft
 
 ASSUMED_LINES = 1000
 """Assumed lines of data, which is not read: the learning rate schedule needs an end."""
@@ -53,7 +54,7 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
         resolved, facts = plan_run(config, on)
         check_dry_run(resolved.config)
     print_resolved(layout_of_run(resolved), all_of_it=True)
-    prices = {name: price for name, price, _ in planned_devices(resolved.config, facts)}
+    prices = {name: price for name, price, _ in planned_devices(draft(resolved.config, facts))}
     gpus = dry_run(
         resolve(config, replace(facts, train_size=facts.train_size or ASSUMED_LINES)).config, facts
     )

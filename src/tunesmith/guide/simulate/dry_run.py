@@ -33,20 +33,16 @@ from tunesmith.guide.simulate.parts import (
 from tunesmith.guide.simulate.processes import FakeProcesses
 from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.learn.algorithms.kl import KLController
+from tunesmith.plan.cluster import NAMES
 from tunesmith.plan.cost.device import Price
 from tunesmith.plan.cost.memory import (
     LEAST_TOKENS,
-    engines_elsewhere,
-    longest_sample,
     planned,
     planned_elsewhere,
 )
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.layout.keys import ENGINES
-from tunesmith.plan.processes.cluster import NAMES
-from tunesmith.plan.processes.roles import scoring_shards, shares_trainer_device
-from tunesmith.plan.processes.weights import weights_apart
+from tunesmith.plan.plan import devices_of, draft, longest_sample
 from tunesmith.run.placement.processes import remote_reward_model
 from tunesmith.run.placement.rewards import load_reward_model
 from tunesmith.run.placement.rl_run import make_learner_and_engine
@@ -149,7 +145,9 @@ class DryRun:
         groups = groups_of(config, self.longest, self.tokens)
         processes = self.processes
         with self.phase("load"):
-            run = run_with_data(with_values(config, {ENGINES: 1}), [group.task for group in groups])
+            run = run_with_data(
+                with_values(config, {"system.engines": 1}), [group.task for group in groups]
+            )
             with self.device.allocating(KEYS_AND_VALUES):  # the others are named next
                 learner, engine = make_learner_and_engine(run, _SESSION, processes)
             self.name(learner)
@@ -176,7 +174,7 @@ class DryRun:
         }
         parts: Any = SimpleNamespace(**used, rewards=SimpleNamespace(weights={}))
         for step in range(STEPS):
-            if weights_apart(config) or config.system.hybrid:
+            if devices_of(config).weights_apart or config.system.hybrid:
                 with self.phase("publish"):
                     await hand_device_to_engine(parts, engine.load_weights, step)
             with self.phase("sample"):
@@ -210,7 +208,7 @@ class DryRun:
         await engine.close()
 
     def reward_models(self, config: RLConfig) -> Iterator[RewardModel]:
-        shards = scoring_shards(config, "reward")
+        shards = devices_of(config).scoring_shards("reward")
         if shards > 1:  # other copies are like the first one
             config = with_values(config, {"system.placement.reward.processes": shards})
         for entry in config.reward.models:
@@ -293,12 +291,12 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, DryPhase]]:
     from tunesmith.guide.simulate.device import FakeDevice
     from tunesmith.models.parallel.sequence import sequence_group
 
-    apart = isinstance(config, RLConfig) and weights_apart(config)
-    engine = planned_elsewhere(config, facts) or planned(config, facts) or Price()
+    apart = isinstance(config, RLConfig) and devices_of(config).weights_apart
+    engine = planned_elsewhere(draft(config, facts)) or planned(draft(config, facts)) or Price()
     if config.model.quantize is not None:
         import_module("bitsandbytes")  # it detects real GPUs on import
-    judges = scoring_shards(config, "reward")
-    together = max(config.system.trainer_ranks, scoring_shards(config, "ref"), judges)
+    judges = devices_of(config).scoring_shards("reward")
+    together = max(config.system.trainer_ranks, devices_of(config).scoring_shards("ref"), judges)
     with FakeDevice(len(facts.hardware.gpus), together) as device, parts_replaced(device, engine):
         remote = config.system.trainer_ranks > 1 or apart
         try:
@@ -320,9 +318,9 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, DryPhase]]:
 def _gpu_of(config: RunConfig, facts: Facts, role: Role) -> str:
     """The name of the GPU of a role's processes."""
     here = (
-        not engines_elsewhere(config, facts)
+        not draft(config, facts).engines_elsewhere
         if role == "rollout"
-        else shares_trainer_device(config, role)
+        else devices_of(config).shares_trainer_device(role)
     )
     return FIRST if here or role == "actor" else NAMES[role]
 

@@ -51,6 +51,7 @@ from tunesmith.plan.facts.measured import tuned_file
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
+from tunesmith.plan.plan import draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.children import remove_at_end
 from tunesmith.records.interrupts import Interrupted
@@ -132,7 +133,7 @@ class Tuning:
         config = self.resolved(values)
         if isinstance(config, TrialOutcome):
             return False
-        devices = planned_devices(config, replace(self.facts, hardware=read_hardware()))
+        devices = planned_devices(draft(config, replace(self.facts, hardware=read_hardware())))
         return bool(devices) and all(needed.peak <= ROOM * free for _, needed, free in devices)
 
     def expected(self, values: Values) -> float:
@@ -140,7 +141,8 @@ class Tuning:
         if isinstance(config, TrialOutcome):
             return inf
         shape = self.shape
-        return expected_seconds(config, self.facts, shape.samples, shape.tokens / shape.samples)
+        plan = draft(config, self.facts)
+        return expected_seconds(plan, shape.samples, shape.tokens / shape.samples)
 
     def candidates(self, best: Values) -> Iterator[Candidate]:
         """Variants of the best settings, with one setting or the layout changed; refused ones are
@@ -163,8 +165,8 @@ class Tuning:
             if key not in OF_THE_LAYOUT and value != self.derived[key]
         }
         found: Iterator[Values] = iter(()) if self.shape.gpu else layouts_here(self.shape)
-        if gpus_of_run(self.config, self.facts) > 1:
-            found = layouts(self.config, self.facts)
+        if gpus_of_run(draft(self.config, self.facts)) > 1:
+            found = (each.settings for each in layouts(draft(self.config, self.facts)))
         for layout in found:
             with suppress(ConfigError):
                 there = settings(resolve(with_values(self.config, layout), self.facts).config)

@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, inf, sqrt
 
-from tunesmith.config.commands import DistillConfig, RFTConfig, ScoreConfig
-from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import known
-from tunesmith.config.values import format_size, parse_size
+from tunesmith.config.values import format_size
 from tunesmith.plan.cost.device import Layout, Price
 from tunesmith.plan.cost.price import (
     LIBRARIES,
@@ -24,26 +21,9 @@ from tunesmith.plan.cost.price import (
     scoring_bytes,
     sent_bytes,
 )
-from tunesmith.plan.facts.hardware import Gpu
+from tunesmith.plan.devices import BUCKET
 from tunesmith.plan.facts.model import ModelFacts
-from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.processes.devices import (
-    decodes_compiled,
-    engines_together,
-    has_own_devices,
-    on_gpu,
-    ranks_per_engine,
-)
-from tunesmith.plan.processes.roles import (
-    has_critic,
-    keeps_reference,
-    processes_with_trainer,
-    scores,
-    scoring_shards,
-    shares_trainer_device,
-    teaches,
-)
-from tunesmith.plan.processes.weights import BUCKET, loads_model, publishing_ranks, weights_apart
+from tunesmith.plan.plan import AnyPlan
 
 LIMIT = 0.95
 """A run fits a GPU if it needs at most this share of the free memory; the rest is for what no
@@ -59,154 +39,109 @@ LEAST_TOKENS = 64
 """Assumed length of a sample if neither data nor settings determine it."""
 
 
-def gpu_of(config: RunConfig, facts: Facts) -> Gpu | None:
-    index = int((known(config.system, "device") or "").partition(":")[2] or 0)
-    gpus = facts.hardware.gpus
-    return gpus[index] if on_gpu(config) and index < len(gpus) else None
-
-
-def free_memory(config: RunConfig, facts: Facts) -> int:
-    """Bytes of the device that the run may use: ``system.device_memory``, or the memory free before
-    anything loads."""
-    if config.system.device_memory is not None:
-        return parse_size(config.system.device_memory)
-    gpu = gpu_of(config, facts)
-    return gpu.memory_free if gpu else facts.hardware.memory_available
-
-
-def trainer_memory(config: RunConfig, facts: Facts) -> int:
-    """``free_memory`` for each trainer rank; on a CPU the ranks share it."""
-    return free_memory(config, facts) // (1 if on_gpu(config) else config.system.trainer_ranks)
-
-
-def bytes_per_number(config: RunConfig) -> int:
-    return 4 if known(config.model, "dtype") == "float32" else 2
-
-
 def bytes_per_token(model: ModelFacts, layout: Layout) -> int:
     """Bytes per additional token of a micro-batch on each rank that shares it: activations saved
     for the backward pass, and temporaries of a layer's backward pass."""
     return ceil((activation_bytes(model, layout) + backward_bytes(model, layout)) / layout.sequence)
 
 
-def longest_sample(config: RunConfig, facts: Facts) -> int | None:
-    """Tokens in the longest sample, or in samples that must share a micro-batch; None if
-    unknown."""
-    if config.supervised:
-        return facts.together or facts.longest or config.data.max_tokens
-    if isinstance(config, RLConfig) and config.environment.max_tokens is not None:
-        return config.environment.max_tokens
-    prompt = facts.longest or config.data.max_prompt_tokens
-    return None if prompt is None else prompt + config.new_tokens
-
-
-def engines_elsewhere(config: RunConfig, facts: Facts) -> bool:
-    """Whether engines have their own GPUs."""
-    if config.system.cluster != "none":
-        return on_gpu(config) and not shares_trainer_device(config, "rollout")
-    return not known(config.system, "hybrid") and has_own_devices(config, len(facts.hardware.gpus))
-
-
-def layout_of(config: RunConfig, facts: Facts) -> Layout:
+def layout_of(plan: AnyPlan) -> Layout:
     """The layout of the trainer's device, or of the sampler's if nothing is trained."""
-    system = config.system
-    here = config.samples and not system.engine_kind.served and not engines_elsewhere(config, facts)
-    together = engines_together(config, len(facts.hardware.gpus)) if here else 0
-    frozen = facts.frozen_parameters
-    if not isinstance(config, DistillConfig):
-        frozen = ceil(frozen / scoring_shards(config, "reward")) * shares_trainer_device(
-            config, "reward"
-        )
-    lora = config.lora.on
+    said = plan.said
+    kind = plan.kind
+    devices = plan.devices
+    memory = plan.memory
+    frozen = plan.facts.frozen_parameters
+    if not (kind.rl and kind.teacher):
+        here = devices.shares_trainer_device("reward")
+        frozen = ceil(frozen / devices.scoring_shards("reward")) * here
     return Layout(
-        bytes_per_number=bytes_per_number(config),
-        device="cuda" if on_gpu(config) else "cpu",
+        bytes_per_number=devices.bytes_per_number,
+        device="cuda" if devices.on_gpu else "cpu",
         # A run that samples before it trains holds the model in both phases.
-        holds_model=config.trains or loads_model(config),
-        trains=config.trains,
-        lora_rank=(config.lora.rank or USUAL_RANK) if lora else None,
-        quantize=config.model.quantize,
-        offload=bool(known(system, "offload_optimizer")),
-        offload_parameters=bool(known(system, "offload_parameters")),
-        offload_frozen=bool(known(system, "offload_reference")),
-        teaches=teaches(config),
-        offload_activations=bool(known(system, "offload_activations")),
-        muon=config.train.optimizer.name == "muon",
-        ema=config.train.ema_decay is not None,
-        models=1 + (has_critic(config) and shares_trainer_device(config, "critic")),
-        references=int(keeps_reference(config) and shares_trainer_device(config, "ref")),
+        holds_model=kind.trains or devices.loads_model,
+        trains=kind.trains,
+        lora_rank=(said.lora.rank or USUAL_RANK) if kind.adapter else None,
+        quantize=said.model.quantize,
+        offload=memory.offload_optimizer,
+        offload_parameters=memory.offload_parameters,
+        offload_frozen=memory.offload_reference,
+        teaches=kind.teacher,
+        offload_activations=memory.offload_activations,
+        muon=said.train.optimizer.name == "muon",
+        ema=said.train.ema_decay is not None,
+        models=1 + (kind.critic and devices.shares_trainer_device("critic")),
+        references=int(kind.reference and devices.shares_trainer_device("ref")),
         frozen_parameters=frozen,
-        shards=(known(system, "shard_size") or system.trainer_ranks) if system.zero_stage else 1,
-        zero_stage=system.zero_stage or 3 * bool(known(system, "offload_parameters")),
-        has_vocabulary_head=not isinstance(config, ScoreConfig),
-        checkpointing=float(known(system, "gradient_checkpointing") or 0),
-        tokens=known(system, "max_tokens_per_microbatch")
-        or longest_sample(config, facts)
-        or LEAST_TOKENS,
-        sequence=system.sequence_parallel.size,
-        chunk=system.logprob_chunk,
-        engines=together if weights_apart(config) else 0,
-        ranks=ranks_per_engine(config),
-        prepared=together * _prepared(config, facts),
-        turns=bool(known(system, "hybrid")) or isinstance(config, RFTConfig),
-        keeps_base=isinstance(config, RLConfig) and lora and not system.engine_kind.third_party,
-        published=_bytes_to_send(config, facts.model) if facts.model else 0,
+        shards=devices.shards,
+        zero_stage=devices.zero_stage or 3 * memory.offload_parameters,
+        has_vocabulary_head=not kind.score_model,
+        checkpointing=float(memory.checkpointing),
+        tokens=memory.microbatch or plan.training.longest or LEAST_TOKENS,
+        sequence=devices.sequence,
+        chunk=said.system.logprob_chunk,
+        engines=plan.engines_here if devices.weights_apart else 0,
+        ranks=devices.ranks_per_engine,
+        prepared=plan.engines_here * _prepared(plan),
+        turns=devices.hybrid or kind.in_turn,
+        keeps_base=kind.rl and kind.adapter and not devices.engine.third_party,
+        published=_bytes_to_send(plan, plan.facts.model) if plan.facts.model else 0,
     )
 
 
-def _bytes_to_send(config: RunConfig, model: ModelFacts) -> int:
+def _bytes_to_send(plan: AnyPlan, model: ModelFacts) -> int:
     """Bytes that a trainer GPU holds for engines: a copy of the published weights, or a bucket of
     them in transfer.
 
     Ranks that shard the model divide the copy among them; a rank may keep one bucket more than
     another, and needs room for a bucket that another rank sends.
     """
-    system = config.system
-    senders = publishing_ranks(config)
-    if not on_gpu(config) or system.weight_plane not in ("nccl", "ipc"):
+    devices = plan.devices
+    senders = devices.publishing_ranks
+    if not devices.on_gpu or devices.weight_plane not in ("nccl", "ipc"):
         return 0
-    bucket = _bucket_bytes(config, model)
-    if system.weight_plane == "nccl" and known(system, "weight_copy") != "gpu":
+    bucket = _bucket_bytes(plan, model)
+    if devices.weight_plane == "nccl" and devices.weight_copy != "gpu":
         return bucket
-    whole = copy_bytes(model, bytes_per_number(config))
-    if system.adapter_sync == "adapter":
-        whole = 4 * adapter_numbers(model, config.lora.rank or USUAL_RANK)
+    whole = copy_bytes(model, devices.bytes_per_number)
+    if devices.adapter_sync == "adapter":
+        whole = 4 * adapter_numbers(model, plan.said.lora.rank or USUAL_RANK)
     return whole if senders == 1 else whole // senders + 2 * bucket
 
 
-def _bucket_bytes(config: RunConfig, model: ModelFacts) -> int:
+def _bucket_bytes(plan: AnyPlan, model: ModelFacts) -> int:
     """Bytes of the largest bucket: the embedding or a layer's matrix, if larger than the usual
     bucket."""
-    if config.system.adapter_sync == "adapter":
+    if plan.devices.adapter_sync == "adapter":
         return BUCKET
     return max(
         BUCKET,
         max(model.vocab_size, model.intermediate_size)
         * model.hidden_size
-        * bytes_per_number(config),
+        * plan.devices.bytes_per_number,
     )
 
 
-def _prepared(config: RunConfig, facts: Facts) -> int:
+def _prepared(plan: AnyPlan) -> int:
     """Bytes of weights that each engine on a CPU prepares."""
-    model = facts.model
+    model = plan.facts.model
     if (
-        on_gpu(config)
-        or config.system.engine_kind.third_party
-        or config.model.quantize is not None
+        plan.devices.on_gpu
+        or plan.devices.engine.third_party
+        or plan.said.model.quantize is not None
         or model is None
     ):
         return 0
-    narrow = known(config.model, "dtype") == "bfloat16"
+    narrow = plan.devices.dtype == "bfloat16"
     whole = model.vocab_size % 16 == model.hidden_size % 32 == 0
-    alike = narrow and not config.lora.on and decodes_compiled(config, facts)
-    if alike and facts.hardware.tiles and whole:
+    alike = narrow and not plan.kind.adapter and plan.decodes_compiled
+    if alike and plan.facts.hardware.tiles and whole:
         return 0  # products of tiles read the weights as they are
-    copied = 2 if alike and facts.hardware.pairs and model.hidden_size % 2 == 0 else None
-    return prepared_bytes(model.parameters or 0, facts.hardware.memory_total, copied)
+    copied = 2 if alike and plan.facts.hardware.pairs and model.hidden_size % 2 == 0 else None
+    return prepared_bytes(model.parameters or 0, plan.facts.hardware.memory_total, copied)
 
 
-def planned(config: RunConfig, facts: Facts, *, least: bool = False) -> Price | None:
+def planned(plan: AnyPlan, *, least: bool = False) -> Price | None:
     """Memory of a run on the trainer's or sampler's device; None if the model's size is unknown.
 
     This includes the passes of critic and reward models, and passes without gradients.
@@ -215,55 +150,52 @@ def planned(config: RunConfig, facts: Facts, *, least: bool = False) -> Price | 
         least: the minimum, with micro-batches and passes of one sample, and the KV cache of one
             sequence.
     """
-    model = facts.model
-    system = config.system
+    model = plan.facts.model
+    memory = plan.memory
     if model is None or model.parameters is None:
         return None
-    layout = layout_of(config, facts)
+    layout = layout_of(plan)
     if least:
         layout = replace(
-            layout, tokens=(longest_sample(config, facts) or LEAST_TOKENS) if layout.trains else 0
+            layout, tokens=(plan.training.longest or LEAST_TOKENS) if layout.trains else 0
         )
-    if config.samples and not system.engine_kind.served and not engines_elsewhere(config, facts):
-        engines = engines_together(config, len(facts.hardware.gpus))
-        layout = replace(layout, kv_bytes=engines * engine_kv(config, facts, model, least=least))
+    if plan.engines_here:
+        kv = plan.engines_here * engine_kv(plan, model, least=least)
+        layout = replace(layout, kv_bytes=kv)
     found = price(model, layout)
-    critic, scoring, rewarding = (
-        layout.tokens if least else known(system, key)
-        for key in ("critic_max_tokens", "scoring_max_tokens", "reward_max_tokens")
-    )
+    critic = layout.tokens if least else memory.critic
+    scoring = layout.tokens if least else memory.scoring
+    rewarding = layout.tokens if least else memory.reward
     if layout.trains and layout.models > 1 and critic:
         own = price(model, replace(layout, tokens=critic, has_vocabulary_head=False))
         if own.training > found.training:
             found = replace(found, activations=own.activations, head=own.head, host=own.host)
-    if layout.trains and scores(config) and scoring:
+    if layout.trains and plan.kind.scores and scoring:
         found = replace(found, scored=scoring_bytes(model, replace(layout, tokens=scoring)))
-    reward = getattr(config, "reward", None)
-    if rewarding and reward and reward.models and shares_trainer_device(config, "reward"):
-        found = replace(found, rewarded=rewarding_bytes(config, facts, rewarding))
+    if rewarding and plan.kind.reward_models and plan.devices.shares_trainer_device("reward"):
+        found = replace(found, rewarded=rewarding_bytes(plan, rewarding))
     return found
 
 
-def engine_kv(config: RunConfig, facts: Facts, model: ModelFacts, *, least: bool = False) -> int:
+def engine_kv(plan: AnyPlan, model: ModelFacts, *, least: bool = False) -> int:
     """Bytes of an engine's keys and values on each of its devices: all, or at ``least`` those of
     the longest sample.
 
     With ``system.vllm.memory_share`` they take what the weights leave of that share of the whole
     GPU.
     """
-    share = config.system.vllm.memory_share
-    gpu = gpu_of(config, facts)
+    share = plan.said.system.vllm.memory_share
+    gpu = plan.gpu
     if share is not None and gpu is not None:
-        copy = copy_bytes(model, bytes_per_number(config), config.model.quantize)
-        left = int(share * gpu.memory_total) - LIBRARIES - copy // ranks_per_engine(config)
-        return max(request_kv(config, facts, model) // ranks_per_engine(config), left)
+        copy = copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
+        left = int(share * gpu.memory_total) - LIBRARIES - copy // plan.devices.ranks_per_engine
+        return max(request_kv(plan, model) // plan.devices.ranks_per_engine, left)
     if least:
-        return request_kv(config, facts, model) // ranks_per_engine(config)
-    kv = known(config.system, "kv_memory")
-    return parse_size(kv) if kv else 0
+        return request_kv(plan, model) // plan.devices.ranks_per_engine
+    return plan.memory.kv_bytes
 
 
-def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
+def rewarding_bytes(plan: AnyPlan, tokens: int) -> int:
     """Memory of a reward model's pass besides its weights, with the weights that it gathers if
     processes share it.
 
@@ -271,15 +203,19 @@ def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
     (as if the number of layers stayed the same), and number of layers with the cube root (as if all
     dimensions grew).
     """
-    model = facts.model
+    model = plan.facts.model
     if model is None:
         return 0
-    device = "cuda" if on_gpu(config) else "cpu"
-    stage = 3 if scoring_shards(config, "reward") > 1 else 0
+    device = "cuda" if plan.devices.on_gpu else "cpu"
+    stage = 3 if plan.devices.scoring_shards("reward") > 1 else 0
     layout = Layout(
-        bytes_per_number(config), device, zero_stage=stage, has_vocabulary_head=False, tokens=tokens
+        plan.devices.bytes_per_number,
+        device,
+        zero_stage=stage,
+        has_vocabulary_head=False,
+        tokens=tokens,
     )
-    more = max(1.0, facts.frozen_parameters / (model.parameters or 1))
+    more = max(1.0, plan.facts.frozen_parameters / (model.parameters or 1))
     widths = {
         key: ceil(sqrt(more) * getattr(model, key))
         for key in ("hidden_size", "intermediate_size", "head_dim")
@@ -290,45 +226,43 @@ def rewarding_bytes(config: RunConfig, facts: Facts, tokens: int) -> int:
     return scoring_bytes(larger, layout) + (gathered_bytes(larger, layout) if stage else 0)
 
 
-def fits(config: RunConfig, name: str, needed: Price, free: int) -> bool:
+def fits(plan: AnyPlan, name: str, needed: Price, free: int) -> bool:
     """Whether a kind of device of ``planned_devices`` has room: for ``LIMIT``, or for the engines'
     share as it was given."""
-    exact = name == "engine" and config.trains and config.system.vllm.memory_share is not None
+    exact = name == "engine" and plan.kind.trains and plan.said.system.vllm.memory_share is not None
     return needed.peak <= (1.0 if exact else LIMIT) * free
 
 
-def planned_elsewhere(config: RunConfig, facts: Facts, *, least: bool = False) -> Price | None:
+def planned_elsewhere(plan: AnyPlan, *, least: bool = False) -> Price | None:
     """Memory of each engine on each of its own GPUs; None if engines have no GPUs of their own. See
     ``planned``."""
-    model = facts.model
-    if model is None or model.parameters is None or not engines_elsewhere(config, facts):
+    model = plan.facts.model
+    if model is None or model.parameters is None or not plan.engines_elsewhere:
         return None
-    copy = copy_bytes(model, bytes_per_number(config), config.model.quantize)
+    copy = copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
     # With NCCL, the bucket that is being written and the next one are in transfer.
-    arriving = 2 * _bucket_bytes(config, model) if config.system.weight_plane == "nccl" else 0
-    kv = engine_kv(config, facts, model, least=least)
-    return Price(engine=copy // ranks_per_engine(config), kv=kv, published=arriving)
+    arriving = 2 * _bucket_bytes(plan, model) if plan.devices.weight_plane == "nccl" else 0
+    kv = engine_kv(plan, model, least=least)
+    return Price(engine=copy // plan.devices.ranks_per_engine, kv=kv, published=arriving)
 
 
-def planned_devices(
-    config: RunConfig, facts: Facts, *, least: bool = False
-) -> list[tuple[str, Price, int]]:
+def planned_devices(plan: AnyPlan, *, least: bool = False) -> list[tuple[str, Price, int]]:
     """Planned and free memory per kind of device, named by its processes; empty if the model's size
     is unknown.
 
     These are the devices of trainer, engines, and roles with their own GPUs; each process on a GPU
     also needs CUDA's memory. See ``planned``.
     """
-    own = planned(config, facts, least=least)
-    engines = planned_elsewhere(config, facts, least=least)
+    own = planned(plan, least=least)
+    engines = planned_elsewhere(plan, least=least)
     if own is None:
         return []
-    devices = [("trainer" if config.trains else "engine", own, trainer_memory(config, facts))]
-    others = [*([("engine", engines)] if engines else []), *_roles_apart(config, facts)]
-    devices += [(name, each, free_memory(config, facts)) for name, each in others]
-    if not on_gpu(config):
+    devices = [("trainer" if plan.kind.trains else "engine", own, plan.trainer_memory)]
+    others = [*([("engine", engines)] if engines else []), *_roles_apart(plan)]
+    devices += [(name, each, plan.free_memory) for name, each in others]
+    if not plan.devices.on_gpu:
         return devices
-    here = processes_with_trainer(config)
+    here = plan.devices.processes_with_trainer
     counts = [here, *[1] * len(devices)]
     return [
         (name, replace(each, libraries=n * LIBRARIES), free)
@@ -336,59 +270,56 @@ def planned_devices(
     ]
 
 
-def _roles_apart(config: RunConfig, facts: Facts) -> Iterator[tuple[str, Price]]:
+def _roles_apart(plan: AnyPlan) -> Iterator[tuple[str, Price]]:
     """Models with their own GPUs on a cluster, except engines."""
-    if config.system.cluster == "none" or not on_gpu(config) or facts.model is None:
+    if plan.devices.cluster == "none" or not plan.devices.on_gpu or plan.facts.model is None:
         return
     layout = replace(
-        layout_of(config, facts),
+        layout_of(plan),
         models=1,
         references=0,
         frozen_parameters=0,
         engines=0,
         published=0,
     )
-    critic, scoring, rewarding = (
-        known(config.system, key) or layout.tokens
-        for key in ("critic_max_tokens", "scoring_max_tokens", "reward_max_tokens")
-    )
-    if has_critic(config) and not shares_trainer_device(config, "critic"):
+    critic = plan.memory.critic or layout.tokens
+    scoring = plan.memory.scoring or layout.tokens
+    rewarding = plan.memory.reward or layout.tokens
+    if plan.kind.critic and not plan.devices.shares_trainer_device("critic"):
         yield (
             "critic",
-            price(facts.model, replace(layout, has_vocabulary_head=False, tokens=critic)),
+            price(plan.facts.model, replace(layout, has_vocabulary_head=False, tokens=critic)),
         )
-    if keeps_reference(config) and not shares_trainer_device(config, "ref"):
-        shards = scoring_shards(config, "ref")
+    if plan.kind.reference and not plan.devices.shares_trainer_device("ref"):
+        shards = plan.devices.scoring_shards("ref")
         alone = replace(
             layout, zero_stage=3 if shards > 1 else 0, shards=shards, sequence=1, tokens=scoring
         )
-        frozen = copy_bytes(facts.model, layout.bytes_per_number) // shards
-        gathered = gathered_bytes(facts.model, alone) if shards > 1 else 0
-        yield (
-            "reference",
-            Price(frozen=frozen, gathered=gathered, activations=scoring_bytes(facts.model, alone)),
-        )
-    if facts.frozen_parameters and not shares_trainer_device(config, "reward"):
-        yield "reward model", reward_price(config, facts, rewarding)
+        frozen = copy_bytes(plan.facts.model, layout.bytes_per_number) // shards
+        gathered = gathered_bytes(plan.facts.model, alone) if shards > 1 else 0
+        passing = scoring_bytes(plan.facts.model, alone)
+        yield "reference", Price(frozen=frozen, gathered=gathered, activations=passing)
+    if plan.facts.frozen_parameters and not plan.devices.shares_trainer_device("reward"):
+        yield "reward model", reward_price(plan, rewarding)
 
 
-def reward_price(config: RunConfig, facts: Facts, tokens: int) -> Price:
+def reward_price(plan: AnyPlan, tokens: int) -> Price:
     """Memory per GPU of reward models with their own GPUs, without CUDA's; ``tokens`` is the size
     of a pass."""
-    weights = ceil(facts.frozen_parameters / scoring_shards(config, "reward")) * bytes_per_number(
-        config
-    )
-    return Price(frozen=weights, activations=rewarding_bytes(config, facts, tokens))
+    devices = plan.devices
+    numbers = ceil(plan.facts.frozen_parameters / devices.scoring_shards("reward"))
+    weights = numbers * devices.bytes_per_number
+    return Price(frozen=weights, activations=rewarding_bytes(plan, tokens))
 
 
-def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
+def planned_roles(plan: AnyPlan) -> dict[str, Price]:
     """Memory of the trainer's device by role; roles that do not train only hold weights; the sum is
     ``planned``."""
-    model = facts.model
-    own = planned(config, facts)
+    model = plan.facts.model
+    own = planned(plan)
     if model is None or own is None:
         return {}
-    layout = layout_of(config, facts)
+    layout = layout_of(plan)
     policy = price(model, replace(layout, models=1, references=0, frozen_parameters=0))
     policy = replace(policy, engine=0, kv=0, scored=own.scored)
     roles = {"policy": policy}
@@ -412,66 +343,63 @@ def planned_roles(config: RunConfig, facts: Facts) -> dict[str, Price]:
         rewarded=own.rewarded,
     )
     if others.frozen or others.scorer or others.judge:
-        roles["teacher" if teaches(config) else "reward models"] = others
+        roles["teacher" if plan.kind.teacher else "reward models"] = others
     if own.engine or own.kv:
         roles["engines"] = Price(engine=own.engine, kv=own.kv)
     return roles
 
 
-def request_kv(config: RunConfig, facts: Facts, model: ModelFacts) -> int:
+def request_kv(plan: AnyPlan, model: ModelFacts) -> int:
     """Bytes of the longest sample's keys and values in an engine.
 
     They are stored in blocks that are only partly full. The local engine allocates one plane in
     addition to those for keys and values.
     """
-    per_token = model.kv_bytes_per_token(kv_bytes_per_number(config, facts)) * (
-        1 + 1 / (2 * model.layers)
-    )
-    return ceil(((longest_sample(config, facts) or LEAST_TOKENS) + 2 * BLOCK) * per_token)
+    per_token = model.kv_bytes_per_token(kv_bytes_per_number(plan)) * (1 + 1 / (2 * model.layers))
+    return ceil(((plan.training.longest or LEAST_TOKENS) + 2 * BLOCK) * per_token)
 
 
-def kv_bytes_per_number(config: RunConfig, facts: Facts) -> int:
+def kv_bytes_per_number(plan: AnyPlan) -> int:
     """Bytes per element of keys and values: the model's dtype, but float32 for the local engine on
     a CPU if PyTorch decodes (``engines.local.native_decode``)."""
-    here = not on_gpu(config) and not config.system.engine_kind.third_party
-    exact = here and not (
-        decodes_compiled(config, facts) and known(config.model, "dtype") == "bfloat16"
-    )
-    return 4 if exact else bytes_per_number(config)
+    here = not plan.devices.on_gpu and not plan.devices.engine.third_party
+    exact = here and not (plan.decodes_compiled and plan.devices.dtype == "bfloat16")
+    return 4 if exact else plan.devices.bytes_per_number
 
 
-def host_tokens(config: RunConfig, facts: Facts, model: ModelFacts) -> float:
+def host_tokens(plan: AnyPlan, model: ModelFacts) -> float:
     """Tokens of a micro-batch whose activations fit in host memory, with
     ``system.offload_activations``."""
-    layout = layout_of(config, facts)
+    layout = layout_of(plan)
     sent = layout.models * sent_bytes(model, layout) / layout.sequence
-    if not sent or _host_unknown(config, facts):
+    if not sent or _host_unknown(plan):
         return inf
-    return (_host_memory(config, facts) - price(model, replace(layout, tokens=0)).host) / sent
+    return (_host_memory(plan) - price(model, replace(layout, tokens=0)).host) / sent
 
 
-def _host_memory(config: RunConfig, facts: Facts) -> float:
+def _host_memory(plan: AnyPlan) -> float:
     """Bytes of its machine's memory that each rank may use."""
-    return HOST_SHARE * facts.hardware.memory_available / _ranks_on_a_machine(config, facts)
+    return HOST_SHARE * plan.facts.hardware.memory_available / _ranks_on_a_machine(plan)
 
 
-def _ranks_on_a_machine(config: RunConfig, facts: Facts) -> int:
+def _ranks_on_a_machine(plan: AnyPlan) -> int:
     """Trainer ranks that share a machine's memory; with Ray each of its GPUs has one."""
-    if config.system.cluster != "none":
-        return max(1, min(config.system.trainer_ranks, len(facts.hardware.gpus)))
-    return facts.ranks_here or config.system.trainer_ranks
+    if plan.devices.cluster != "none":
+        return max(1, min(plan.devices.trainer_ranks, plan.gpus))
+    return plan.facts.ranks_here or plan.devices.trainer_ranks
 
 
-def _host_unknown(config: RunConfig, facts: Facts) -> bool:
+def _host_unknown(plan: AnyPlan) -> bool:
     """Whether ranks are on machines of a Ray cluster, whose memory is not known here."""
-    return config.system.cluster != "none" and not facts.hardware.named
+    return plan.devices.cluster != "none" and not plan.facts.hardware.named
 
 
-def host_problem(config: RunConfig, needed: Price, facts: Facts) -> str | None:
+def host_problem(plan: AnyPlan, needed: Price) -> str | None:
     """Why offloaded data does not fit in host memory, which the ranks of a machine share; None if
     it fits."""
-    ranks = _ranks_on_a_machine(config, facts)
-    each = _host_memory(config, facts)
-    if needed.host <= each or _host_unknown(config, facts):
+    ranks = _ranks_on_a_machine(plan)
+    each = _host_memory(plan)
+    if needed.host <= each or _host_unknown(plan):
         return None
-    return f"{format_size(needed.host * ranks)} of host memory, and {format_size(each * ranks)} are free"
+    wanted = format_size(needed.host * ranks)
+    return f"{wanted} of host memory, and {format_size(each * ranks)} are free"

@@ -18,16 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil
 
-from tunesmith.config.commands import ScoreConfig
-from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import known
-from tunesmith.plan.cost.memory import bytes_per_number, gpu_of, longest_sample
 from tunesmith.plan.cost.work import Amounts, Work, amounts, step_work, work_of
 from tunesmith.plan.facts.machines import kind_of
 from tunesmith.plan.facts.measured import Rates, read_rates
-from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.processes.devices import on_gpu
-from tunesmith.plan.processes.roles import has_critic, keeps_reference
+from tunesmith.plan.plan import AnyPlan
 
 FLOPS_SHARE = 0.4
 BANDWIDTH_SHARE = 0.6
@@ -60,23 +54,22 @@ UNKNOWN_GPU = (100e12, 1e12, 32e9)
 other GPUs."""
 
 
-def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
+def step_seconds(plan: AnyPlan) -> dict[str, float]:
     """Seconds of each phase of a resolved training run's step, and of the whole ``step``; empty if
     unknown.
 
     They are unknown for a GPU not in the table, an unmeasured CPU, an unknown model size, and
     float32 on a GPU.
     """
-    if not on_gpu(config):
-        return cpu_seconds(config, facts)
-    gpu = gpu_of(config, facts)
-    model = facts.model
-    longest = longest_sample(config, facts)
+    if not plan.devices.on_gpu:
+        return cpu_seconds(plan)
+    gpu = plan.gpu
+    model = plan.facts.model
+    longest = plan.training.longest
     kind = kind_of(gpu) if gpu else None
-    if kind is None or model is None or not model.parameters or not longest or not config.trains:
+    if kind is None or model is None or not model.parameters or not longest or not plan.kind.trains:
         return {}
-    rl = isinstance(config, RLConfig)
-    if bytes_per_number(config) == 4 or (rl and config.system.engine_kind.served):
+    if plan.devices.bytes_per_number == 4 or (plan.kind.rl and plan.devices.engine.served):
         return {}
     rates = _rates(FLOPS_SHARE * kind.flops, BANDWIDTH_SHARE * kind.bandwidth, kind.link)
     rates |= {
@@ -84,69 +77,66 @@ def step_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
         "passes": PASS_SECONDS["cuda"],
         **ENGINE_SECONDS,
     }
-    samples = config.rollout.samples if rl else config.train.batch_size
-    work = step_work(config, facts, model, samples, longest)
+    work = step_work(plan, model, plan.training.samples, longest)
     phases = {phase: max(_seconds(part, rates) for part in parts) for phase, parts in work.items()}
-    return phases | {"step": whole_step(config, phases)}
+    return phases | {"step": whole_step(plan, phases)}
 
 
-def whole_step(config: RunConfig, phases: Mapping[str, float]) -> float:
+def whole_step(plan: AnyPlan, phases: Mapping[str, float]) -> float:
     """Seconds of a step on GPUs: those of all phases, of which sampling may be concurrent with the
     others."""
     sampling = phases.get("sampling", 0.0)
     training = sum(seconds for phase, seconds in phases.items() if phase != "sampling")
-    ahead = isinstance(config, RLConfig) and config.rollout.max_staleness > 0
-    return max(sampling, training) if ahead else sampling + training
+    return max(sampling, training) if plan.kind.ahead else sampling + training
 
 
-def expected_seconds(config: RunConfig, facts: Facts, samples: int, tokens: float) -> float:
+def expected_seconds(plan: AnyPlan, samples: int, tokens: float) -> float:
     """Rough seconds per step of a resolved run, which say what is worth measuring; 1 if the model's
     size is unknown.
 
     Args:
         samples: samples per step; tokens: mean tokens per sample.
     """
-    model = facts.model
-    system = config.system
+    model = plan.facts.model
+    devices = plan.devices
     if model is None or not model.parameters:
         return 1.0
     phases: dict[str, float] = {}
-    for phase, parts in step_work(config, facts, model, samples, tokens).items():
-        processes = (known(system, "engines") or 1) if phase == "sampling" else system.trainer_ranks
-        rates = _assumed_rates(config, facts, processes)
+    for phase, parts in step_work(plan, model, samples, tokens).items():
+        processes = devices.engines if phase == "sampling" else devices.trainer_ranks
+        rates = _assumed_rates(plan, processes)
         phases[phase] = max(_seconds(part, rates) for part in parts)
-    return whole_step(config, phases)
+    return whole_step(plan, phases)
 
 
-def compared_seconds(config: RunConfig, facts: Facts) -> float:
+def compared_seconds(plan: AnyPlan) -> float:
     """Seconds of a step, with which layouts are compared: as in the plan, or else with assumed
     rates."""
-    known_seconds = step_seconds(config, facts).get("step")
-    longest = longest_sample(config, facts)
-    if known_seconds or not longest or not config.trains:
+    known_seconds = step_seconds(plan).get("step")
+    longest = plan.training.longest
+    if known_seconds or not longest or not plan.kind.trains:
         return known_seconds or 0.0
-    samples = config.rollout.samples if isinstance(config, RLConfig) else config.train.batch_size
-    return expected_seconds(config, facts, samples, longest)
+    return expected_seconds(plan, plan.training.samples, longest)
 
 
-def _assumed_rates(config: RunConfig, facts: Facts, processes: int) -> Mapping[str, float]:
+def _assumed_rates(plan: AnyPlan, processes: int) -> Mapping[str, float]:
     """Rates of one of the ``processes`` that compute at once, for more kinds of work than
     ``step_seconds`` counts."""
-    if on_gpu(config):
-        gpu = gpu_of(config, facts)
+    if plan.devices.on_gpu:
+        gpu = plan.gpu
         kind = kind_of(gpu) if gpu else None
         flops, bandwidth, link = (kind.flops, kind.bandwidth, kind.link) if kind else UNKNOWN_GPU
         flops = FLOPS_SHARE * flops
         bandwidth = BANDWIDTH_SHARE * bandwidth
         layer = PASS_SECONDS["cuda"]
     else:
-        cores = facts.hardware.cores
-        threads = config.system.threads
+        cores = plan.facts.hardware.cores
+        threads = plan.devices.threads
         used = min(threads, cores / processes)
         crowded = min(
             1.0, cores / (threads * processes)
         )  # more threads than cores wait for each other
-        wide = 2.0 if bytes_per_number(config) == 2 and facts.hardware.bf16 else 1.0
+        wide = 2.0 if plan.devices.bytes_per_number == 2 and plan.facts.hardware.bf16 else 1.0
         bandwidth = link = CPU_BANDWIDTH / processes
         flops = used * crowded * wide * CORE_FLOPS
         layer = PASS_SECONDS["cpu"]
@@ -175,52 +165,36 @@ def _seconds(does: Amounts, rates: Mapping[str, float]) -> float:
     return sum(rates.get(kind, 0.0) * amount for kind, amount in does.items())
 
 
-def measurable(config: RunConfig, facts: Facts) -> bool:
+def measurable(plan: AnyPlan) -> bool:
     """Whether a run does what the rates were measured for: training a whole model in one process on
     a CPU."""
-    system = config.system
-    model = facts.model
-    if (
-        on_gpu(config)
-        or facts.hardware.named
-        or not config.trains
-        or model is None
-        or not model.parameters
-    ):
+    devices = plan.devices
+    kind = plan.kind
+    model = plan.facts.model
+    elsewhere = devices.on_gpu or plan.facts.hardware.named or devices.cluster != "none"
+    if elsewhere or not kind.trains or model is None or not model.parameters:
         return False
-    processes = (
-        system.trainer_ranks > 1 or known(system, "engine_process") or system.engine_kind.served
-    )
-    other = (
-        config.lora.on
-        or config.model.quantize
-        or has_critic(config)
-        or isinstance(config, ScoreConfig)
-    )
-    return not processes and not other and system.cluster == "none" and config.command != "distill"
+    several = devices.trainer_ranks > 1 or devices.engine_process or devices.engine.served
+    other = kind.adapter or plan.said.model.quantize or kind.critic or kind.score_model
+    return not several and not other and kind.teacher is None
 
 
-def cpu_seconds(config: RunConfig, facts: Facts) -> dict[str, float]:
+def cpu_seconds(plan: AnyPlan) -> dict[str, float]:
     """``step_seconds`` on a CPU; empty if nothing was measured, or the run does something else than
     was measured."""
-    longest = longest_sample(config, facts)
-    number = bytes_per_number(config)
-    rates = read_rates(facts.hardware, number) if measurable(config, facts) and longest else None
-    if rates is None or not longest or known(config.system, "threads") != facts.hardware.cores:
+    longest = plan.training.longest
+    hardware = plan.facts.hardware
+    able = measurable(plan) and longest and plan.devices.threads == hardware.cores
+    rates = read_rates(hardware, plan.devices.bytes_per_number) if able else None
+    if rates is None or not longest:
         return {}
-    work = work_of(config, facts, longest)
-    rl = isinstance(config, RLConfig)
-    passes = 1
-    decoupled = False
-    if isinstance(config, RLConfig):
-        passes = config.train.passes_per_batch
-        decoupled = bool(known(config.algorithm, "decoupled"))
-    batch = known(config.train, "batch_size") or work.samples
-    steps = passes * max(1, ceil(work.samples / batch))
+    work = work_of(plan, longest)
+    passes = plan.said.train.passes_per_batch if plan.kind.rl else 1
+    steps = passes * max(1, ceil(work.samples / (plan.training.batch or work.samples)))
     found = phase_seconds(work, rates)
-    again = config.system.gradient_checkpointing * again_seconds(work, rates)
-    scored = bool(keeps_reference(config)) + decoupled
-    phases = {name: found[name] for name in ("prefill", "decode", "sync") if rl}
+    again = plan.memory.checkpointing * again_seconds(work, rates)
+    scored = plan.kind.reference + plan.kind.decoupled
+    phases = {name: found[name] for name in ("prefill", "decode", "sync") if plan.kind.rl}
     phases |= {"scoring": scored * found["scoring"]} if scored else {}
     phases |= {"forward and backward": passes * (found["forward and backward"] + again)}
     phases |= {"optimizer": steps * found["optimizer"]}

@@ -7,15 +7,14 @@ and bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from tunesmith.config.commands import DPOConfig, KTOConfig
-from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import known
+from tunesmith.config.schema import RLConfig
 from tunesmith.costs import CostModel, chunk_rows
-from tunesmith.plan.cost.memory import bytes_per_number, engine_kv, kv_bytes_per_number, layout_of
+from tunesmith.plan.cost.device import Layout
+from tunesmith.plan.cost.memory import engine_kv, kv_bytes_per_number, layout_of
 from tunesmith.plan.cost.price import (
     USUAL_RANK,
     adapter_numbers,
@@ -25,10 +24,7 @@ from tunesmith.plan.cost.price import (
     sent_bytes,
 )
 from tunesmith.plan.facts.model import ModelFacts
-from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.processes.devices import ranks_per_engine
-from tunesmith.plan.processes.roles import has_critic, keeps_reference
-from tunesmith.plan.processes.weights import publishing_ranks, weights_apart
+from tunesmith.plan.plan import AnyPlan
 
 Amounts = Mapping[str, float]
 """Units of each kind of work in a phase."""
@@ -90,50 +86,38 @@ class Work:
         return self.model.vocab_size * self.model.hidden_size
 
 
-def work_of(config: RunConfig, facts: Facts, longest: int) -> Work:
+def work_of(plan: AnyPlan, longest: int) -> Work:
     """A run's step in one process, in which every sample has ``longest`` tokens."""
-    model = facts.model
-    system = config.system
-    assert model is not None, "it was checked"
-    micro = system.max_tokens_per_microbatch
-    number = bytes_per_number(config)
-    if not isinstance(config, RLConfig):
-        each = 2 if isinstance(config, DPOConfig | KTOConfig) else 1
-        length = longest // each
-        return Work(
-            model,
-            number,
-            each * config.train.batch_size,
-            1,
-            1,
-            max(1, length - 1),
-            micro,
-            share=False,
-        )
-    new = config.rollout.max_new_tokens
-    prompts = config.rollout.prompts_per_step
-    group = config.rollout.group_size
-    running = _running(config, facts, model, config.rollout.samples, longest)
+    model = plan.facts.model
+    assert model is not None and plan.memory.microbatch is not None, "it was checked"
+    number = plan.devices.bytes_per_number
+    micro = plan.memory.microbatch
+    rollout = plan.said.rollout if isinstance(plan.said, RLConfig) else None
+    if rollout is None:
+        each = 2 if plan.kind.preference else 1
+        samples = each * plan.training.samples
+        new = max(1, longest // each - 1)
+        return Work(model, number, samples, 1, 1, new, micro, share=False)
+    new = rollout.max_new_tokens
     return Work(
         model,
         number,
-        prompts,
-        group,
+        plan.training.prompts,
+        rollout.group_size,
         max(1, longest - new),
         new,
         micro,
-        system.share_prompts,
-        running,
+        plan.said.system.share_prompts,
+        _running(plan, model, plan.training.samples, longest),
     )
 
 
-def _running(config: RLConfig, facts: Facts, model: ModelFacts, asked: int, tokens: float) -> int:
+def _running(plan: AnyPlan, model: ModelFacts, asked: int, tokens: float) -> int:
     """How many of the completions that an engine is ``asked`` for it decodes together."""
-    system = config.system
-    kept = tokens * model.kv_bytes_per_token(kv_bytes_per_number(config, facts))
-    kv = engine_kv(config, facts, model)
-    held = int(kv * ranks_per_engine(config) // kept) if kv else asked
-    return max(1, min(asked, system.max_running, held))
+    kept = tokens * model.kv_bytes_per_token(kv_bytes_per_number(plan))
+    kv = engine_kv(plan, model)
+    held = int(kv * plan.devices.ranks_per_engine // kept) if kv else asked
+    return max(1, min(asked, plan.said.system.max_running, held))
 
 
 def amounts(work: Work) -> dict[str, Amounts]:
@@ -204,108 +188,157 @@ def _decode(work: Work) -> Amounts:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The size of a step of training on GPUs."""
+
+    layout: Layout
+    tokens: float
+    """Computed in all passes over the batch."""
+    body: float
+    """Operations of the layers in training."""
+    head: float
+    batches: int
+    """Optimizer steps."""
+    micro: int
+    """Micro-batches of each rank in an optimizer step."""
+    trained: int
+    """Trained models."""
+    coming: float
+    """Bytes of the layers' weights that are copied to the GPU for each micro-batch's forward pass,
+    and again for its backward pass."""
+
+
 def step_work(
-    config: RunConfig, facts: Facts, model: ModelFacts, samples: int, tokens: float
+    plan: AnyPlan, model: ModelFacts, samples: int, tokens: float
 ) -> dict[str, list[Amounts]]:
     """What each device does in a step of ``samples`` of ``tokens`` tokens: for each phase, all that
     it does at once."""
-    system = config.system
-    cost = cost_of(model)
+    devices = plan.devices
+    step = _step(plan, model, samples, tokens)
+    layout = step.layout
     phases = dict[str, list[Amounts]]()
-    decoupled = False
-    batches = 1
-    again = 0.0
-    prompt = max(0.0, tokens - config.new_tokens)
-    if isinstance(config, RLConfig):
-        if not system.engine_kind.served:
-            phases["sampling"] = [_sampling(config, facts, model, samples, tokens)]
-        samples = samples * config.train.passes_per_batch
-        decoupled = bool(known(config.algorithm, "decoupled"))
-        batches = samples // (known(config.train, "batch_size") or samples) or 1
-        if system.share_prompts:
-            again = samples - samples / config.rollout.group_size
-    computed = samples * tokens - again * prompt
-    body = samples * cost.prefix(int(tokens)) - again * cost.prefix(int(prompt))
-    head = samples * cost.head * (config.new_tokens or tokens)
-    layout = layout_of(config, facts)
-    ranks = system.trainer_ranks
-    trained_models = 1 + has_critic(config)
-    groups = ranks / system.sequence_parallel.size
-    micro = max(1, ceil(computed / batches / groups / system.max_tokens_per_microbatch))
-    # The layers' weights are copied to the GPU for each micro-batch's forward pass, and again for
-    # its backward pass.
-    coming = batches * micro * model.layers * away_of_layer(model, layout)
-    passes = keeps_reference(config) + has_critic(config) + decoupled
+    if plan.kind.rl and not devices.engine.served:
+        phases["sampling"] = [_sampling(plan, model, samples, tokens)]
+    passes = plan.kind.reference + plan.kind.critic + plan.kind.decoupled
     if passes:
-        away = layout.offload_frozen and keeps_reference(config)
-        brought = copy_bytes(model, layout.bytes_per_number) if away else 0
-        scoring = {"operations": passes * body / 3 / ranks, "bytes over PCIe": brought}
-        phases["scoring"] = [scoring, {"bytes over PCIe": coming}]
-    recomputed = 1 + RECOMPUTED * system.gradient_checkpointing
-    products = (
-        body
-        * (2 / 3 if config.lora.on else 1.0)
-        * recomputed
-        * (PLAIN_MODULES if layout.zero_stage else 1.0)
-    )
-    sent = computed * sent_bytes(model, layout) / ranks
-    training = {
-        "operations": (products * trained_models + head) / ranks,
-        "bytes read again": batches * _read_again(config, model, micro, computed / batches / ranks),
-        "passes": 3 * recomputed * batches * micro * model.layers,
-    }
-    phases["training"] = [training, {"bytes over PCIe": 2 * trained_models * (sent + coming)}]
-    if system.offload_optimizer:
-        host = (
-            batches
-            * price(
-                model, replace(layout, offload_frozen=False, offload_parameters=False, tokens=0)
-            ).host
-        )
-        step = {"bytes of the host": HOST_STEP * host, "bytes over PCIe": HOST_SENT * host}
-        phases["optimizer step on the host"] = [step]
-    if layout.turns and config.samples:
-        away = price(model, replace(layout, tokens=0)).optimizer
-        phases["taking turns"] = [{"bytes over PCIe": 2 * away}]
-    if layout.offload_frozen and layout.frozen_parameters:
-        times = batches * micro if layout.teaches == "microbatch" else 1
-        frozen = {"bytes over PCIe": times * layout.frozen_parameters * layout.bytes_per_number}
-        phases["frozen models from the host"] = [frozen]
-    if ranks > 1:
-        sent = _exchanged(config, facts, model, micro)
-        sent = {kind: batches * trained_models * number for kind, number in sent.items()}
-        shared = trained_models * computed / ranks * _shared_sequences(config, model)
-        sent["bytes between GPUs"] += shared
-        passes = 2 + float(system.gradient_checkpointing)
-        sent["waits"] = (
-            4 * passes * batches * micro * model.layers * (system.sequence_parallel.size > 1)
-        )
-        phases["between GPUs"] = [sent]
-    if isinstance(config, RLConfig) and weights_apart(config):
-        phases["new weights"] = [_new_weights(config, model)]
+        away = layout.offload_frozen and plan.kind.reference
+        scoring = {
+            "operations": passes * step.body / 3 / devices.trainer_ranks,
+            "bytes over PCIe": copy_bytes(model, layout.bytes_per_number) if away else 0,
+        }
+        phases["scoring"] = [scoring, {"bytes over PCIe": step.coming}]
+    phases["training"] = _training(plan, model, step)
+    phases |= {name: [amount] for name, amount in _beside_training(plan, model, step)}
+    if devices.trainer_ranks > 1:
+        phases["between GPUs"] = [_between_gpus(plan, model, step)]
+    if plan.kind.rl and devices.weights_apart:
+        phases["new weights"] = [_new_weights(plan, model)]
     return phases
 
 
-def _new_weights(config: RLConfig, model: ModelFacts) -> Amounts:
-    """Bytes of new weights for each engine, by the way that they take."""
-    system = config.system
-    plane = system.weight_plane or ("gloo" if system.cluster == "ray" else "memory")
-    alone = (
-        config.lora.on
-        and (system.adapter_sync or "adapter") == "adapter"
-        and not system.engine_kind.third_party
+def _step(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> StepSize:
+    cost = cost_of(model)
+    new = plan.said.new_tokens
+    prompt = max(0.0, tokens - new)
+    batches = 1
+    again = 0.0
+    if isinstance(plan.said, RLConfig):
+        samples = samples * plan.said.train.passes_per_batch
+        batches = samples // (plan.training.batch or samples) or 1
+        if plan.said.system.share_prompts:
+            again = samples - samples / plan.said.rollout.group_size
+    computed = samples * tokens - again * prompt
+    layout = layout_of(plan)
+    assert plan.memory.microbatch is not None, "the run trains"
+    groups = plan.devices.trainer_ranks / plan.devices.sequence
+    micro = max(1, ceil(computed / batches / groups / plan.memory.microbatch))
+    return StepSize(
+        layout,
+        computed,
+        body=samples * cost.prefix(int(tokens)) - again * cost.prefix(int(prompt)),
+        head=samples * cost.head * (new or tokens),
+        batches=batches,
+        micro=micro,
+        trained=1 + plan.kind.critic,
+        coming=batches * micro * model.layers * away_of_layer(model, layout),
     )
-    sent = copy_bytes(model, bytes_per_number(config))
+
+
+def _training(plan: AnyPlan, model: ModelFacts, step: StepSize) -> list[Amounts]:
+    ranks = plan.devices.trainer_ranks
+    recomputed = 1 + RECOMPUTED * plan.memory.checkpointing
+    products = (
+        step.body
+        * (2 / 3 if plan.kind.adapter else 1.0)
+        * recomputed
+        * (PLAIN_MODULES if step.layout.zero_stage else 1.0)
+    )
+    each = step.tokens / step.batches / ranks
+    sent = step.tokens * sent_bytes(model, step.layout) / ranks
+    training = {
+        "operations": (products * step.trained + step.head) / ranks,
+        "bytes read again": step.batches * _read_again(plan, model, step.micro, each),
+        "passes": 3 * recomputed * step.batches * step.micro * model.layers,
+    }
+    return [training, {"bytes over PCIe": 2 * step.trained * (sent + step.coming)}]
+
+
+def _beside_training(
+    plan: AnyPlan, model: ModelFacts, step: StepSize
+) -> Iterator[tuple[str, Amounts]]:
+    """What passes between host and GPU outside the training passes."""
+    layout = step.layout
+    if plan.memory.offload_optimizer:
+        kept = replace(layout, offload_frozen=False, offload_parameters=False, tokens=0)
+        host = step.batches * price(model, kept).host
+        yield (
+            "optimizer step on the host",
+            {"bytes of the host": HOST_STEP * host, "bytes over PCIe": HOST_SENT * host},
+        )
+    if layout.turns and plan.kind.samples:
+        away = price(model, replace(layout, tokens=0)).optimizer
+        yield "taking turns", {"bytes over PCIe": 2 * away}
+    if layout.offload_frozen and layout.frozen_parameters:
+        times = step.batches * step.micro if layout.teaches == "microbatch" else 1
+        frozen = layout.frozen_parameters * layout.bytes_per_number
+        yield "frozen models from the host", {"bytes over PCIe": times * frozen}
+
+
+def _between_gpus(plan: AnyPlan, model: ModelFacts, step: StepSize) -> Amounts:
+    """What the trainer's ranks send each other."""
+    devices = plan.devices
+    sent = {
+        kind: step.batches * step.trained * number
+        for kind, number in _exchanged(plan, model, step.micro).items()
+    }
+    each = step.trained * step.tokens / devices.trainer_ranks
+    sent["bytes between GPUs"] += each * _shared_sequences(plan, model)
+    passes = 2 + float(plan.memory.checkpointing)
+    waits = 4 * passes * step.batches * step.micro * model.layers
+    return {**sent, "waits": waits * (devices.sequence > 1)}
+
+
+def _new_weights(plan: AnyPlan, model: ModelFacts) -> Amounts:
+    """Bytes of new weights for each engine, by the way that they take."""
+    devices = plan.devices
+    plane = devices.weight_plane or ("gloo" if devices.cluster == "ray" else "memory")
+    alone = (
+        plan.kind.adapter
+        and (devices.adapter_sync or "adapter") == "adapter"
+        and not devices.engine.third_party
+    )
+    sent = copy_bytes(model, devices.bytes_per_number)
     if alone:
-        sent = 4 * adapter_numbers(model, config.lora.rank or USUAL_RANK)
-    through_host = plane == "nccl" and known(system, "weight_copy") != "gpu"
+        sent = 4 * adapter_numbers(model, plan.said.lora.rank or USUAL_RANK)
+    through_host = plane == "nccl" and devices.weight_copy != "gpu"
     return {
         f"bytes by {plane}": sent,
-        "bytes over PCIe": sent / publishing_ranks(config) * through_host,
+        "bytes over PCIe": sent / devices.publishing_ranks * through_host,
     }
 
 
-def _shared_sequences(config: RunConfig, model: ModelFacts) -> float:
+def _shared_sequences(plan: AnyPlan, model: ModelFacts) -> float:
     """Bytes that a rank sends for each of its tokens if ranks share sequences, in forward and
     backward passes.
 
@@ -313,34 +346,35 @@ def _shared_sequences(config: RunConfig, model: ModelFacts) -> float:
     ring keys and values visit all other ranks, and in the backward pass their float32 gradients
     too.
     """
-    sequence = config.system.sequence_parallel
-    number = bytes_per_number(config)
-    others = sequence.size - 1
-    again = float(config.system.gradient_checkpointing)
-    if sequence.type == "ring":
+    devices = plan.devices
+    number = devices.bytes_per_number
+    others = devices.sequence - 1
+    again = float(plan.memory.checkpointing)
+    if devices.ring:
         return model.layers * 2 * model.key_width * others * (number * (2 + again) + 4)
     widths = 2 * model.query_width + 2 * model.key_width
-    return model.layers * widths * number * (2 + again) * others / sequence.size
+    return model.layers * widths * number * (2 + again) * others / devices.sequence
 
 
-def _read_again(config: RunConfig, model: ModelFacts, micro: int, tokens: float) -> float:
+def _read_again(plan: AnyPlan, model: ModelFacts, micro: int, tokens: float) -> float:
     """Bytes of weights and gradients that a device reads and writes for an optimizer step on
     ``tokens`` tokens: once per micro-batch, those of the head once per chunk of its rows, and those
     of the optimizer at the end."""
-    system = config.system
-    number = bytes_per_number(config)
+    said = plan.said
+    number = plan.devices.bytes_per_number
     trained = (
-        adapter_numbers(model, config.lora.rank or USUAL_RANK)
-        if config.lora.on
+        adapter_numbers(model, said.lora.rank or USUAL_RANK)
+        if plan.kind.adapter
         else model.parameters or 0
     )
-    rows = system.logprob_chunk or chunk_rows(model.vocab_size, system.device.partition(":")[0])
+    device = plan.devices.device.partition(":")[0]
+    rows = said.system.logprob_chunk or chunk_rows(model.vocab_size, device)
     head = max(micro, ceil(tokens / rows)) * model.vocab_size * model.hidden_size * (number + 8)
-    weights = 3 * copy_bytes(model, number, config.model.quantize) + 8 * trained
-    return micro * weights + head + 28 * trained / system.trainer_ranks
+    weights = 3 * copy_bytes(model, number, said.model.quantize) + 8 * trained
+    return micro * weights + head + 28 * trained / plan.devices.trainer_ranks
 
 
-def _exchanged(config: RunConfig, facts: Facts, model: ModelFacts, micro: int) -> dict[str, float]:
+def _exchanged(plan: AnyPlan, model: ModelFacts, micro: int) -> dict[str, float]:
     """Bytes that each rank sends for one optimizer step of ``micro`` micro-batches, inside its
     machine and beyond.
 
@@ -348,15 +382,15 @@ def _exchanged(config: RunConfig, facts: Facts, model: ModelFacts, micro: int) -
     size. Weights are gathered in 16 bits, or in quantised form. Every rank has a whole adapter.
     Copies of a sharded model sum the gradients of their rows at the end.
     """
-    ranks = config.system.trainer_ranks
-    stage = config.system.zero_stage
-    shards = (known(config.system, "shard_size") or ranks) if stage else 1
+    ranks = plan.devices.trainer_ranks
+    stage = plan.devices.zero_stage
+    shards = plan.devices.shards
     summed = 4 * (model.parameters or 0)
-    gathered = copy_bytes(model, 2, config.model.quantize)
+    gathered = copy_bytes(model, 2, plan.said.model.quantize)
     among = 0.0
     within = 0.0
-    if config.lora.on:
-        among = 8 * adapter_numbers(model, config.lora.rank or USUAL_RANK) * (ranks - 1) / ranks
+    if plan.kind.adapter:
+        among = 8 * adapter_numbers(model, plan.said.lora.rank or USUAL_RANK) * (ranks - 1) / ranks
         within = (0, micro, micro, 2 * micro)[stage] * gathered
     elif stage == 0:
         among = 2 * summed * (ranks - 1) / ranks
@@ -366,7 +400,7 @@ def _exchanged(config: RunConfig, facts: Facts, model: ModelFacts, micro: int) -
             stage, micro * (summed + 2 * gathered)
         )
     found = {"bytes between GPUs": 0.0, "bytes between machines": 0.0}
-    each = len(facts.hardware.gpus) or ranks
+    each = plan.gpus or ranks
     found["bytes between machines" if ranks > each else "bytes between GPUs"] += among
     found["bytes between machines" if shards > each else "bytes between GPUs"] += (
         within * (shards - 1) / shards
@@ -374,23 +408,21 @@ def _exchanged(config: RunConfig, facts: Facts, model: ModelFacts, micro: int) -
     return found
 
 
-def _sampling(
-    config: RLConfig, facts: Facts, model: ModelFacts, samples: int, tokens: float
-) -> Amounts:
+def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> Amounts:
     """What each device of an engine does to sample its part of a step."""
-    system = config.system
-    ranks = ranks_per_engine(config)
-    engines = known(system, "engines") or 1
-    new = min(config.rollout.max_new_tokens, tokens)
-    weights = copy_bytes(model, bytes_per_number(config), config.model.quantize)
-    per_token = model.kv_bytes_per_token(kv_bytes_per_number(config, facts))
+    system = plan.said.system
+    ranks = plan.devices.ranks_per_engine
+    engines = plan.devices.engines
+    new = min(plan.said.rollout.max_new_tokens, tokens)
+    weights = copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
+    per_token = model.kv_bytes_per_token(kv_bytes_per_number(plan))
     asked = ceil(samples / engines)
     prompt = tokens - new
-    together = _running(config, facts, model, asked, tokens)
+    together = _running(plan, model, asked, tokens)
     steps = max(1.0, asked / together) * new  # a request that ends makes room for the next one
-    prompts = samples / config.rollout.group_size / engines
+    prompts = samples / plan.said.rollout.group_size / engines
     prefills = max(1, ceil(prompts * prompt / system.max_prefill_tokens))
-    graphs = system.engine_kind.spans_devices and not known(system.vllm, "eager")
+    graphs = plan.devices.engine.spans_devices and not plan.eager
     return {
         "operations": prompts * cost_of(model).prefix(int(prompt)) / 3 / ranks,
         "bytes read": steps * (weights + together * (tokens - new / 2) * per_token) / ranks,

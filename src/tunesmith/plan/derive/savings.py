@@ -4,213 +4,217 @@ all combinations that fit, a run gets the one with the fastest step."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import ceil, inf
-from typing import Any
+from typing import Any, Generic
 
-from tunesmith.config.schema import RunConfig
 from tunesmith.config.section import known
+from tunesmith.config.system import SystemSection
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.device import Price
 from tunesmith.plan.cost.memory import (
     LIMIT,
     MARGIN,
-    bytes_per_number,
     bytes_per_token,
     fits,
-    free_memory,
     host_problem,
     layout_of,
-    longest_sample,
     planned,
     planned_devices,
-    trainer_memory,
 )
 from tunesmith.plan.cost.price import copy_bytes
 from tunesmith.plan.cost.seconds import compared_seconds
-from tunesmith.plan.derive.sizes import derive_sizes, may_take_turns, most_tokens
-from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import Filling, with_values
-from tunesmith.plan.processes.devices import on_gpu, ranks_per_engine
-from tunesmith.plan.processes.roles import keeps_frozen
+from tunesmith.plan.derive.sizes import with_sizes
+from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, memory_said
 from tunesmith.plan.rules.checks import refused_settings
 
-Values = Mapping[str, Any]
-
-SHARDS = "system.shard_size"
-CHECKPOINTING = "system.gradient_checkpointing"
-REFERENCE = "system.offload_reference"
-ACTIVATIONS = "system.offload_activations"
-OPTIMIZER = "system.offload_optimizer"
-PARAMETERS = "system.offload_parameters"
-TOKENS = "system.max_tokens_per_microbatch"
-TURNS = "system.hybrid"
-KV = "system.kv_memory"
-COPY = "system.weight_copy"
+REFERENCE = "offload_reference"
+ACTIVATIONS = "offload_activations"
+OPTIMIZER = "offload_optimizer"
+PARAMETERS = "offload_parameters"
 IN_HOST_MEMORY = {
     REFERENCE: "the frozen models",
     ACTIVATIONS: "the layers' activations",
     OPTIMIZER: "master weights and moments",
     PARAMETERS: "the layers' weights",
 }
-"""What each setting keeps in host memory."""
+"""What each setting of ``[system]`` keeps in host memory."""
+CHECKPOINTING = "gradient_checkpointing"
 
 
 @dataclass(frozen=True)
-class Saving:
-    """A run with values for everything that takes or saves memory on its trainer's GPU; costly
+class Saving(Generic[C]):
+    """A plan with a choice for everything that takes or saves memory on the trainer's GPU; costly
     facts are kept."""
 
-    config: RunConfig
-    facts: Facts
+    plan: Plan[C]
 
     @cached_property
     def seconds(self) -> float:
-        return compared_seconds(self.config, self.facts)
+        return compared_seconds(self.plan)
 
     @cached_property
     def share(self) -> float:
         """See ``share_of``."""
-        return share_of(self.config, self.facts)
+        return share_of(self.plan)
 
     @cached_property
     def refused(self) -> frozenset[tuple[str, ...]]:
         """The settings that contradict each other, by refusal."""
-        return frozenset(problem.keys for problem in refused_settings(self.config, self.facts))
+        return frozenset(problem.keys for problem in refused_settings(self.plan))
 
 
-def share_of(config: RunConfig, facts: Facts) -> float:
+def share_of(plan: AnyPlan) -> float:
     """The minimum memory, as a share of the free memory, of the device with the least room;
     infinite if the host has too little."""
-    devices = planned_devices(config, facts, least=True)
-    if any(host_problem(config, needed, facts) for _, needed, _ in devices[:1]):
+    devices = planned_devices(plan, least=True)
+    if any(host_problem(plan, needed) for _, needed, _ in devices[:1]):
         return inf
     return max((needed.peak / max(1, free) for _, needed, free in devices), default=0.0)
 
 
-def _fits(config: RunConfig, facts: Facts) -> bool:
-    devices = planned_devices(config, facts, least=True)
-    if any(host_problem(config, needed, facts) for _, needed, _ in devices[:1]):
+def _fits(plan: AnyPlan) -> bool:
+    devices = planned_devices(plan, least=True)
+    if any(host_problem(plan, needed) for _, needed, _ in devices[:1]):
         return False
-    return all(fits(config, *device) for device in devices)
+    return all(fits(plan, *device) for device in devices)
 
 
-def derive_savings(filling: Filling, facts: Facts) -> None:
-    """Fill in the fastest choice that fits; see ``best_choice``."""
-    config: RunConfig = filling.config
-    chosen = best_choice(config, facts).config
-    without = with_values(
-        chosen, {key: False for key in IN_HOST_MEMORY if _given(config, key) is None}
-    )
-    price = planned(chosen, facts, least=True)
-    other = planned(without, facts, least=True)
-    fit = share_of(chosen, facts) <= MARGIN
-    shards = known(chosen.system, "shard_size")
-    if shards is not None:
-        filling.fill(SHARDS, shards, _why_shards(chosen, facts, shards))
-    for key, what in IN_HOST_MEMORY.items():
-        value = known(chosen.system, key.rpartition(".")[2])
-        filling.fill(key, value, _why(config, key, what, value, fit, price, other))
-    turns = known(chosen.system, "hybrid")
-    if turns is not None:
+def with_savings(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> tuple[Plan[C], bool]:
+    """The fastest choice that fits (see ``best_choice``), without its sizes, and whether it settles
+    that engine and trainer take turns."""
+    said = plan.said.system
+    saving, whole = best_choice(plan)
+    chosen = saving.plan
+    price = planned(chosen, least=True)
+    open_yet = {name: False for name in IN_HOST_MEMORY if known(said, name) is None}
+    other = planned(chosen.with_memory(**open_yet), least=True)
+    fit = share_of(chosen) <= MARGIN
+    shards = chosen.devices.shard_size
+    if shards is not None and known(said, "shard_size") is None:
+        reasons.add("system.shard_size", shards, _why_shards(chosen, shards))
+    for name, what in IN_HOST_MEMORY.items():
+        value: bool = getattr(chosen.memory, name)
+        if name in open_yet:
+            why = _why(plan, name, what, value, fit, price, other)
+            reasons.add(f"system.{name}", value, why)
+    turns = chosen.devices.hybrid
+    settled = turns_open and ((whole and plan.kind.rl) or len(_turns(plan)) > 1)
+    if settled:
         short = "short for both at once" if turns else "enough for both at once"
-        filling.fill(TURNS, turns, f"engine and trainer share the GPU, whose memory is {short}")
-    if _copies(config) != [None]:
-        room = "has room for" if chosen.system.weight_copy == "gpu" else "is used better than for"
-        filling.fill(
-            COPY,
-            chosen.system.weight_copy,
-            f"the trainer's GPU {room} a copy of the weights to send",
+        why = f"engine and trainer share the GPU, whose memory is {short}"
+        reasons.add("system.hybrid", turns, why)
+    if len(_copies(plan)) > 1:
+        copy = chosen.devices.weight_copy
+        room = "has room for" if copy == "gpu" else "is used better than for"
+        why = f"the trainer's GPU {room} a copy of the weights to send"
+        reasons.add("system.weight_copy", copy, why)
+    share = chosen.memory.checkpointing
+    if known(said, CHECKPOINTING) is None:
+        reasons.add(f"system.{CHECKPOINTING}", share, _why_recomputed(chosen, float(share)))
+    sizes = {"microbatch": plan.memory.microbatch, "kv": plan.memory.kv}
+    return chosen.with_memory(**sizes), settled
+
+
+def without_savings(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    """The plan with everything on the device, which is a CPU or has a model of unknown size."""
+    here = plan.devices.on_gpu
+    for name in IN_HOST_MEMORY:
+        if known(plan.said.system, name) is not None:
+            continue
+        why = (
+            "the model's size is not known"
+            if here
+            else "there is no GPU whose memory it would save"
         )
-    share = chosen.system.gradient_checkpointing
-    filling.fill(CHECKPOINTING, share, _why_recomputed(chosen, facts, float(share)))
+        if name == REFERENCE and not (here and plan.devices.keeps_frozen):
+            why = "the trainer's GPU holds no whole frozen model"
+        reasons.add(f"system.{name}", False, why)
+    return plan
 
 
-def fill_without_savings(filling: Filling) -> None:
-    """Keep everything on the device, which is a CPU or has a model of unknown size."""
-    config = filling.config
-    why = (
-        "the model's size is not known"
-        if on_gpu(config)
-        else "there is no GPU whose memory it would save"
-    )
-    for key in IN_HOST_MEMORY:
-        nothing = key == REFERENCE and not (on_gpu(config) and keeps_frozen(config))
-        filling.fill(
-            key, False, "the trainer's GPU holds no whole frozen model" if nothing else why
-        )
+def with_shards(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    """The plan whose ranks on one machine share a copy of the model if it fits: communication
+    between machines is slower."""
+    if known(plan.said.system, "shard_size") is not None:
+        return plan
+    for size in filter(None, _shard_sizes(plan)):
+        sharded = plan.with_devices(shard_size=size)
+        lean = sharded.with_memory(checkpointing=True)
+        needed = planned(lean, least=True)
+        last = size == plan.devices.trainer_ranks
+        if needed is None or needed.peak <= plan.trainer_memory or last:
+            reasons.add("system.shard_size", size, _why_shards(plan, size))
+            return sharded
+    return plan
 
 
-def fill_shards(filling: Filling, facts: Facts) -> None:
-    """Let the ranks of one machine share a copy of the model if it fits: communication between
-    machines is slower."""
-    config = filling.config
-    for size in filter(None, _shard_sizes(config, facts)):
-        needed = planned(
-            with_values(config, {SHARDS: size, CHECKPOINTING: True}), facts, least=True
-        )
-        if (
-            needed is None
-            or needed.peak <= trainer_memory(config, facts)
-            or size == config.system.trainer_ranks
-        ):
-            filling.fill(SHARDS, size, _why_shards(config, facts, size))
-
-
-def best_choice(config: RunConfig, facts: Facts) -> Saving:
+def best_choice(plan: Plan[C]) -> tuple[Saving[C], bool]:
     """The fastest choice that agrees with a run's settings and takes at most ``LIMIT`` of the free
-    memory.
+    memory, and True.
 
     Otherwise the one that takes the least, if it may fit (``MARGIN``); else nothing is in host
-    memory.
+    memory. It is without sizes, and False.
     """
-    options = [with_values(config, values) for values in _options(config, facts)]
-    allowed = Saving(_recomputed(options[0], 1.0), facts)  # what it contradicts, no choice mends
-    bounds = [least_seconds(each, facts) for each in options]
-    best: Saving | None = None
+    options = [*_options(plan)]
+    allowed = Saving(_recomputed(options[0], 1.0))  # what it contradicts, no choice mends
+    bounds = [least_seconds(each) for each in options]
+    best: Saving[C] | None = None
     for bound, place in sorted((bound, place) for place, bound in enumerate(bounds)):
         if best is not None and bound >= best.seconds:
             break
-        for choice in _with_activations(options[place], facts):
-            if (
-                best is None or choice.seconds < best.seconds
-            ) and choice.refused <= allowed.refused:
+        for choice in _with_activations(options[place]):
+            faster = best is None or choice.seconds < best.seconds
+            if faster and choice.refused <= allowed.refused:
                 best = choice
     if best is not None:
-        return best
-    smallest = [Saving(lean, facts) for each in options for lean in _lean(each, facts)]
+        return best, True
+    smallest = [Saving(lean) for each in options for lean in _lean(each)]
     fitting = [
         each for each in smallest if each.share <= MARGIN and each.refused <= allowed.refused
     ]
-    return min(fitting, key=lambda each: each.share, default=smallest[0])
+    return min(fitting, key=lambda each: each.share, default=smallest[0]), False
 
 
-def fits_somehow(config: RunConfig, facts: Facts) -> bool:
+def with_savings_as_said(plan: Plan[C], system: SystemSection | None) -> Plan[C]:
+    """The plan with host memory and checkpointing as in another ``[system]``, or open."""
+    names = (*IN_HOST_MEMORY, CHECKPOINTING)
+    values = {name: known(system, name) if system else None for name in names}
+    said = plan.said.model_copy(update={"system": plan.said.system.model_copy(update=values)})
+    memory = memory_said(said.system)
+    flags = {name: getattr(memory, name) for name in IN_HOST_MEMORY}
+    return replace(plan, said=said).with_memory(checkpointing=memory.checkpointing, **flags)
+
+
+def _nothing_to_choose(plan: AnyPlan) -> bool:
+    """Whether no trainer on a GPU could save memory, or the model's size is not known."""
+    return not plan.kind.trains or not plan.devices.on_gpu or planned(plan) is None
+
+
+def _leanest(plan: Plan[C]) -> Iterator[Plan[C]]:
+    """All choices, each with as few activations as it allows."""
+    return (lean for option in _options(plan) for lean in _lean(option))
+
+
+def fits_somehow(plan: AnyPlan) -> bool:
     """Whether some choice takes at most ``LIMIT``; a run without a trainer on a GPU has no choice
     to make."""
-    if not config.trains or not on_gpu(config) or planned(config, facts) is None:
-        return True
-    options = (with_values(config, values) for values in _options(config, facts))
-    return any(_fits(lean, facts) for each in options for lean in _lean(each, facts))
+    return _nothing_to_choose(plan) or any(map(_fits, _leanest(plan)))
 
 
-def least_share(config: RunConfig, facts: Facts, *, enough: float = LIMIT) -> float:
+def least_share(plan: AnyPlan, *, enough: float = LIMIT) -> float:
     """The minimum memory that a run needs, as a share of the free memory, over all choices; above 1
     it does not fit.
 
     Args:
         enough: a share at which no smaller one is looked for.
     """
-    if not config.trains or not on_gpu(config) or planned(config, facts) is None:
-        given = _given(config, CHECKPOINTING)
-        return share_of(
-            config if given is not None or not config.trains else _recomputed(config, 1.0), facts
-        )
-    options = (with_values(config, values) for values in _options(config, facts))
-    choices = [Saving(lean, facts) for each in options for lean in _lean(each, facts)]
+    if _nothing_to_choose(plan):
+        return share_of(_recomputed(plan, 1.0) if plan.kind.trains else plan)
+    choices = [*map(Saving, _leanest(plan))]
     fitting = next((each for each in choices if each.share <= enough), None)
     if fitting is not None and fitting.refused <= choices[0].refused:
         return fitting.share
@@ -222,154 +226,140 @@ def least_share(config: RunConfig, facts: Facts, *, enough: float = LIMIT) -> fl
     return next(allowed, choices[0].share)
 
 
-def least_seconds(config: RunConfig, facts: Facts) -> float:
+def least_seconds(plan: AnyPlan) -> float:
     """A lower bound of a step's seconds: nothing is recomputed, and micro-batches are as large as
     is useful."""
-    free: dict[str, Any] = dict.fromkeys((CHECKPOINTING, *IN_HOST_MEMORY, TURNS), False)
-    free[TOKENS] = most_tokens(config) * config.system.sequence_parallel.size
-    if (
-        config.samples
-        and facts.model
-        and on_gpu(config)
-        and config.system.vllm.memory_share is None
-    ):
-        copy = copy_bytes(
-            facts.model, bytes_per_number(config), config.model.quantize
-        ) // ranks_per_engine(config)
-        free[KV] = f"{max(1, free_memory(config, facts) - copy)}B"
-    open_yet = {key: value for key, value in free.items() if _given(config, key) is None}
+    said = plan.said.system
+    free: dict[str, Any] = {"checkpointing": plan.memory.checkpointing}
+    if known(said, CHECKPOINTING) is None:
+        free["checkpointing"] = False
+    if known(said, "max_tokens_per_microbatch") is None:
+        free["microbatch"] = plan.most_tokens * plan.devices.sequence
+    model = plan.facts.model if plan.kind.samples and plan.devices.on_gpu else None
+    if model and said.vllm.memory_share is None and known(said, "kv_memory") is None:
+        number = plan.devices.bytes_per_number
+        copy = copy_bytes(model, number, plan.said.model.quantize)
+        left = plan.free_memory - copy // plan.devices.ranks_per_engine
+        free["kv"] = f"{max(1, left)}B"
     # Fewer activations travel to the host if more layers are recomputed.
-    return compared_seconds(with_values(config, {**open_yet, ACTIVATIONS: False}), facts)
+    free[ACTIVATIONS] = False
+    return compared_seconds(plan.with_memory(**free))
 
 
-def lacking_on_the_host(config: RunConfig, facts: Facts) -> str | None:
+def lacking_on_the_host(plan: AnyPlan) -> str | None:
     """The host memory that is missing for a choice with which the GPUs have room, in words; None if
     there is none."""
-    if not config.trains or not on_gpu(config) or planned(config, facts) is None:
+    if _nothing_to_choose(plan):
         return None
-    options = (with_values(config, values) for values in _options(config, facts))
-    for lean in (each for option in options for each in _lean(option, facts)):
-        devices = planned_devices(lean, facts, least=True)
-        problem = host_problem(lean, devices[0][1], facts)
-        if (
-            problem
-            and all(fits(lean, *device) for device in devices)
-            and not Saving(lean, facts).refused
-        ):
-            keys = [f"{key} = true" for key in IN_HOST_MEMORY if _given(lean, key)]
+    for lean in _leanest(plan):
+        devices = planned_devices(lean, least=True)
+        problem = host_problem(lean, devices[0][1])
+        roomy = all(fits(lean, *device) for device in devices)
+        if problem and roomy and not Saving(lean).refused:
+            keys = [
+                f"system.{name} = true" for name in IN_HOST_MEMORY if getattr(lean.memory, name)
+            ]
             return f"with {' and '.join(keys)} it takes {problem}"
     return None
 
 
-def _given(config: RunConfig, key: str) -> Any:
-    return known(config.system, key.rpartition(".")[2])
-
-
-def _options(config: RunConfig, facts: Facts) -> Iterator[Values]:
-    """Shards and what is in host memory, the least first, as far as ``config`` leaves them open."""
-    named = [key for key in IN_HOST_MEMORY if key != REFERENCE or keeps_frozen(config)]
-    values = [
-        [_given(config, key)] if _given(config, key) is not None else [False, True] for key in named
-    ]
-    fixed = (
-        {REFERENCE: False} if REFERENCE not in named and _given(config, REFERENCE) is None else {}
-    )
+def _options(plan: Plan[C]) -> Iterator[Plan[C]]:
+    """Shards and what is in host memory, the least first, as far as the settings leave them
+    open."""
+    named = [name for name in IN_HOST_MEMORY if name != REFERENCE or plan.devices.keeps_frozen]
+    said = {name: known(plan.said.system, name) for name in named}
+    values = [[False, True] if said[name] is None else [said[name]] for name in named]
+    ways = [*product(_shard_sizes(plan), _turns(plan), _copies(plan))]
     for flags in sorted(product(*values), key=sum):  # few flags first
         chosen = dict(zip(named, flags, strict=True))
-        if chosen[PARAMETERS] and not (chosen[OPTIMIZER] or config.lora.on):
+        if chosen[PARAMETERS] and not (chosen[OPTIMIZER] or plan.kind.adapter):
             continue  # weights in host memory are updated there
-        for size, turns, copy in product(
-            _shard_sizes(config, facts), _turns(config), _copies(config)
-        ):
-            more = {SHARDS: size, TURNS: turns, COPY: copy}
-            yield fixed | chosen | {key: value for key, value in more.items() if value is not None}
+        memory = replace(plan.memory, **chosen)
+        for size, turns, copy in ways:
+            devices = replace(plan.devices, shard_size=size, hybrid=turns, weight_copy=copy)
+            yield replace(plan, memory=memory, devices=devices)
 
 
-def _turns(config: RunConfig) -> list[bool | None]:
-    return [False, True] if _given(config, TURNS) is None and may_take_turns(config) else [None]
+def _turns(plan: AnyPlan) -> list[bool]:
+    open_yet = known(plan.said.system, "hybrid") is None and plan.may_take_turns
+    return [False, True] if open_yet else [plan.devices.hybrid]
 
 
-def _copies(config: RunConfig) -> list[str | None]:
+def _copies(plan: AnyPlan) -> list[str | None]:
     """Where the copy of the weights may be that NCCL sends."""
-    open_yet = config.system.weight_plane == "nccl" and _given(config, COPY) is None
-    return ["gpu", "host"] if open_yet else [None]
+    open_yet = plan.devices.weight_plane == "nccl" and plan.said.system.weight_copy is None
+    return ["gpu", "host"] if open_yet else [plan.devices.weight_copy]
 
 
-def _shard_sizes(config: RunConfig, facts: Facts) -> list[int | None]:
+def _shard_sizes(plan: AnyPlan) -> list[int | None]:
     """Numbers of ranks that may share a copy of the model: those of one machine, or all."""
-    if not config.system.zero_stage or _given(config, SHARDS) is not None:
-        return [None]
-    ranks = config.system.trainer_ranks
-    here = facts.ranks_here
-    if config.system.cluster != "none" and on_gpu(config):  # Ray fills one machine after another
-        here = len(facts.hardware.gpus)
-    return [here, ranks] if here is not None and 1 < here < ranks and ranks % here == 0 else [ranks]
+    devices = plan.devices
+    if not devices.zero_stage or known(plan.said.system, "shard_size") is not None:
+        return [devices.shard_size]
+    ranks = devices.trainer_ranks
+    here = plan.facts.ranks_here
+    if devices.cluster != "none" and devices.on_gpu:  # Ray fills one machine after another
+        here = plan.gpus
+    several = here is not None and 1 < here < ranks and ranks % here == 0
+    return [here, ranks] if several else [ranks]
 
 
-def _with_activations(config: RunConfig, facts: Facts) -> Iterator[Saving]:
+def _with_activations(plan: Plan[C]) -> Iterator[Saving[C]]:
     """The choices that fit with different numbers of recomputed layers, from the fewest to all."""
-    assert facts.model is not None, "it was checked"
-    layers = facts.model.layers
-    most = most_tokens(config) * config.system.sequence_parallel.size
-    if not any(_fits(lean, facts) for lean in _lean(config, facts)):
+    assert plan.facts.model is not None, "it was checked"
+    layers = plan.facts.model.layers
+    most = plan.most_tokens * plan.devices.sequence
+    if not any(map(_fits, _lean(plan))):
         return
     counts = [0]
-    if _given(config, CHECKPOINTING) is None:
+
+    def fit(count: int) -> bool:
+        return _fits(_recomputed(plan, count / layers))
+
+    if known(plan.said.system, CHECKPOINTING) is None:
         grid = sorted({ceil(part * layers / 8) for part in range(9)})
-        fitting = [
-            count for count in grid if _fits(_recomputed(config, count / layers), facts)
-        ] or [layers - 1]
+        fitting = [count for count in grid if fit(count)] or [layers - 1]
         below = max((count for count in grid if count < fitting[0]), default=0)
-        between = range(below, fitting[0])
-        first = below + bisect_left(
-            between, True, key=lambda n: _fits(_recomputed(config, n / layers), facts)
-        )
+        first = below + bisect_left(range(below, fitting[0]), True, key=fit)
         counts = sorted({first, *fitting})
     for count in counts:
-        filling = Filling(_recomputed(config, count / layers))
-        derive_sizes(filling, facts)
-        yield Saving(filling.config, facts)
-        if (
-            filling.config.system.max_tokens_per_microbatch >= most
-            and not config.system.offload_activations
-        ):
+        choice = with_sizes(_recomputed(plan, count / layers), Reasons())
+        yield Saving(choice)
+        enough = choice.memory.microbatch is not None and choice.memory.microbatch >= most
+        if enough and not plan.memory.offload_activations:
             return  # what more layers would save has no use
 
 
-def _lean(config: RunConfig, facts: Facts) -> list[RunConfig]:
+def _lean(plan: Plan[C]) -> list[Plan[C]]:
     """The run with those shares of recomputed layers of which one takes the least memory.
 
     If all are recomputed, a layer's activations come on top of the inputs of all; with activations
     in host memory a layer that is kept takes less than one that is recomputed.
     """
-    layers = facts.model.layers if facts.model else 1
-    if _given(config, CHECKPOINTING) is not None:
-        return [config]
-    shares = (
-        1.0,
-        (layers - 1) / layers,
-        *((0.0,) if known(config.system, "offload_activations") else ()),
-    )
-    return [_recomputed(config, share) for share in shares]
+    layers = plan.facts.model.layers if plan.facts.model else 1
+    if known(plan.said.system, CHECKPOINTING) is not None:
+        return [plan]
+    kept = (0.0,) if plan.memory.offload_activations else ()
+    return [_recomputed(plan, share) for share in (1.0, (layers - 1) / layers, *kept)]
 
 
-def _recomputed(config: RunConfig, share: float) -> RunConfig:
+def _recomputed(plan: Plan[C], share: float) -> Plan[C]:
     """The run with a share of its layers recomputed, unless that was given."""
-    if _given(config, CHECKPOINTING) is not None:
-        return config
-    return with_values(config, {CHECKPOINTING: round(share, 3) if 0 < share < 1 else bool(share)})
+    if known(plan.said.system, CHECKPOINTING) is not None:
+        return plan
+    return plan.with_memory(checkpointing=round(share, 3) if 0 < share < 1 else bool(share))
 
 
 def _why(
-    config: RunConfig,
-    key: str,
+    plan: AnyPlan,
+    name: str,
     what: str,
     value: bool,
     fit: bool,
     chosen: Price | None,
     without: Price | None,
 ) -> str:
-    if key == REFERENCE and not keeps_frozen(config):
+    if name == REFERENCE and not plan.devices.keeps_frozen:
         return "the trainer's GPU holds no whole frozen model"
     if not fit:
         return "the run would still not fit"
@@ -379,31 +369,28 @@ def _why(
     return f"the fastest step that fits; each rank then keeps {size} in host memory, with {what}"
 
 
-def _why_shards(config: RunConfig, facts: Facts, size: int) -> str:
-    ranks = config.system.trainer_ranks
+def _why_shards(plan: AnyPlan, size: int) -> str:
+    ranks = plan.devices.trainer_ranks
     if size < ranks:
         return f"the ranks of one machine; the {ranks // size} machines have a copy each"
-    sizes = _shard_sizes(with_values(config, {SHARDS: None}), facts)
+    sizes = _shard_sizes(plan)
     if len(sizes) > 1:
         return f"all ranks: the {sizes[0]} of one machine are too few for the model"
     return "all ranks share one copy of the model"
 
 
-def _why_recomputed(config: RunConfig, facts: Facts, share: float) -> str:
-    longest = longest_sample(config, facts)
-    model = facts.model
+def _why_recomputed(plan: AnyPlan, share: float) -> str:
+    longest = plan.training.longest
+    model = plan.facts.model
     if model is None or longest is None:
         return "the longest sample's size is not known"
-    layout = layout_of(config, facts)
-    kept, whole = (
-        format_size(longest * bytes_per_token(model, each))
-        for each in (layout, layout_of(_plain(config), facts))
-    )
+    layout = layout_of(plan)
+    kept = format_size(longest * bytes_per_token(model, layout))
+    whole = format_size(longest * bytes_per_token(model, replace(layout, checkpointing=0.0)))
     if not share:
         return f"the fastest step that fits keeps all activations: {kept} of the longest sample"
     again = f"{round(share * model.layers)} of {model.layers}" if share < 1 else "all"
-    return f"the fastest step that fits; with {again} layers recomputed, the longest sample takes {kept} of {whole}"
-
-
-def _plain(config: RunConfig) -> RunConfig:
-    return with_values(config, {CHECKPOINTING: False})
+    return (
+        f"the fastest step that fits; with {again} layers recomputed, the longest sample takes "
+        f"{kept} of {whole}"
+    )

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from tunesmith.plan.filling import Filling
-from tunesmith.plan.processes.weights import engines_apart
+from tunesmith.plan.plan import C, Plan, Reasons
 
 
-def derive_weights(filling: Filling) -> None:
-    """Derive ``system.weight_plane`` and ``system.adapter_sync``, if engines in other processes
-    need them."""
-    config = filling.config
-    if not engines_apart(config):
-        return
-    if config.system.cluster == "ray":
-        filling.fill("system.weight_plane", "gloo", "engines may be on other machines")
-    filling.fill("system.weight_plane", "memory", "engines and trainer are on one machine")
-    if config.lora.on and not config.system.engine_kind.third_party:
-        filling.fill(
-            "system.adapter_sync",
-            "adapter",
-            "the engines have the same base, and the adapter is small",
+def with_weights(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    """The plan with the way of new weights, if engines in other processes need them, and the place
+    of the copy that NCCL sends: host memory, if nothing is known of a GPU's."""
+    said = plan.said.system
+    devices = plan.devices
+    plane = devices.weight_plane
+    sync = devices.adapter_sync
+    copy = devices.weight_copy
+    if devices.engines_apart:
+        ray = devices.cluster == "ray"
+        why = (
+            "engines may be on other machines" if ray else "engines and trainer are on one machine"
         )
-    elif config.lora.on:
-        filling.fill("system.adapter_sync", "merged", f"{config.system.engine} takes whole weights")
-
-
-def fill_weight_copy(filling: Filling) -> None:
-    """Keep the copy that NCCL sends in host memory, if nothing is known of the memory that it takes
-    on a GPU."""
-    if filling.config.system.weight_plane == "nccl":
-        filling.fill("system.weight_copy", "host", "the model's size is not known")
+        usual = "gloo" if ray else "memory"
+        plane = reasons.fill("system.weight_plane", plane, usual, why)
+        if plan.kind.adapter:
+            whole = devices.engine.third_party
+            why = "the engines have the same base, and the adapter is small"
+            why = f"{said.engine} takes whole weights" if whole else why
+            usual = "merged" if whole else "adapter"
+            sync = reasons.fill("system.adapter_sync", sync, usual, why)
+    if plane == "nccl":
+        copy = reasons.fill("system.weight_copy", copy, "host", "the model's size is not known")
+    return plan.with_devices(weight_plane=plane, adapter_sync=sync, weight_copy=copy)

@@ -6,33 +6,38 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tunesmith.config.resolved import Resolved, settings
+from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.values import megabytes
 from tunesmith.errors import ConfigError
-from tunesmith.plan.cost.memory import fits, free_memory, planned_devices
+from tunesmith.plan.cost.memory import fits, planned_devices
 from tunesmith.plan.cost.seconds import step_seconds, whole_step
-from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
-from tunesmith.plan.layout.keys import ENGINES, PLACEMENT, TENSOR, Settings
 from tunesmith.plan.layout.layouts import layouts, with_given_system
+from tunesmith.plan.layout.process_layout import KEYS
 from tunesmith.plan.layout.search import fastest, on_all_gpus
-from tunesmith.plan.processes.devices import on_gpu
+from tunesmith.plan.plan import AnyPlan, draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.toml import toml_value
+
+Settings = Mapping[str, Any]
+"""Values by dotted key."""
 
 LEAST_GAIN = 1.01
 """Minimum speedup for which something is reported as limiting the speed."""
 COSTLY = 1.25
 """How many times as long a step has to take with a given setting to be remarked on."""
 MAY_COST = (
-    *("kernels", "compile", "zero_stage", "hybrid", "weight_plane", "gradient_checkpointing"),
-    *(
-        "offload_optimizer",
-        "offload_parameters",
-        "offload_activations",
-        "max_tokens_per_microbatch",
-    ),
+    "kernels",
+    "compile",
+    "zero_stage",
+    "hybrid",
+    "weight_plane",
+    "gradient_checkpointing",
+    "offload_optimizer",
+    "offload_parameters",
+    "offload_activations",
+    "max_tokens_per_microbatch",
 )
 """Keys of ``[system]`` that may exclude a much faster layout."""
 NEXT = 3
@@ -42,21 +47,18 @@ OFFLOAD = "system.offload_optimizer"
 ELSE: tuple[Settings, ...] = ({CHECKPOINTING: True}, {CHECKPOINTING: False}, {OFFLOAD: True})
 """Changes to try besides those of a layout's processes."""
 SHOWN = (
-    *(
-        "system.trainer_ranks",
-        "system.zero_stage",
-        "system.sequence_parallel.size",
-        CHECKPOINTING,
-        OFFLOAD,
-    ),
-    *(
-        "system.offload_parameters",
-        "system.offload_activations",
-        "system.engines",
-        TENSOR,
-        "system.engine_process",
-    ),
-    *("system.hybrid", PLACEMENT),
+    "system.trainer_ranks",
+    "system.zero_stage",
+    "system.sequence_parallel.size",
+    CHECKPOINTING,
+    OFFLOAD,
+    "system.offload_parameters",
+    "system.offload_activations",
+    "system.engines",
+    "system.vllm.tensor_parallel_size",
+    "system.engine_process",
+    "system.hybrid",
+    "system.placement",
 )
 """Settings that distinguish layouts."""
 PHASES = {
@@ -68,25 +70,26 @@ PHASES = {
 """The phases that each resource limits."""
 
 
-def next_best(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[dict[str, Any]]:
+def next_best(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:
     """The next best layouts that fit and that the settings allow: differences, seconds per step,
     share of memory.
 
     Args:
         config: the run before its settings were derived.
     """
-    ours = step_seconds(resolved.config, facts).get("step")
+    ours = step_seconds(plan).get("step")
     if not ours:
         return []
-    chosen = _layout(resolved.config)
+    facts = plan.facts
+    chosen = _layout(plan.said)
     seen = [chosen]
     found = list[dict[str, Any]]()
-    for changes in _others(config, resolved, facts):
+    for changes in _others(config, plan):
         with suppress(ConfigError):
-            other = resolve(with_values(config, changes), facts).config
-            layout = _layout(other)
-            devices = planned_devices(other, facts)
-            seconds = step_seconds(other, facts).get("step")
+            other = draft(resolve(with_values(config, changes), facts).config, facts)
+            layout = _layout(other.said)
+            devices = planned_devices(other)
+            seconds = step_seconds(other).get("step")
             if (
                 layout not in seen
                 and seconds
@@ -112,22 +115,22 @@ def next_best(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[
     return sorted(found, key=lambda each: each["step"])[:NEXT]
 
 
-def _others(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> Iterator[Settings]:
+def _others(config: RunConfig, plan: AnyPlan) -> Iterator[Settings]:
     """Settings of the fastest other layouts: other processes, or another tradeoff of memory and
     time."""
     said = settings(config, given_only=True)
-    there = with_given_system(config, resolved.config)
+    there = draft(with_given_system(config, plan.said), plan.facts)
     unread = {
-        *(() if config.system.engine_kind.spans_devices else (TENSOR,)),
-        *(() if config.samples else (ENGINES,)),
+        *(() if plan.devices.engine.spans_devices else (KEYS["tensor"],)),
+        *(() if plan.kind.samples else (KEYS["engines"],)),
     }
-    choices = [*layouts(there, facts)]
+    choices = [*layouts(there)]
     choices = on_all_gpus(there, choices) or choices
-    for _, layout, _ in fastest(there, facts, choices, count=NEXT + 1):
+    for _, layout, _ in fastest(there, choices, count=NEXT + 1):
         yield {
             key: value
-            for key, value in layout.items()
-            if key not in unread and not (key == ENGINES and value == 1)
+            for key, value in layout.settings.items()
+            if key not in unread and not (key == KEYS["engines"] and value == 1)
         }
     yield from (changes for changes in ELSE if not changes.keys() & said.keys())
 
@@ -137,12 +140,12 @@ def _layout(config: RunConfig) -> Mapping[str, Any]:
     return {key: values[key] for key in SHOWN if values.get(key) is not None}
 
 
-def limits(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[dict[str, Any]]:
+def limits(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:
     """What limits the speed of a run on GPUs, the most binding first, with the speedup from twice
     as much of it."""
-    phases = step_seconds(resolved.config, facts)
+    phases = step_seconds(plan)
     step = phases.get("step", 0.0)
-    if not step or not on_gpu(resolved.config):
+    if not step or not plan.devices.on_gpu:
         return []
     found: list[dict[str, Any]] = []
     for what, names in PHASES.items():
@@ -151,36 +154,32 @@ def limits(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[dic
             for name, seconds in phases.items()
             if name != "step"
         }
-        found.append({"limit": what, "step": whole_step(resolved.config, halved)})
-    room = {"system.device_memory": megabytes(2 * free_memory(resolved.config, facts))}
+        found.append({"limit": what, "step": whole_step(plan, halved)})
+    room = {"system.device_memory": megabytes(2 * plan.free_memory)}
     with suppress(ConfigError):
-        found.append(
-            {
-                "limit": "the GPUs' memory",
-                "step": step_seconds(resolve(with_values(config, room), facts).config, facts)[
-                    "step"
-                ],
-            }
-        )
+        other = resolve(with_values(config, room), plan.facts).config
+        step_there = step_seconds(draft(other, plan.facts))["step"]
+        found.append({"limit": "the GPUs' memory", "step": step_there})
     ranked = [
         {**each, "times": step / each["step"]} for each in found if step > LEAST_GAIN * each["step"]
     ]
     return sorted(ranked, key=lambda each: each["step"])
 
 
-def costly(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[str]:
+def costly(config: RunConfig, plan: AnyPlan) -> list[str]:
     """Remarks on given settings without which a step would be much faster.
 
     Args:
         config: the run before its settings were derived.
     """
-    step = step_seconds(resolved.config, facts).get("step")
+    step = step_seconds(plan).get("step")
     notes = list[str]()
     for key in (key for key in MAY_COST if step and key in config.system.model_fields_set):
         said = config.system.model_dump(exclude_unset=True, exclude={key})
         other = config.model_copy(update={"system": type(config.system).model_validate(said)})
         with suppress(ConfigError):
-            seconds = step_seconds(resolve(other, facts).config, facts).get("step")
+            resolved = resolve(other, plan.facts).config
+            seconds = step_seconds(draft(resolved, plan.facts)).get("step")
             if step and seconds and step > COSTLY * seconds:
                 value = toml_value(settings(config)[f"system.{key}"])
                 notes.append(
@@ -189,28 +188,26 @@ def costly(config: RunConfig, resolved: Resolved[Any], facts: Facts) -> list[str
     return notes
 
 
-def cost(resolved: Resolved[Any], facts: Facts, price: float) -> dict[str, float]:
+def cost(plan: AnyPlan, price: float) -> dict[str, float]:
     """The cost of a step, and of the whole run if its number of steps is known, on all GPUs of the
     machine.
 
     Raises:
         ConfigError: there are no GPUs, or the duration of a step is not known.
     """
-    gpus = len(facts.hardware.gpus) * facts.hardware.nodes
-    seconds = step_seconds(resolved.config, facts).get("step")
+    gpus = len(plan.facts.hardware.gpus) * plan.facts.hardware.nodes
+    seconds = step_seconds(plan).get("step")
     if not gpus or not seconds:
-        sized = facts.model is not None and facts.model.parameters
+        sized = plan.facts.model is not None and plan.facts.model.parameters
         lacking = (
             "this machine has no GPU"
             if not gpus
             else "the seconds of a step are not known for this run"
         )
         lacking += (
-            ""
-            if not gpus or sized
-            else f", since the size of {resolved.config.model.path} is not known"
+            "" if not gpus or sized else f", since the size of {plan.said.model.path} is not known"
         )
         raise ConfigError(f"--price is what a GPU costs for an hour, and {lacking}; leave it out")
     step = gpus * price * seconds / 3600
-    steps = settings(resolved.config).get("train.steps")
+    steps = settings(plan.said).get("train.steps")
     return {"gpus": gpus, "step": step, **({"run": steps * step} if steps else {})}

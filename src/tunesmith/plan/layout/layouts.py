@@ -8,56 +8,41 @@ GPUs it needs.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import product, takewhile
-from typing import TypeVar
 
-from tunesmith.config.commands import RFTConfig
-from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.plan.facts.hardware import Gpu
-from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.layout.keys import (
-    ENGINES,
-    ONE_PROCESS,
-    PLACEMENT,
-    PROCESS,
-    RANKS,
-    SEQUENCE,
-    STAGE,
-    TENSOR,
-    TURNS,
-    Settings,
-    given,
-)
+from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout, said_shape
 from tunesmith.plan.layout.ray import ray_shapes
-from tunesmith.plan.processes.devices import on_gpu
+from tunesmith.plan.plan import AnyPlan, C
 
-C = TypeVar("C", bound=RunConfig)
 SIZES = (1, 2, 4, 8)
 """Devices over which an engine or a sequence is split: at most those of one machine, which
 communicate fast."""
 
 
-def layouts(config: RunConfig, facts: Facts) -> Iterator[Settings]:
-    """Settings of layouts that agree with the given settings, fastest first.
+def layouts(plan: AnyPlan) -> Iterator[ProcessLayout]:
+    """Layouts that agree with the given settings, fastest first.
 
     Whole copies of the model on the trainer's ranks come before sharded ones, and small engines
     before large ones. Sampling and training use all GPUs in turn, or half of them each if they run
     concurrently.
     """
-    gpus = gpus_of_run(config, facts)
-    shapes = _shapes(config, gpus, len(facts.hardware.gpus))
-    if gpus > 1 and config.system.cluster == "ray" and isinstance(config, RLConfig):
-        shapes = ray_shapes(config, facts, gpus, _tensor_sizes(config, len(facts.hardware.gpus)))
+    said = said_shape(plan.said.system)
+    gpus = gpus_of_run(plan)
+    shapes = _shapes(plan, gpus)
+    if gpus > 1 and plan.devices.cluster == "ray" and plan.kind.rl:
+        shapes = ray_shapes(plan, gpus, _tensor_sizes(plan, plan.gpus))
     for shape in shapes:
-        ranks = shape.get(RANKS, 1)
-        whole = ranks == 1 or not on_gpu(config)
-        whole = whole or not (facts.hardware.named or torch_shards())
-        stages = (0,) if whole and not given(config, STAGE) else (0, 1, 2, 3)
-        for size, stage in product(_sequence_sizes(config, facts, ranks), stages):
-            layout = {**ONE_PROCESS, **shape, STAGE: stage, SEQUENCE: size}
-            if all(given(config, key) in (None, value) for key, value in layout.items()):
+        whole = shape.trainer_ranks == 1 or not plan.devices.on_gpu
+        whole = whole or not (plan.facts.hardware.named or torch_shards())
+        stages = (0,) if whole and not said["zero_stage"] else (0, 1, 2, 3)
+        for size, stage in product(_sequence_sizes(plan, shape.trainer_ranks), stages):
+            layout = replace(shape, zero_stage=stage, sequence=size)
+            values = {name: getattr(layout, name) for name in said}
+            if all(said[name] in (None, v) for name, v in values.items() if v is not None):
                 yield layout
 
 
@@ -68,15 +53,15 @@ def torch_shards() -> bool:
     return (int(major), int(minor)) >= (2, 13)
 
 
-def without_layout(config: C) -> C:
-    """The configuration as if none of its layout's settings had been given."""
-    gone = {key.rpartition(".")[2] for key in (*ONE_PROCESS, TURNS, PROCESS, PLACEMENT)}
-    vllm = config.system.vllm.model_dump(exclude_unset=True, exclude=gone)
-    system = config.system.model_dump(
+def without_layout(said: C) -> C:
+    """The run as if none of its layout's settings had been given."""
+    gone = {key.rpartition(".")[2] for key in KEYS.values()} - {"size"}
+    vllm = said.system.vllm.model_dump(exclude_unset=True, exclude=gone)
+    system = said.system.model_dump(
         exclude_unset=True, exclude={*gone, "vllm", "sequence_parallel"}
     )
-    return config.model_copy(
-        update={"system": type(config.system).model_validate({**system, "vllm": vllm})}
+    return said.model_copy(
+        update={"system": type(said.system).model_validate({**system, "vllm": vllm})}
     )
 
 
@@ -89,22 +74,22 @@ def with_given_system(given: C, resolved: C) -> C:
     return resolved.model_copy(update={"system": system})
 
 
-def gpus_of_run(config: RunConfig, facts: Facts) -> int:
+def gpus_of_run(plan: AnyPlan) -> int:
     """The number of GPUs over which the run may spread: the first one and those after it that are
     alike.
 
     It is 1 on a CPU, and if the model's size is unknown. Without Ray, sampling runs stay on one
     machine.
     """
-    machine = facts.hardware
-    model = facts.model
-    named = ":" in (known(config.system, "device") or "")
-    if not on_gpu(config) or named or model is None or model.parameters is None:
+    machine = plan.facts.hardware
+    model = plan.facts.model
+    devices = plan.devices
+    named = ":" in devices.device
+    if not devices.on_gpu or named or model is None or model.parameters is None:
         return 1
     alike = takewhile(lambda gpu: _alike(gpu, machine.gpus[0]), machine.gpus)
-    return max(1, len([*alike])) * (
-        1 if config.sampling_settings and config.system.cluster == "none" else machine.nodes
-    )
+    here = plan.kind.samples and devices.cluster == "none"
+    return max(1, len([*alike])) * (1 if here else machine.nodes)
 
 
 def _alike(gpu: Gpu, first: Gpu) -> bool:
@@ -113,96 +98,89 @@ def _alike(gpu: Gpu, first: Gpu) -> bool:
     return gpu.name == first.name and gpu.memory_free >= 0.9 * first.memory_free
 
 
-def _shapes(config: RunConfig, gpus: int, found: int) -> Iterator[Settings]:
+def _shapes(plan: AnyPlan, gpus: int) -> Iterator[ProcessLayout]:
     """Numbers of processes, and whether engines and trainer share GPUs.
 
     Args:
-        gpus: the number over which the run may spread; ``found``: that of the machine.
+        gpus: the number over which the run may spread.
     """
-    ranks = given(config, RANKS)
-    size = given(config, SEQUENCE) or 1
-    together = ranks or max(1, min(gpus // size, known(config.train, "batch_size") or gpus) * size)
-    trainer = {RANKS: together} if config.trains else {}
-    system = config.system
+    said = said_shape(plan.said.system)
+    devices = plan.devices
+    kind = plan.kind
+    ranks: int | None = said["trainer_ranks"]
+    size = said["sequence"] or 1
+    together = ranks or max(1, min(gpus // size, plan.training.batch or gpus) * size)
     in_process = (
-        system.engine_kind.served or given(config, PROCESS) is False or system.weight_plane == "ipc"
+        devices.engine.served or said["engine_process"] is False or devices.weight_plane == "ipc"
     )
-    if not config.samples:
-        yield trainer
+    if not kind.samples:
+        yield ProcessLayout(trainer_ranks=together if kind.trains else 1)
     elif gpus > 1 and not in_process:
-        if isinstance(config, RLConfig) and (
-            ranks or given(config, ENGINES)
-        ):  # then each has its own GPUs
-            yield from _apart(config, gpus)
-        for tensor in _tensor_sizes(config, gpus):
-            each = tensor * config.system.vllm.pipeline_parallel_size
-            engines = {
-                ENGINES: given(config, ENGINES) or max(1, gpus // each),
-                TENSOR: tensor,
-                PROCESS: True,
-            }
-            if not isinstance(config, RLConfig):
-                yield {**(trainer if isinstance(config, RFTConfig) else {}), **engines}
-            elif not config.rollout.max_staleness and config.system.weight_plane != "nccl":
-                yield {**trainer, **engines, TURNS: True}
-        if isinstance(config, RLConfig):
-            yield from _apart(config, gpus)
-    engines = given(config, ENGINES) or 1
-    tensor = given(config, TENSOR) or 1
-    if config.samples and (engines == 1 or gpus == 1 or in_process):
-        each = tensor * config.system.vllm.pipeline_parallel_size
-        turns = gpus == 1 and _only_in_turn(config, found - engines * each, ranks or 1)
-        yield {
-            RANKS: ranks or 1,
-            ENGINES: engines,
-            TENSOR: tensor,
-            **({TURNS: True} if turns else {}),
-        }
+        if kind.rl and (ranks or said["engines"]):  # then each has its own GPUs
+            yield from _apart(plan, gpus)
+        for tensor in _tensor_sizes(plan, gpus):
+            count = said["engines"] or max(1, gpus // (tensor * devices.pipeline))
+            shape = ProcessLayout(engines=count, tensor=tensor, engine_process=True)
+            if kind.trains:
+                shape = replace(shape, trainer_ranks=together)
+            if not kind.rl:
+                yield shape
+            elif not kind.ahead and devices.weight_plane != "nccl":
+                yield replace(shape, hybrid=True)
+        if kind.rl:
+            yield from _apart(plan, gpus)
+    engines = said["engines"] or 1
+    tensor = said["tensor"] or 1
+    if kind.samples and (engines == 1 or gpus == 1 or in_process):
+        left = plan.gpus - engines * tensor * devices.pipeline
+        turns = gpus == 1 and _only_in_turn(plan, left, ranks or 1)
+        yield ProcessLayout(
+            ranks or 1, engines=engines, tensor=tensor, hybrid=True if turns else None
+        )
 
 
-def _only_in_turn(config: RunConfig, left: int, ranks: int) -> bool:
+def _only_in_turn(plan: AnyPlan, left: int, ranks: int) -> bool:
     """Whether engine processes and ``ranks`` fit the GPUs only in turn, if engines alone leave
     ``left`` of them."""
-    if not isinstance(config, RLConfig) or not on_gpu(config) or not config.system.engine_process:
+    devices = plan.devices
+    if not plan.kind.rl or not devices.on_gpu or not devices.engine_process:
         return False
-    able = config.system.cluster == "none" and config.system.weight_plane != "nccl"
-    return able and not config.rollout.max_staleness and 0 <= left < ranks
+    able = devices.cluster == "none" and devices.weight_plane != "nccl"
+    return able and not plan.kind.ahead and 0 <= left < ranks
 
 
-def _apart(config: RunConfig, gpus: int) -> Iterator[Settings]:
+def _apart(plan: AnyPlan, gpus: int) -> Iterator[ProcessLayout]:
     """Engines with their own GPUs: as many as the trainer's, or fewer if it needs more; with a
     given number of engines, the trainer has the remaining GPUs."""
-    wanted = given(config, RANKS)
-    engines = given(config, ENGINES)
-    size = given(config, SEQUENCE) or 1
-    for tensor in _tensor_sizes(config, gpus):
-        each = tensor * config.system.vllm.pipeline_parallel_size
+    said = said_shape(plan.said.system)
+    wanted: int | None = said["trainer_ranks"]
+    engines: int | None = said["engines"]
+    size = said["sequence"] or 1
+    for tensor in _tensor_sizes(plan, gpus):
+        each = tensor * plan.devices.pipeline
         halves = range(max(1, gpus // 2), gpus, max(1, gpus // 16))
         others = [(gpus - engines * each) // size * size] if engines else halves
         for ranks in [wanted] if wanted else others:
             count = engines or (gpus - ranks) // each
             if ranks > 0 and count > 0:
-                yield {RANKS: ranks, ENGINES: count, TENSOR: tensor, PROCESS: True, TURNS: False}
+                own = ProcessLayout(ranks, engines=count, tensor=tensor, engine_process=True)
+                yield replace(own, hybrid=False)
 
 
-def _tensor_sizes(config: RunConfig, gpus: int) -> list[int]:
-    wanted = given(config, TENSOR)
+def _tensor_sizes(plan: AnyPlan, gpus: int) -> list[int]:
+    wanted: int | None = known(plan.said.system.vllm, "tensor_parallel_size")
     if wanted:
         return [wanted]
-    each = config.system.vllm.pipeline_parallel_size
-    return (
-        [n for n in SIZES if n * each <= gpus] or [1]
-        if config.system.engine_kind.spans_devices
-        else [1]
-    )
+    if not plan.devices.engine.spans_devices:
+        return [1]
+    return [n for n in SIZES if n * plan.devices.pipeline <= gpus] or [1]
 
 
-def _sequence_sizes(config: RunConfig, facts: Facts, ranks: int) -> list[int]:
+def _sequence_sizes(plan: AnyPlan, ranks: int) -> list[int]:
     """Numbers of ranks that may share the tokens of a micro-batch: divisors of the attention
     heads."""
-    heads = facts.model.heads if facts.model else 1
-    wanted = given(config, SEQUENCE)
-    alone = (
-        ranks == 1 or not on_gpu(config) or config.command == "distill"
-    )  # a teacher may have other heads
+    heads = plan.facts.model.heads if plan.facts.model else 1
+    wanted: int | None = said_shape(plan.said.system)["sequence"]
+    # A teacher may have other heads.
+    alone = ranks == 1 or not plan.devices.on_gpu or plan.kind.teacher is not None
     return [wanted or 1] if wanted or alone else [n for n in SIZES if ranks % n == heads % n == 0]

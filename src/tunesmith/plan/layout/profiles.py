@@ -8,17 +8,16 @@ rollout.max_staleness).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.config.resolved import settings
-from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import Filling, with_values
+from tunesmith.config.resolved import Derived, settings
+from tunesmith.config.schema import RLConfig
+from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
 from tunesmith.plan.layout.search import lack
-from tunesmith.plan.processes.devices import on_gpu
+from tunesmith.plan.plan import AnyPlan, draft
 from tunesmith.plan.rules.situation import Situation
 
 CHECKPOINTING = "system.gradient_checkpointing"
@@ -108,27 +107,30 @@ SYSTEM_PROFILES: Mapping[str, tuple[ProfileValue, ...]] = {
 # fmt: on
 
 
-def derive_profile(filling: Filling, facts: Facts) -> None:
-    """Set the values of the run's profile, or those measured to be fastest; the run file's values
+def profile_values(plan: AnyPlan) -> Iterator[Derived]:
+    """The values of the run's profile, or those measured to be fastest; the run file's values
     stay."""
-    config: RunConfig = filling.config
-    given = settings(config, given_only=True)
-    if facts.tuned:
-        for key, value in facts.tuned.values.items():
+    said = plan.said
+    given = settings(said, given_only=True)
+    tuned = plan.facts.tuned
+    if tuned:
+        for key, value in tuned.values.items():
             if key not in given:
-                filling.set(key, value, facts.tuned.reason)
-    profile = config.system.profile
+                yield Derived(key, value, tuned.reason)
+        plan = draft(with_values(said, tuned.values), plan.facts)
+    profile = said.system.profile
     if profile is None:
         return
-    s = Situation(config, facts)
-    gpus = gpus_of_run(config, facts) if on_gpu(config) else 0
+    s = Situation(said, plan.facts)
+    gpus = gpus_of_run(plan) if plan.devices.on_gpu else 0
     for entry in SYSTEM_PROFILES[profile]:
         wanted = entry.key not in given and entry.when(s, gpus)
-        if wanted and (not entry.if_fits or _fits(filling, facts, entry)):
-            filling.set(entry.key, entry.value, f"profile {profile}: {entry.why}")
+        there = draft(with_values(plan.said, {entry.key: entry.value}), plan.facts)
+        if wanted and (not entry.if_fits or _fits(there)):
+            plan = there
+            yield Derived(entry.key, entry.value, f"profile {profile}: {entry.why}")
 
 
-def _fits(filling: Filling, facts: Facts, entry: ProfileValue) -> bool:
-    """Whether a sample fits in some layout with a profile's value."""
-    config = with_values(filling.config, {entry.key: entry.value})
-    return any(lack(config, facts, layout) <= 1 for layout in layouts(config, facts))
+def _fits(plan: AnyPlan) -> bool:
+    """Whether a sample fits in some layout."""
+    return any(lack(plan, layout) <= 1 for layout in layouts(plan))

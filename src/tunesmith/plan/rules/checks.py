@@ -9,15 +9,19 @@ import re
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 from tunesmith.config.commands import OfflineDistillConfig, SamplingConfig
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import known
+from tunesmith.config.system import Role
 from tunesmith.errors import ConfigError, Problem, nearest
+from tunesmith.plan.cluster import cluster_problems, ray_not_installed
+from tunesmith.plan.devices import device_problems
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.processes.cluster import cluster_problems, ray_not_installed
-from tunesmith.plan.processes.devices import device_problems
+from tunesmith.plan.kind import kind_of
+from tunesmith.plan.plan import AnyPlan, C, Plan, devices_said
 from tunesmith.plan.rules import devices, engines, kernels, rl, sampling, training, vllm
 from tunesmith.plan.rules.rule import RULES, UNREAD, rule
 from tunesmith.plan.rules.situation import Situation, resolved_algorithm
@@ -43,11 +47,11 @@ def check(config: RunConfig, *, installed: bool = True) -> None:
     Raises:
         ConfigError: names the keys, why they conflict, and what to change.
     """
-    problems = [*unread_problems(config), *contradictions(config)]
+    problems = [*unread_problems(config), *said_contradictions(config)]
     if installed:
         problems += _not_installed(config)
         problems += vllm_not_installed(config)
-        problems += ray_not_installed(config)
+        problems += ray_not_installed(devices_said(kind_of(config), config))
     raise_all(problems)
 
 
@@ -58,16 +62,15 @@ def raise_all(problems: Sequence[Problem]) -> None:
 
 
 def unread_problems(
-    config: RunConfig, facts: Facts | None = None, said: RunConfig | None = None
+    config: C, plan: Plan[C] | None = None, facts: Facts | None = None
 ) -> Iterator[Problem]:
     """One problem for each given setting that nothing reads.
 
     Args:
-        said: the run as its file has it, if settings of ``config`` are derived.
+        config: the run as its file has it.
     """
-    said = said or config
-    s = Situation(config, facts)
-    given = settings(said, given_only=True)
+    s = Situation.of(plan) if plan else Situation(config, facts)
+    given = settings(config, given_only=True)
     for entry in UNREAD:
         if not isinstance(config, entry.kind) or not entry.when(s):
             continue
@@ -82,19 +85,39 @@ def unread_reasons(key: str) -> Iterator[str]:
     return (entry.why for entry in UNREAD if entry.covers(key))
 
 
-def contradictions(config: RunConfig, facts: Facts | None = None) -> Iterator[Problem]:
-    """Contradictions between settings and, if facts are given, between settings and facts."""
-    yield from refused_settings(config, facts)
-    yield from cluster_problems(config)
-    if facts is not None:
-        yield from device_problems(config, len(facts.hardware.gpus))
+def said_contradictions(config: RunConfig) -> Iterator[Problem]:
+    """Contradictions between settings."""
+    yield from _refused(Situation(config))
+    devices = devices_said(kind_of(config), config)
+    counted: set[Role] = {"reward"}
+    if not devices.placed_together("actor", "ref"):
+        counted.add("ref")
+    if known(config.system, "trainer_ranks") is not None:
+        counted |= {"actor", "ref", "critic"}
+    if known(config.system, "engines") is not None:
+        counted.add("rollout")
+    yield from cluster_problems(devices, counted)
 
 
-def refused_settings(config: RunConfig, facts: Facts | None) -> Iterator[Problem]:
+def contradictions(plan: AnyPlan, *, settled: bool = True) -> Iterator[Problem]:
+    """Contradictions between the settings and choices of a plan, and between them and facts.
+
+    Args:
+        settled: whether more than a layout has been chosen.
+    """
+    yield from refused_settings(plan, settled=settled)
+    yield from cluster_problems(plan.devices)
+    yield from device_problems(plan.devices, plan.gpus)
+
+
+def refused_settings(plan: AnyPlan, *, settled: bool = True) -> Iterator[Problem]:
     """The problems that the rules find."""
-    s = Situation(config, facts)
+    yield from _refused(Situation.of(plan, settled=settled))
+
+
+def _refused(s: Situation[Any]) -> Iterator[Problem]:
     for kind, judge in RULES:
-        if isinstance(config, kind):
+        if isinstance(s.config, kind):
             yield from judge(s)
 
 

@@ -9,6 +9,7 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import Problem
 from tunesmith.plan.cost.memory import kv_bytes_per_number
+from tunesmith.plan.plan import draft
 from tunesmith.plan.rules.rule import rule, unread
 from tunesmith.plan.rules.situation import Situation, more
 
@@ -56,21 +57,21 @@ def sharding(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def sequence_parallelism(s: Situation[RunConfig]) -> Iterator[Problem]:
-    section = (s.config.system.sequence_parallel)
+    together = s.devices.sequence
     ranks = (s.system.trainer_ranks)
     size = ("system.sequence_parallel.size")
     kind = ("system.sequence_parallel.type")
-    if section.size > 1 and ranks and ranks % section.size:
+    if together > 1 and ranks and ranks % together:
         yield s.clash(size,
             f"makes groups of trainer ranks, and {s.said(RANKS)} is not a multiple of it; change "
             "one of the two",
             RANKS)
-    if section.type == "ulysses" and s.model and s.model.heads % section.size:
+    if not s.devices.ring and s.model and s.model.heads % together:
         heads = s.model.heads
         yield s.clash(size,
             f"does not divide the {heads} attention heads that the ranks share; use a divisor of "
             f'{heads}, or set {kind} = "ring"', kind)
-    ring = section.size > 1 and section.type == "ring"
+    ring = together > 1 and s.devices.ring
     if ring and s.device_kind == "cuda" and s.dtype == "float32":
         yield s.clash(kind,
             f"with {s.said('model.dtype')}: ring attention on a GPU has 16-bit kernels only; set "
@@ -94,7 +95,7 @@ def ranks_of_this_machine(s: Situation[RunConfig]) -> Iterator[Problem]:
     if s.engine_process_off:
         why = f"with {s.said(RANKS)}: engines have their own processes then; leave it out"
         yield s.clash("system.engine_process", why, RANKS)
-    if s.config.system.weight_plane == "ipc":
+    if s.devices.weight_plane == "ipc":
         why = f'with {s.said(RANKS)}: it is for one trainer; use "memory"'
         yield s.clash("system.weight_plane", why, RANKS)
 
@@ -169,7 +170,7 @@ def offloaded_parameters(s: Situation[RunConfig]) -> Iterator[Problem]:
             "to the GPU for each token; set system.engine_process = true to give the engine its "
             "own copy, or leave it out", "system.engine_process")
     for name, copying, other in (("weight_plane", "ipc", "memory"), ("weight_copy", "gpu", "host")):
-        if getattr(config.system, name) == copying:
+        if getattr(s.devices, name) == copying:
             key = f"system.{name}"
             why = f'which keeps a copy of all weights on the GPU; set {key} = "{other}"'
             yield s.clash(PARAMETERS, f"with {s.said(key)}, {why}", key)
@@ -202,9 +203,10 @@ def kv_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     samples = config.samples and not s.engine.third_party and derived
     if s.facts is None or model is None or kv is None or s.longest is None or not samples:
         return
+    plan = s.plan or draft(config, s.facts)
     new = config.new_tokens
     tokens = sum(-(-count // BLOCK) * BLOCK for count in (s.longest, max(1, new - 1)))
-    bytes_per_token = model.kv_bytes_per_token(kv_bytes_per_number(config, s.facts))
+    bytes_per_token = model.kv_bytes_per_token(kv_bytes_per_number(plan))
     needed = ceil(tokens * bytes_per_token * (1 + 1 / (2 * model.layers)))
     if needed > parse_size(kv):
         yield Problem(("system.kv_memory",),
@@ -229,5 +231,5 @@ unread(RunConfig, "system.trainer_restarts",
        lambda s: s.config.system.cluster == "none" and s.system.trainer_ranks == 1,
        "with system.trainer_ranks = 1, where the run's own process trains; leave it out")
 unread(RunConfig, "system.sequence_parallel.type",
-       lambda s: s.config.system.sequence_parallel.size == 1,
+       lambda s: s.devices.sequence == 1,
        "with system.sequence_parallel.size = 1; set a size, or leave it out")

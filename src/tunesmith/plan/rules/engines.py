@@ -81,7 +81,7 @@ def sampling_that_the_engine_supports(s: Situation[RunConfig]) -> Iterator[Probl
 @rule(RunConfig)
 def weight_plane(s: Situation[RunConfig]) -> Iterator[Problem]:
     system = (s.config.system)
-    plane = (s.config.system.weight_plane)
+    plane = s.devices.weight_plane
     if plane == "disk" and system.engine_directory is None:
         yield s.clash(PLANE,
             "needs system.engine_directory, a directory that trainer and engines see under the "
@@ -110,10 +110,10 @@ def weight_plane(s: Situation[RunConfig]) -> Iterator[Problem]:
 @rule(RunConfig)
 def weights_as_engines_take_them(s: Situation[RunConfig]) -> Iterator[Problem]:
     system = s.config.system
-    if system.adapter_sync == "adapter" and s.engine.third_party:
+    if s.devices.adapter_sync == "adapter" and s.engine.third_party:
         yield s.clash("system.adapter_sync",
             f'is for system.engine = "local": "{system.engine}" takes whole weights', ENGINE)
-    if s.config.model.quantize and (s.engine.third_party or system.adapter_sync == "merged"):
+    if s.config.model.quantize and (s.engine.third_party or s.devices.adapter_sync == "merged"):
         yield s.clash("model.quantize",
             "with engines that take whole weights: they would not compute with the quantised "
             "weights that the adapter is trained on, so the samples would come from another "
@@ -170,7 +170,7 @@ unread(RunConfig, "system.vllm.cuda_graph_sizes", lambda s: s.vllm_eager,
 unread(RunConfig, "system.engine_urls", lambda s: not s.engine.served,
        'with system.engine = {system.engine}; set "sglang", or leave it out')
 unread(RunConfig, "system.engine_directory",
-       lambda s: not s.engine.served and s.config.system.weight_plane != "disk",
+       lambda s: not s.engine.served and s.devices.weight_plane != "disk",
        'with system.engine = {system.engine}; set "sglang", or leave it out')
 unread(RunConfig, "system.engine_process system.kv_memory system.max_prefill_tokens",
        lambda s: s.engine.served,
@@ -189,7 +189,7 @@ unread(RunConfig, "system.engine_process", lambda s: s.config.system.cluster == 
        'with system.cluster = "ray", where engines are actors; leave it out', harmless=(False,))
 unread(RunConfig, "system.weight_plane system.adapter_sync", lambda s: s.engines_apart is False,
        "with the engine in the trainer's process; set system.engine_process = true, or leave it out")
-unread(RunConfig, "system.weight_copy", lambda s: s.config.system.weight_plane != "nccl",
+unread(RunConfig, "system.weight_copy", lambda s: s.devices.weight_plane != "nccl",
        'without system.weight_plane = "nccl"; set that, or leave it out')
 unread(RunConfig, "system.adapter_sync", lambda s: not s.config.lora.on,
        "without an adapter; set lora.rank, or leave it out")

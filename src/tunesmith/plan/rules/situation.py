@@ -4,7 +4,7 @@ None."""
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -15,26 +15,20 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.section import Section, known
 from tunesmith.errors import ConfigError, Problem, ProblemKind
-from tunesmith.plan.cost.memory import gpu_of, longest_sample
 from tunesmith.plan.derive.algorithm import Reasons, resolve_algorithm
+from tunesmith.plan.devices import Devices
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.kind import RunKind, kind_of
 from tunesmith.plan.length import critic_steps, optimizer_steps
-from tunesmith.plan.processes.devices import compilable, ranks_per_engine
-from tunesmith.plan.processes.roles import (
-    has_critic,
-    keeps_frozen,
-    keeps_reference,
-    placed_together,
-    scores,
-)
-from tunesmith.plan.processes.weights import engines_apart, weights_apart
+from tunesmith.plan.plan import AnyPlan, Plan, devices_said, draft, gpu_of, longest_sample
 from tunesmith.records.redact import redact_values
 from tunesmith.records.toml import toml_value
 from tunesmith.types import altering
 
 C = TypeVar("C", bound=RunConfig)
+TENSOR = "system.vllm.tensor_parallel_size"
 
 
 def resolved_algorithm(
@@ -94,14 +88,51 @@ class SystemValues:
     kv_memory: str | None
 
     @classmethod
-    def of(cls, section: Section) -> SystemValues:
+    def said(cls, section: Section) -> SystemValues:
         return cls(**{field.name: known(section, field.name) for field in fields(cls)})
+
+    @classmethod
+    def planned(cls, plan: AnyPlan, *, settled: bool) -> SystemValues:
+        """Args: settled: whether more than a layout has been chosen."""
+        devices = plan.devices
+        memory = plan.memory
+        layout: dict[str, Any] = {
+            "engines": devices.engines,
+            "hybrid": devices.hybrid,
+            "trainer_ranks": devices.trainer_ranks,
+            "zero_stage": devices.zero_stage,
+        }
+        if not settled:
+            return replace(cls.said(plan.said.system), **layout)
+        return cls(
+            device=devices.device,
+            threads=devices.threads,
+            compile=devices.compile,
+            max_tokens_per_microbatch=memory.microbatch,
+            scoring_max_tokens=memory.scoring,
+            critic_max_tokens=memory.critic,
+            offload_activations=memory.offload_activations,
+            offload_optimizer=memory.offload_optimizer,
+            offload_parameters=memory.offload_parameters,
+            offload_reference=memory.offload_reference,
+            shard_size=devices.shard_size,
+            kv_memory=memory.kv,
+            **layout,
+        )
 
 
 @dataclass(frozen=True)
 class Situation(Generic[C]):
     config: C
     facts: Facts | None = None
+    plan: Plan[C] | None = None
+    """None: only what was said is known."""
+    settled: bool = True
+    """Whether more than the plan's layout has been chosen."""
+
+    @classmethod
+    def of(cls, plan: Plan[C], *, settled: bool = True) -> Situation[C]:
+        return cls(plan.said, plan.facts, plan, settled)
 
     def said(self, key: str) -> str:
         """``key = value`` as in a run file, without secrets; the key alone if it has no value."""
@@ -118,7 +149,19 @@ class Situation(Generic[C]):
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        return settings(self.whole or self.config)
+        derived: dict[str, Any] = {}
+        if self.plan is not None:
+            derived = {
+                f"system.{name}": value
+                for name, value in vars(self.system).items()
+                if value is not None
+            }
+            derived |= {"system.sequence_parallel.size": self.devices.sequence}
+            if self.devices.engine.spans_devices:
+                derived |= {TENSOR: self.devices.tensor}
+            names = ("weight_plane", "weight_copy", "adapter_sync", "engine_process")
+            derived |= {f"system.{name}": getattr(self.devices, name) for name in names}
+        return settings(self.whole or self.config) | derived
 
     def filled(self, text: str) -> str:
         """A text with the values of ``{key}``."""
@@ -166,21 +209,28 @@ class Situation(Generic[C]):
     def scored_by_model(self) -> bool:
         return self.reward is not None and any(model.weight > 0 for model in self.reward.models)
 
+    @cached_property
+    def kind(self) -> RunKind | None:
+        """What the run is; None if its algorithm is refused."""
+        if isinstance(self.config, RLConfig) and self.algorithm is None:
+            return None
+        return kind_of(self.config, self.algorithm)
+
     @property
     def keeps_reference(self) -> bool | None:
-        return self.whole and keeps_reference(self.whole)
+        return self.kind and self.kind.reference
 
     @property
     def keeps_frozen(self) -> bool | None:
-        return self.whole and keeps_frozen(self.whole)
+        return self.kind and replace(self.devices, kind=self.kind).keeps_frozen
 
     @property
     def scores(self) -> bool | None:
-        return self.whole and scores(self.whole)
+        return self.kind and self.kind.scores
 
     @property
     def has_critic(self) -> bool | None:
-        return self.whole and has_critic(self.whole)
+        return self.kind and self.kind.critic
 
     # Its length
 
@@ -264,12 +314,12 @@ class Situation(Generic[C]):
         """Bytes of memory of the run's device."""
         if self.facts is None:
             return None
-        gpu = gpu_of(self.config, self.facts)
+        gpu = gpu_of(self.devices.device, self.facts)
         return gpu.memory_total if gpu else self.facts.hardware.memory_total
 
     @property
     def compilable(self) -> bool | None:
-        return self.facts and compilable(self.config, self.facts)
+        return self.facts and (self.plan or draft(self.config, self.facts)).compilable
 
     @property
     def compiles(self) -> bool | None:
@@ -280,7 +330,16 @@ class Situation(Generic[C]):
 
     @cached_property
     def system(self) -> SystemValues:
-        return SystemValues.of(self.config.system)
+        if self.plan is not None:
+            return SystemValues.planned(self.plan, settled=self.settled)
+        return SystemValues.said(self.config.system)
+
+    @cached_property
+    def devices(self) -> Devices:
+        """As planned, or as said."""
+        if self.plan is not None:
+            return self.plan.devices
+        return devices_said(self.kind or kind_of(self.config), self.config)
 
     @property
     def device_kind(self) -> str | None:
@@ -299,31 +358,36 @@ class Situation(Generic[C]):
     def engines_apart(self) -> bool | None:
         """Whether engines have processes of their own; None if no setting says so, and the machine
         will."""
-        system = self.config.system
-        said = system.cluster != "none" or "engine_process" in system.model_fields_set
-        if engines_apart(self.config) or said or self.facts is not None or self.engine.served:
-            return engines_apart(self.config)
+        apart = self.devices.engines_apart
+        said = self.devices.cluster != "none" or "engine_process" in self._written
+        if apart or said or self.facts is not None or self.engine.served:
+            return apart
         return None
 
     @property
     def weights_apart(self) -> bool | None:
         """Whether engines have their own copy of the weights."""
-        return weights_apart(self.config) or (None if self.engines_apart is None else False)
+        return self.devices.weights_apart or (None if self.engines_apart is None else False)
 
     @property
     def engine_process_off(self) -> bool:
-        system = self.config.system
-        return "engine_process" in system.model_fields_set and not system.engine_process
+        return "engine_process" in self._written and not self.devices.engine_process
+
+    @property
+    def _written(self) -> set[str]:
+        return self.config.system.model_fields_set
 
     @property
     def placed_together(self) -> bool:
         """Whether engines share the trainer's places on a cluster."""
-        return placed_together(self.config, "actor", "rollout")
+        return self.devices.placed_together("actor", "rollout")
 
     @property
     def vllm_eager(self) -> bool | None:
+        if self.plan is not None:
+            return self.plan.eager
         return known(self.config.system.vllm, "eager")
 
     @property
     def ranks_per_engine(self) -> int:
-        return ranks_per_engine(self.config)
+        return self.devices.ranks_per_engine

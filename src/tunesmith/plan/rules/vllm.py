@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import known
+from tunesmith.config.section import Section, known
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import Problem, closest
-from tunesmith.plan.cost.memory import BLOCK, bytes_per_number
-from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import Filling
+from tunesmith.plan.cost.memory import BLOCK
+from tunesmith.plan.plan import C, Plan, Reasons
 from tunesmith.plan.rules.rule import rule
 from tunesmith.plan.rules.situation import Situation, more
 from tunesmith.records.toml import toml_value
@@ -126,7 +126,7 @@ def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     if s.model is None or longest is None or kv is None or vllm.memory_share is not None:
         return
     blocks = -(-longest // BLOCK) + 1  # one block stays empty
-    each = s.model.kv_bytes_per_token(bytes_per_number(s.config))
+    each = s.model.kv_bytes_per_token(s.devices.bytes_per_number)
     needed = blocks * BLOCK * each // s.ranks_per_engine
     if needed > parse_size(kv):
         why = f"does not hold one sequence of {longest} tokens, which takes {format_size(needed)}"
@@ -136,7 +136,8 @@ def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
 def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
     vllm = (s.config.system.vllm)
     ranks = (s.ranks_per_engine)
-    sizes = {TENSOR: known(vllm, "tensor_parallel_size"), PIPELINE: vllm.pipeline_parallel_size}
+    tensor: int | None = s.devices.tensor if s.plan else known(vllm, "tensor_parallel_size")
+    sizes = {TENSOR: tensor, PIPELINE: vllm.pipeline_parallel_size}
     for key, size in sizes.items():
         if more(size, 1) and s.engines_apart is False:
             yield s.clash(key,
@@ -149,7 +150,7 @@ def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
             "stages when new weights arrive; leave one out")
     if more(vllm.pipeline_parallel_size, s.layers):
         yield s.clash(PIPELINE, f", and the model has {s.layers} layers; ask for at most as many")
-    if s.model and sizes[TENSOR] and s.model.heads % sizes[TENSOR]:
+    if s.model and tensor and s.model.heads % tensor:
         heads = s.model.heads
         fitting = [count for count in range(1, heads + 1) if heads % count == 0]
         why = f"does not divide the model's {heads} attention heads; use one of {fitting}"
@@ -159,7 +160,7 @@ def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
     on_cpu = (s.system.device == "cpu")
     gpus = (len(s.machine.gpus))
     devices, what = (s.machine.cores, "cores") if on_cpu else (gpus, "GPUs")
-    if ranks > max(1, devices) and (on_cpu or gpus < 2):  # else processes.devices
+    if ranks > max(1, devices) and (on_cpu or gpus < 2):  # else plan.devices
         yield Problem((TENSOR, PIPELINE),
             f"{TENSOR} × pipeline_parallel_size = {ranks} ranks, and this machine has {devices} "
             f"{what}; ask for at most as many", "machine")
@@ -270,28 +271,33 @@ def vllm_not_installed(config: RunConfig) -> Iterator[Problem]:
             yield Problem(("system.engine",), problem, "machine")
 
 
-def derive_vllm(filling: Filling, facts: Facts) -> None:
-    """Derive prefix caching, compilation and the longest sequence, if vLLM is the engine."""
-    config = filling.config
-    if config.system.engine != "vllm":
-        return
-    if facts.model is not None and facts.model.switch is not None:
-        reason = "longrope: with a higher limit vLLM gives all sequences the frequencies of long ones"
-        filling.fill("system.vllm.max_model_len", facts.model.switch, reason)
-    if not config.samples:
-        return
-    rl = isinstance(config, RLConfig)
-    size = config.rollout.group_size if rl else known(config.sampling, "n") or 1
-    if size > 1:
-        caching = (True)
-        reason = (f"the {size} completions of a prompt share its prefill")
-    elif rl and config.environment.used:
-        caching = (True)
-        reason = ("each turn continues the last one")
-    else:
-        caching = (False)
-        reason = ("each prompt is completed once")
-    filling.fill("system.vllm.prefix_caching", caching, reason)
-    on_cpu = config.system.device == "cpu"
-    why = "on a CPU, compiling takes longer than most runs gain" if on_cpu else "CUDA graphs save kernel launches"
-    filling.fill("system.vllm.eager", on_cpu, why)
+def with_vllm(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    """The plan with prefix caching, compilation and the longest sequence, if vLLM is the engine."""
+    said = plan.said
+    vllm = said.system.vllm
+    if said.system.engine != "vllm":
+        return plan
+    switch = plan.facts.model.switch if plan.facts.model else None
+    if switch is not None:
+        reason = (
+            "longrope: with a higher limit vLLM gives all sequences the frequencies of long ones"
+        )
+        reasons.fill(LENGTH, vllm.max_model_len, switch, reason)
+    if not plan.kind.samples:
+        return plan
+    rollout = said.rollout if isinstance(said, RLConfig) else None
+    sampling: Section | None = getattr(said, "sampling", None)
+    size: int = rollout.group_size if rollout else (sampling and known(sampling, "n")) or 1
+    caching = (size > 1, f"the {size} completions of a prompt share its prefill")
+    if size == 1:
+        again = isinstance(said, RLConfig) and said.environment.used
+        why = "each turn continues the last one" if again else "each prompt is completed once"
+        caching = (again, why)
+    reasons.fill("system.vllm.prefix_caching", known(vllm, "prefix_caching"), *caching)
+    on_cpu = plan.devices.device == "cpu"
+    why = (
+        "on a CPU, compiling takes longer than most runs gain"
+        if on_cpu
+        else "CUDA graphs save kernel launches"
+    )
+    return replace(plan, eager=reasons.fill("system.vllm.eager", known(vllm, "eager"), on_cpu, why))

@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any, TypeVar
 
 from tunesmith.plan.length import draws, prompts_of
-from tunesmith.plan.processes.weights import weights_apart
+from tunesmith.plan.plan import devices_of
 from tunesmith.records import interrupts
 from tunesmith.run.engines.base import EngineStats, add_stats
 from tunesmith.run.loop.buffer import Buffer, Started
@@ -153,7 +153,7 @@ class AsyncRollouts:
     async def training(self) -> AsyncGenerator[Executor]:
         """The thread for the trainer's work: another one if the engine has its own weights and
         continues to sample."""
-        if weights_apart(self.parts.config):
+        if devices_of(self.parts.config).weights_apart:
             with interrupts.elsewhere():
                 yield self._trainer
         else:

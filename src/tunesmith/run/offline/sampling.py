@@ -16,7 +16,7 @@ from tunesmith.learn.data.prepare import load_tasks
 from tunesmith.learn.environments.base import SingleTurn
 from tunesmith.learn.rewards.loading import load_rewards
 from tunesmith.learn.rewards.reward_set import RewardSet
-from tunesmith.plan.processes.weights import loads_model, weights_apart
+from tunesmith.plan.plan import devices_of
 from tunesmith.records.interrupts import handled, keeping
 from tunesmith.records.run_dir import how_to_continue
 from tunesmith.run.engines.base import EngineStats, RolloutEngine
@@ -103,7 +103,9 @@ def answer_tasks(
     async def begin() -> None:
         # An engine with its own weights has read them from the model's files, without the adapter;
         # SGLang has not.
-        if weights_apart(config) and (config.lora.on or config.system.engine_kind.served):
+        if devices_of(config).weights_apart and (
+            config.lora.on or config.system.engine_kind.served
+        ):
             with usage.phase("setup"):
                 await engine.load_weights(0)
 
@@ -128,7 +130,11 @@ def _load(config: SamplingConfig, tokenizer: Any, rewards: RewardSet | None) -> 
     from tunesmith.models.causal_lm import CausalLM
 
     report = partial(print, flush=True)
-    model = load_model(CausalLM, config, tokenizer, frozen=True) if loads_model(config) else None
+    model = (
+        load_model(CausalLM, config, tokenizer, frozen=True)
+        if devices_of(config).loads_model
+        else None
+    )
     engine = make_engine(config, model, report)
     if rewards is not None:
         add_rewards(rewards, config, tokenizer, report)

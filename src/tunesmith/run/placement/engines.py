@@ -17,11 +17,10 @@ from tunesmith.config.system import Role
 from tunesmith.config.values import parse_size
 from tunesmith.errors import EngineLostError
 from tunesmith.learn.data.chat import end_of_turn_id
-from tunesmith.plan.derive.capacity import engine_threads
 from tunesmith.plan.derive.sizes import LEAST_KV_BYTES
+from tunesmith.plan.devices import device_problems, visible_names
 from tunesmith.plan.facts.hardware import read_hardware
-from tunesmith.plan.processes.devices import device_problems, own_devices, visible_names
-from tunesmith.plan.processes.weights import engines_apart
+from tunesmith.plan.plan import devices_of
 from tunesmith.plan.rules.checks import raise_all
 from tunesmith.records.timeline import Timeline
 from tunesmith.records.waits import long_wait
@@ -152,7 +151,7 @@ def make_engines(
         config, "cuda" if separate else None
     )  # an engine sees only its own GPUs
     if here and config.system.engine == "local":
-        settings["threads"] = engine_threads(config)
+        settings["threads"] = devices_of(config).engine_threads
         if not separate:  # on the trainer's device
             settings["limits"] = asdict(limits_of(config))
     start = partial(_start_engine, processes, config, settings, report)
@@ -174,13 +173,13 @@ def local_gpus(config: RunConfig) -> dict[Role, Sequence[Sequence[str]]]:
         return {}
     gpus = device_count()
     world = config.system.trainer_ranks
-    raise_all([*device_problems(config, gpus)])
+    raise_all([*device_problems(devices_of(config), gpus)])
     visible = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
     found: dict[Role, Sequence[Sequence[str]]] = {}
     if world > 1:
         ranks = [(name,) for name in visible[:world]]
         found = {"actor": ranks, "critic": ranks}
-    engines = own_devices(config, visible)
+    engines = devices_of(config).own_devices(visible)
     if engines:
         found["rollout"] = engines
     return found
@@ -241,7 +240,7 @@ def _vllm_settings(config: RunConfig) -> dict[str, Any]:
         "trust_remote_code": model.trust_remote_code,
         # Freeing memory only helps if the trainer is on the same GPU.
         "sleeps": system.device != "cpu"
-        and (bool(known(system, "hybrid")) or not engines_apart(config)),
+        and (bool(known(system, "hybrid")) or not devices_of(config).engines_apart),
         "speculative_tokens": system.speculative_tokens,
         "draft_model": system.draft_model,
         **system.vllm.model_dump(),

@@ -11,9 +11,9 @@ from tunesmith.config.commands import DistillConfig
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.learn.data.preference import Comparison
 from tunesmith.learn.data.reading import Prepared
-from tunesmith.plan.derive.capacity import computing_threads
 from tunesmith.plan.facts.hardware import usable_cpus
 from tunesmith.plan.length import optimizer_steps
+from tunesmith.plan.plan import devices_of
 from tunesmith.records.facts import RunFacts
 from tunesmith.types import Task
 
@@ -43,7 +43,7 @@ def learning_facts(
         too_long=counts["too_long"] / max(1, counts["read"]),
         bad=counts["bad"] / max(1, counts["read"]),
         source_share=max(data.shares) if len(data.shares) > 1 else None,
-        threads_per_core=computing_threads(config) / usable_cpus(),
+        threads_per_core=devices_of(config).computing_threads / usable_cpus(),
     )
     if not isinstance(config, RLConfig):
         return facts

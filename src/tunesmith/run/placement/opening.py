@@ -24,6 +24,7 @@ from tunesmith.learn.data.prepare import Prepared, Sources
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import draft
 from tunesmith.plan.report import memory_of
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.run_dir import PLAN_FILE, RunDir, open_run_dir
@@ -236,7 +237,10 @@ def prepare_training(
         together=together,
     )
     run.announce()
-    planned = {"memory": memory_of(run.config, facts), "seconds": step_seconds(run.config, facts)}
+    planned = {
+        "memory": memory_of(draft(run.config, facts)),
+        "seconds": step_seconds(draft(run.config, facts)),
+    }
     write_json(run.directory.path / PLAN_FILE, planned)
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.schema import RunConfig
 from tunesmith.models.openmp import to_thread
-from tunesmith.plan.processes.devices import ranks_per_engine
-from tunesmith.plan.processes.weights import BUCKET, publishing_ranks
+from tunesmith.plan.devices import BUCKET
+from tunesmith.plan.plan import devices_of
 from tunesmith.run.processes.machines import own_address as own_address_in_launch
 from tunesmith.run.processes.torchrun import Launch
 from tunesmith.run.weights.base import NamedTensors, Offer, Plane
@@ -77,9 +77,9 @@ def broadcast_plane(config: RunConfig, model: Decoder, rank: int = 0) -> Broadca
 
     system = config.system
     host = own_address(config)
-    ranks = ranks_per_engine(config)
+    ranks = devices_of(config).ranks_per_engine
     here, (tensors, room) = stays_on_gpu(config), _publication(config, model)
-    senders = publishing_ranks(config) if here else 1
+    senders = devices_of(config).publishing_ranks if here else 1
     room = room if senders == 1 else room // senders + largest_bytes(model)
     if system.weight_plane == "gloo":
         return BroadcastPlane(

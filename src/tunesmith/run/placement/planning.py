@@ -12,7 +12,7 @@ from tunesmith.config.resolved import Derived, Resolved
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.plan.cost.memory import bytes_per_number
+from tunesmith.plan.cluster import bundles, missing
 from tunesmith.plan.cost.seconds import measurable
 from tunesmith.plan.facts.machines import THIS, machine
 from tunesmith.plan.facts.measured import read_rates
@@ -20,9 +20,9 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.alternatives import costly
 from tunesmith.plan.layout.fitting import layout_that_fits
-from tunesmith.plan.processes.cluster import bundles, missing
+from tunesmith.plan.plan import devices_of, draft
 from tunesmith.plan.resolve import resolve, sequence_limits
-from tunesmith.plan.rules.checks import contradictions, unread_problems
+from tunesmith.plan.rules.checks import said_contradictions, unread_problems
 from tunesmith.run.placement.checking import check_inputs, facts_of_run
 
 C = TypeVar("C", bound=RunConfig)
@@ -68,9 +68,11 @@ def plan_run(
     resolved = resolve(config, facts)
     if resolved.config.system.cluster == "ray" and isinstance(resolved.config, RLConfig):
         each = {"CPU": float(facts.hardware.cores), "GPU": float(len(facts.hardware.gpus))}
-        lacking = missing(bundles(resolved.config), [each] * facts.hardware.nodes)
+        lacking = missing(bundles(devices_of(resolved.config)), [each] * facts.hardware.nodes)
         if lacking:
-            raise CapacityError(f"{lacking}{layout_that_fits(config, resolved.config, facts)}")
+            raise CapacityError(
+                f"{lacking}{layout_that_fits(draft(resolved.config, facts), config)}"
+            )
     if (
         facts.hardware.nodes > 1
         and resolved.config.samples
@@ -79,13 +81,13 @@ def plan_run(
         notes.append(
             f'this run uses one of {facts.hardware.nodes} machines; system.cluster = "ray" spreads it over all'
         )
-    if measurable(resolved.config, facts) and not read_rates(
-        facts.hardware, bytes_per_number(resolved.config)
+    if measurable(draft(resolved.config, facts)) and not read_rates(
+        facts.hardware, devices_of(resolved.config).bytes_per_number
     ):
         notes.append(
             "how long a step takes on this CPU is not known yet: tunesmith check machine measures its rates"
         )
-    notes += costly(config, resolved, facts)
+    notes += costly(config, draft(resolved.config, facts))
     if config is not said:
         given = {key: value for key, value in resolved.given.items() if key != ENGINE}
         derived = (
@@ -105,8 +107,8 @@ def _with_planned_engine(config: C) -> C:
     if "engine" in config.system.model_fields_set or not config.samples:
         return config
     other = with_values(config, {ENGINE: FASTEST_ENGINE})
-    refused = {problem.keys for problem in (*contradictions(other), *unread_problems(other))}
-    return config if refused - {problem.keys for problem in contradictions(config)} else other
+    refused = {problem.keys for problem in (*said_contradictions(other), *unread_problems(other))}
+    return config if refused - {problem.keys for problem in said_contradictions(config)} else other
 
 
 def _with_lengths(config: RunConfig, facts: Facts) -> tuple[Facts, list[str]]:

@@ -14,9 +14,8 @@ from tunesmith.config.system import Role
 from tunesmith.costs import PeakRates
 from tunesmith.errors import RewardError, TrainerLostError
 from tunesmith.learn.usercode.far import gather
-from tunesmith.plan.processes.cluster import NAMES, bundles, processes
-from tunesmith.plan.processes.roles import reference_apart, scoring_processes, scoring_shards
-from tunesmith.plan.processes.weights import publishing_ranks
+from tunesmith.plan.cluster import NAMES, bundles, processes
+from tunesmith.plan.plan import devices_of
 from tunesmith.records.waits import long_wait
 from tunesmith.run.loop.checkpoint import Checkpoints
 from tunesmith.run.placement.engines import local_gpus
@@ -108,7 +107,7 @@ class TrainerHost(ModelHost[RunConfig]):
             self.backend = self.make(self.config, load_tokenizer(self.config))
         if group:
             self.backend.join(group)
-        if self.publishes and rank < publishing_ranks(self.config):
+        if self.publishes and rank < devices_of(self.config).publishing_ranks:
             model = self.backend.model
             self.plane = (
                 make_publishing(self.config, model, rank)
@@ -217,11 +216,11 @@ def _build(fars: Sequence[Far], together: int) -> None:
 def _start_reference(processes: Processes, config: RLConfig) -> list[Far]:
     """The processes of a reference: each holds the whole model or, if trainer ranks shard weights,
     its shard."""
-    count = scoring_processes(config, "ref")
+    count = devices_of(config).scoring_processes("ref")
     references = [processes.spawn("ref", TrainerLostError) for _ in range(count)]
     with long_wait("starting the reference's processes"):
         gather(far.make(partial(ReferenceHost, config)) for far in references)
-        _build(references, scoring_shards(config, "ref"))
+        _build(references, devices_of(config).scoring_shards("ref"))
     return references
 
 
@@ -235,9 +234,10 @@ def open_processes(config: RunConfig) -> AbstractContextManager[Processes | None
         from tunesmith.run.processes.ray_cluster import RayCluster
 
         assert isinstance(config, RLConfig)
-        wanted = bundles(config)
+        wanted = bundles(devices_of(config))
         print(
-            f"Ray: {', '.join(f'{n} {role}' for role, n in processes(config).items())}", flush=True
+            f"Ray: {', '.join(f'{n} {role}' for role, n in processes(devices_of(config)).items())}",
+            flush=True,
         )
         with long_wait("starting or joining the Ray cluster"):
             return RayCluster.open(config.system, wanted)
@@ -273,7 +273,7 @@ def remote_trainer(
             check_machines(ranks, config.model.path, run_dir)
         _build(ranks, world)
     references: list[Far] = []
-    if publishes and isinstance(config, RLConfig) and reference_apart(config):
+    if publishes and isinstance(config, RLConfig) and devices_of(config).reference_apart:
         references = _start_reference(processes, config)
     one: PeakRates = ranks[0].get("limits")
     limits = PeakRates(world * one.flops_per_second, world * one.bytes_per_second)
@@ -286,7 +286,7 @@ def remote_reward_model(
     """A reward model that scores in other processes and encodes texts in this one."""
     from tunesmith.learn.rewards.far_model import RestartingFars, far_reward_model
 
-    shards = scoring_shards(config, "reward")
+    shards = devices_of(config).scoring_shards("reward")
 
     def start() -> list[Far]:
         fars = [processes.spawn("reward", RewardError) for _ in range(shards)]
@@ -296,7 +296,7 @@ def remote_reward_model(
         return fars
 
     restarts = config.system.trainer_restarts
-    copies = scoring_processes(config, "reward") // shards
+    copies = devices_of(config).scoring_processes("reward") // shards
     return far_reward_model([RestartingFars(start, restarts, report) for _ in range(copies)])
 
 

@@ -15,7 +15,7 @@ from tunesmith.learn.algorithms.objective import DistillationObjective
 from tunesmith.learn.environments.loading import EnvironmentSet
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.length import optimizer_steps
-from tunesmith.plan.processes.weights import publishing_ranks, weights_apart
+from tunesmith.plan.plan import devices_of
 from tunesmith.run.engines.base import RolloutEngine, Sampler
 from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.loop import rl
@@ -135,7 +135,7 @@ def make_learner_and_engine(
     if processes:
         trained = remote_trainer(processes, config, make_policy)
         backend, _ = trained
-        publishing = FarPlane(*backend.replicas[: publishing_ranks(config)])
+        publishing = FarPlane(*backend.replicas[: devices_of(config).publishing_ranks])
         engine = make_engines(
             processes, config, publishing, session.note, session.recorder.timeline
         )
@@ -159,7 +159,7 @@ def _canary(
 ) -> Canary | None:
     """The canary; None if trainer and engine share their weights or ``system.canary`` is off."""
     system = config.system
-    if not system.canary or not weights_apart(config):
+    if not system.canary or not devices_of(config).weights_apart:
         return None
     new = min(8, config.rollout.max_new_tokens)
     sampling = Sampling(new, temperature=config.rollout.temperature, ignore_eos=True, seed=1)

@@ -32,7 +32,7 @@ from tunesmith.learn.rewards.stats import STATS_FILE
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.length import draws
-from tunesmith.plan.processes.roles import keeps_reference
+from tunesmith.plan.plan import devices_of
 from tunesmith.run.loop import preference, supervised
 from tunesmith.run.loop.learner import Learner
 from tunesmith.run.loop.parts import SupervisedParts
@@ -242,7 +242,9 @@ def _reference_parts(
 def _language_model(config: RunConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
     model = load_model(CausalLM, config, tokenizer)
     reference = (
-        load_model(CausalLM, config, tokenizer, frozen=True) if keeps_reference(config) else None
+        load_model(CausalLM, config, tokenizer, frozen=True)
+        if devices_of(config).kind.reference
+        else None
     )
     return make_backend(
         config, model, partial(CausalLM.predict, chunk=config.system.logprob_chunk), reference

@@ -28,7 +28,7 @@ from tunesmith.models.score_model import ScoreModel
 from tunesmith.models.teacher import check_same_vocabulary, predict_with_teacher
 from tunesmith.plan.cost.price import USUAL_RANK
 from tunesmith.plan.length import critic_steps
-from tunesmith.plan.processes.roles import reference_apart
+from tunesmith.plan.plan import devices_of
 from tunesmith.run.loop.critic import Critic
 from tunesmith.run.loop.learner import Learner
 from tunesmith.run.loop.session import Session
@@ -142,7 +142,7 @@ def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
     frozen = (
         config.algorithm.reference is not None
         and not config.lora.on
-        and not reference_apart(config)
+        and not devices_of(config).reference_apart
     )
     teacher = load_teacher(config, tokenizer) if isinstance(config, DistillConfig) else None
     # Distilling on the student's samples is a KL penalty in the reward: the teacher takes the

@@ -15,7 +15,7 @@ from tunesmith.config.system import Role
 from tunesmith.errors import EngineError, TunesmithError
 from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.learn.usercode.far import Far
-from tunesmith.plan.processes.cluster import NAMES
+from tunesmith.plan.cluster import NAMES
 
 RANKED: tuple[Role, ...] = ("actor", "critic")
 """Roles in which several processes train one model."""

@@ -21,7 +21,7 @@ from tunesmith.errors import (
     nearest,
 )
 from tunesmith.learn.usercode.far import PATIENCE, Far
-from tunesmith.plan.processes.cluster import NAMES, Bundle, missing
+from tunesmith.plan.cluster import NAMES, Bundle, missing
 from tunesmith.run.processes.local import Processes
 
 PLACING = 120.0

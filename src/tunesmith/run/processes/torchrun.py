@@ -28,8 +28,8 @@ from tunesmith.config.system import Role
 from tunesmith.errors import ConfigError, TrainerLostError, TunesmithError
 from tunesmith.learn.usercode.far import PATIENCE, ConnectedFar, Far
 from tunesmith.learn.usercode.host import ignore_signals, serve, serve_parent
-from tunesmith.plan.processes.cluster import NAMES
-from tunesmith.plan.processes.devices import visible_names
+from tunesmith.plan.cluster import NAMES
+from tunesmith.plan.devices import visible_names
 from tunesmith.records.children import remove_at_end
 from tunesmith.run.processes.local import RANKED, LocalProcesses
 from tunesmith.run.processes.machines import Rendezvous, differences, own_view, watched

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from tunesmith.errors import EngineError
 from tunesmith.models.openmp import to_thread
-from tunesmith.plan.processes.weights import BUCKET
+from tunesmith.plan.devices import BUCKET
 from tunesmith.run.processes.checksum import word_sum
 from tunesmith.run.processes.process_group import GroupKind
 from tunesmith.run.weights.base import NamedTensors, Offer

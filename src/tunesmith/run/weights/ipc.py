@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tunesmith.errors import EngineError, boundary
 from tunesmith.models.openmp import to_thread
-from tunesmith.plan.processes.weights import BUCKET
+from tunesmith.plan.devices import BUCKET
 from tunesmith.run.processes.checksum import checksum
 from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 from tunesmith.run.weights.spread import Run, Spread, spread

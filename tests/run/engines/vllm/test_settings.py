@@ -19,7 +19,7 @@ from tunesmith.plan.facts.hardware import Gpu, Hardware
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.rules.checks import check, contradictions
+from tunesmith.plan.rules.checks import check, said_contradictions
 from tunesmith.plan.rules.vllm import FIXED_ARGUMENTS, OWN_ARGUMENTS, extra_problem, version_problem
 from tunesmith.run.engines.vllm.start import VllmSettings, engine_arguments
 from tunesmith.run.placement.engines import engine_settings
@@ -236,7 +236,7 @@ def test_ranks_divide_the_heads_and_have_devices() -> None:
     # Without system.engine_python this environment is looked at too.
     here = load_config(RLConfig, None, [*BASE[:5], second, "system.engine_process=false"])
     assert ("system.device", "system.engine_process") in [
-        problem.keys for problem in contradictions(here)
+        problem.keys for problem in said_contradictions(here)
     ]
 
 

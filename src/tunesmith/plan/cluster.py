@@ -4,25 +4,14 @@ cluster lacks."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import get_args
 
-from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import known
 from tunesmith.config.system import Resources, Role
 from tunesmith.errors import ConfigError, Problem
-from tunesmith.plan.processes.devices import ranks_per_engine
-from tunesmith.plan.processes.roles import (
-    has_critic,
-    keeps_reference,
-    placed_together,
-    placement_of,
-    reference_apart,
-    scoring_processes,
-    scoring_shards,
-)
+from tunesmith.plan.devices import Devices
 
 NAMES: dict[Role, str] = {
     "actor": "trainer",
@@ -31,6 +20,7 @@ NAMES: dict[Role, str] = {
     "reward": "reward model",
     "rollout": "engine",
 }
+ROLES: tuple[Role, ...] = get_args(Role)
 _UNITS = ("CPU", "GPU")
 _COLOCATE = ("system.placement.colocate",)
 _EPS = 1e-6
@@ -65,38 +55,42 @@ class Bundle:
         return int(self.cpus / count * 10_000) / 10_000, int(self.gpus / count * 10_000) / 10_000
 
 
-def cluster_problems(config: RunConfig) -> Iterator[Problem]:
-    """Problems with Ray and with the placement on it."""
-    if config.system.cluster == "none" or not isinstance(config, RLConfig):
+def cluster_problems(devices: Devices, counted: Collection[Role] = ROLES) -> Iterator[Problem]:
+    """Problems with Ray and with the placement on it.
+
+    Args:
+        counted: the roles whose numbers of processes are known.
+    """
+    if devices.cluster == "none" or not devices.kind.rl:
         return
-    yield from _check_shared(config)
-    yield from _check_ranks(config)
-    yield from _check_scoring(config)
+    yield from _check_shared(devices, counted)
+    yield from _check_ranks(devices)
+    yield from _check_scoring(devices)
 
 
-def ray_not_installed(config: RunConfig) -> Iterator[Problem]:
-    if config.system.cluster == "ray" and isinstance(config, RLConfig) and find_spec("ray") is None:
+def ray_not_installed(devices: Devices) -> Iterator[Problem]:
+    if devices.cluster == "ray" and devices.kind.rl and find_spec("ray") is None:
         text = (
             'system.cluster = "ray": Ray is not installed. Install it: pip install "tunesmith[ray]"'
         )
         yield Problem(("system.cluster",), text, "machine")
 
 
-def _check_ranks(config: RLConfig) -> Iterator[Problem]:
+def _check_ranks(devices: Devices) -> Iterator[Problem]:
     """Problems with several ranks of one group on one GPU, or with requests for GPU fractions on an
     unknown device."""
-    if not (known(config.system, "device") or "cuda").startswith("cuda"):
+    if not (devices.device or "cuda").startswith("cuda"):
         return
-    groups = placement_of(config).colocate
-    ranks = known(config.system, "trainer_ranks") or 1
+    groups = devices.placement.colocate
+    ranks = devices.trainer_ranks
     said = f"system.trainer_ranks = {ranks}"
     counts: dict[Role, tuple[int, str]] = {"actor": (ranks, said), "critic": (ranks, said)}
     for role in ("ref", "reward"):
-        count = scoring_shards(config, role)
+        count = devices.scoring_shards(role)
         counts[role] = count, f"{count} processes that share a model"
     for role, (count, words) in counts.items():
         together = next((group for group in groups if role in group), (role,))
-        gpus = max(_needs(config, each, 1.0)[1] for each in together)
+        gpus = max(_needs(devices, each, 1.0)[1] for each in together)
         if count > 1 and 0 < gpus <= 0.5:  # with more, each GPU has only one
             yield Problem(
                 (f"system.placement.{role}.gpus", "system.trainer_ranks"),
@@ -105,8 +99,8 @@ def _check_ranks(config: RLConfig) -> Iterator[Problem]:
             )
 
 
-def _check_shared(config: RLConfig) -> Iterator[Problem]:
-    placement = placement_of(config)
+def _check_shared(devices: Devices, counted: Collection[Role]) -> Iterator[Problem]:
+    placement = devices.placement
     repeated = [
         role
         for role, n in Counter(r for group in placement.colocate for r in group).items()
@@ -121,15 +115,15 @@ def _check_shared(config: RLConfig) -> Iterator[Problem]:
         if len(group) < 2:
             text = f"system.placement.colocate: {list(group)} shares with no other role; name at least two"
             yield Problem(_COLOCATE, text)
-        if any(not _counted(config, role) for role in group):
+        if any(role not in counted for role in group):
             continue  # derived numbers will agree
-        ranks = ranks_per_engine(config) if "rollout" in group else 1
-        places = _places(config, group)
+        ranks = devices.ranks_per_engine if "rollout" in group else 1
+        places = _places(devices, group)
         if any(
             n % places or n > ranks * places
-            for n in (_side_by_side(config, role) for role in group)
+            for n in (_side_by_side(devices, role) for role in group)
         ):
-            counts = ", ".join(f"{role} {_side_by_side(config, role)}" for role in group)
+            counts = ", ".join(f"{role} {_side_by_side(devices, role)}" for role in group)
             yield Problem(
                 (*_COLOCATE, "system.trainer_ranks", "system.engines"),
                 f"system.placement.colocate: {list(group)} have different numbers of processes and cannot share places "
@@ -142,19 +136,19 @@ def _check_shared(config: RLConfig) -> Iterator[Problem]:
             yield Problem(_COLOCATE, text)
 
 
-def _check_scoring(config: RLConfig) -> Iterator[Problem]:
+def _check_scoring(devices: Devices) -> Iterator[Problem]:
     """Problems with settings for a reference without its own processes, and with leftover reward
     model processes."""
-    said = placement_of(config).ref.model_fields_set
-    if said and placed_together(config, "actor", "ref"):
+    said = devices.placement.ref.model_fields_set
+    if said and devices.placed_together("actor", "ref"):
         yield Problem(
             (f"system.placement.ref.{min(said)}", *_COLOCATE),
             f"system.placement.ref.{min(said)} has no effect where system.placement.colocate puts 'ref' with 'actor': "
             "each trainer rank has the reference, or its share of it; leave one of the two out",
             "unread",
         )
-    count = scoring_processes(config, "reward")
-    shards = scoring_shards(config, "reward")
+    count = devices.scoring_processes("reward")
+    shards = devices.scoring_shards("reward")
     if count % shards:
         yield Problem(
             ("system.placement.reward.shards", "system.placement.reward.processes"),
@@ -164,49 +158,42 @@ def _check_scoring(config: RLConfig) -> Iterator[Problem]:
         )
 
 
-def _counted(config: RLConfig, role: Role) -> bool:
-    """Whether the number of a role's processes is already known."""
-    if role == "rollout":
-        return known(config.system, "engines") is not None
-    return _scores_apart(config, role) or known(config.system, "trainer_ranks") is not None
-
-
-def _scores_apart(config: RLConfig, role: Role) -> bool:
+def _scores_apart(devices: Devices, role: Role) -> bool:
     """Whether ``system.placement`` sets a role's number of processes."""
-    return role == "reward" or (role == "ref" and not placed_together(config, "actor", "ref"))
+    return role == "reward" or (role == "ref" and not devices.placed_together("actor", "ref"))
 
 
-def _side_by_side(config: RLConfig, role: Role) -> int:
+def _side_by_side(devices: Devices, role: Role) -> int:
     """The number of places that hold a process of this role, or one of each reward model."""
     if role == "rollout":
-        return known(config.system, "engines") or 1
-    if _scores_apart(config, role):
-        return scoring_processes(config, role)
-    return known(config.system, "trainer_ranks") or 1
+        return devices.engines
+    if _scores_apart(devices, role):
+        return devices.scoring_processes(role)
+    return devices.trainer_ranks
 
 
-def _places(config: RLConfig, group: Sequence[Role]) -> int:
+def _places(devices: Devices, group: Sequence[Role]) -> int:
     """The number of places of a group: one per engine if it has engines."""
-    return _side_by_side(config, "rollout" if "rollout" in group else group[0])
+    return _side_by_side(devices, "rollout" if "rollout" in group else group[0])
 
 
-def processes(config: RLConfig) -> dict[Role, int]:
+def processes(devices: Devices) -> dict[Role, int]:
     """Number of processes of a resolved run, by role.
 
     With an adapter, the reference is the policy without it; placed with the trainer, it is in the
     trainer's processes.
     """
     count: dict[Role, int] = {
-        "actor": config.system.trainer_ranks,
-        "ref": scoring_processes(config, "ref") * reference_apart(config),
-        "critic": config.system.trainer_ranks * has_critic(config),
-        "reward": scoring_processes(config, "reward") * len(config.reward.models),
-        "rollout": config.system.engines,
+        "actor": devices.trainer_ranks,
+        "ref": devices.scoring_processes("ref") * devices.reference_apart,
+        "critic": devices.trainer_ranks * devices.kind.critic,
+        "reward": devices.scoring_processes("reward") * devices.kind.reward_models,
+        "rollout": devices.engines,
     }
     return {role: n for role, n in count.items() if n}
 
 
-def bundles(config: RLConfig) -> list[Bundle]:
+def bundles(devices: Devices) -> list[Bundle]:
     """One bundle per process, or per place of each group in ``system.placement.colocate``.
 
     Unless ``system.placement`` says otherwise, a process has one CPU and, on a GPU device, one GPU
@@ -215,11 +202,10 @@ def bundles(config: RLConfig) -> list[Bundle]:
     Raises:
         ConfigError: ``system.placement`` names a role that the run does not have.
     """
-    placement = placement_of(config)
-    device = config.system.device
-    default = float(device.startswith("cuda"))
-    count = processes(config)
-    within = keeps_reference(config) and not reference_apart(config)
+    placement = devices.placement
+    default = float(devices.on_gpu)
+    count = processes(devices)
+    within = devices.kind.reference and not devices.reference_apart
     inside: tuple[Role, ...] = ("ref",) if within else ()
     named = {
         *placement.model_fields_set - {"colocate"},
@@ -233,20 +219,20 @@ def bundles(config: RLConfig) -> list[Bundle]:
             )
     shared: list[Bundle] = []
     for group in placement.colocate:
-        places = _places(config, group)
+        places = _places(devices, group)
         roles: tuple[Role, ...] = tuple(
             role for role in group for _ in range(count.pop(role, 0) // places)
         )
-        cpus, gpus = zip(*(_needs(config, role, default) for role in roles), strict=True)
+        cpus, gpus = zip(*(_needs(devices, role, default) for role in roles), strict=True)
         shared += [Bundle(roles, sum(cpus), max(gpus))] * places
-    alone = [role for role in get_args(Role) for _ in range(count.get(role, 0))]
-    return [*shared, *(Bundle((role,), *_needs(config, role, default)) for role in alone)]
+    alone: list[Role] = [role for role in ROLES for _ in range(count.get(role, 0))]
+    return [*shared, *(Bundle((role,), *_needs(devices, role, default)) for role in alone)]
 
 
-def _needs(config: RLConfig, role: Role, gpus: float) -> tuple[float, float]:
-    wanted: Resources = getattr(placement_of(config), role)
+def _needs(devices: Devices, role: Role, gpus: float) -> tuple[float, float]:
+    wanted: Resources = getattr(devices.placement, role)
     if role == "rollout":
-        gpus *= ranks_per_engine(config)
+        gpus *= devices.ranks_per_engine
     return (1.0 if wanted.cpus is None else wanted.cpus), (
         gpus if wanted.gpus is None else wanted.gpus
     )

@@ -1,0 +1,251 @@
+"""The devices of a run: its processes, what each of them shares, and the GPUs that engines get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tunesmith.config.engines import EngineKind
+from tunesmith.config.system import PlacementSection, Role
+from tunesmith.errors import Problem
+from tunesmith.plan.kind import RunKind
+
+NOT_PLACED = PlacementSection()
+BUCKET = 64 << 20
+"""Bytes of whole tensors that are sent or checked at a time; a larger tensor is sent by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Processes of a run by role, their devices, and how weights travel between them."""
+
+    kind: RunKind
+    engine: EngineKind
+    cluster: Literal["none", "ray"] = "none"
+    device: str = ""
+    """``cpu``, ``cuda`` or ``cuda:1``; empty as long as it is not known."""
+    dtype: str = ""
+    threads: int = 1
+    """Of each trainer process."""
+    compile: bool | str = False
+    trainer_ranks: int = 1
+    zero_stage: int = 0
+    shard_size: int | None = None
+    """Ranks that share one copy of the model; None: nothing is sharded, or all ranks do."""
+    sequence: int = 1
+    """Ranks that share the tokens of a micro-batch."""
+    ring: bool = False
+    """Whether these ranks pass keys and values around, instead of sharing attention heads."""
+    engines: int = 1
+    tensor: int = 1
+    """Devices over which each layer of an engine is split."""
+    pipeline: int = 1
+    """Groups of devices among which the layers of an engine are divided."""
+    engine_process: bool = False
+    hybrid: bool = False
+    """Whether engine and trainer take turns on a device."""
+    placement: PlacementSection = NOT_PLACED
+    weight_plane: str | None = None
+    weight_copy: str | None = None
+    adapter_sync: str | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def bytes_per_number(self) -> int:
+        """Of weights and activations."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """Devices over which one engine is split."""
+        return self.tensor * self.pipeline if self.engine.spans_devices else 1
+
+    # Who has which weights
+
+    @property
+    def engines_apart(self) -> bool:
+        """Whether engines run in processes other than the trainer's, with their own copies of the
+        weights."""
+        ranks = self.kind.rl and self.trainer_ranks > 1
+        return self.engine_process or self.cluster == "ray" or ranks
+
+    @property
+    def weights_apart(self) -> bool:
+        """Whether an engine has its own copy of the weights, in this process or another."""
+        return self.engine.third_party or self.engines_apart
+
+    @property
+    def loads_model(self) -> bool:
+        """Whether a run that only samples loads the model in its own process."""
+        return not self.weights_apart or self.kind.adapter or self.engine.served
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the trained models and their references."""
+        return (self.shard_size or self.trainer_ranks) if self.zero_stage else 1
+
+    @property
+    def publishing_ranks(self) -> int:
+        """The number of trainer ranks that publish weights: the first ones, which together have
+        the whole model."""
+        return self.shards
+
+    @property
+    def reference_apart(self) -> bool:
+        """Whether the reference has its own processes: on a cluster, unless it is placed with the
+        trainer, whose ranks then hold it whole or in shares."""
+        together = self.placed_together("actor", "ref")
+        return self.cluster != "none" and not together and self.kind.reference
+
+    @property
+    def keeps_frozen(self) -> bool:
+        """Whether the trainer keeps whole frozen models: a teacher, reward models, or a reference
+        that is not sharded. On a cluster, reward models have their own processes."""
+        if self.kind.teacher:
+            return True
+        judged = self.kind.rl and self.kind.reward_models > 0 and self.cluster == "none"
+        return judged or (self.kind.reference and not self.reference_apart and not self.zero_stage)
+
+    # Who shares a device
+
+    def placed_together(self, *roles: Role) -> bool:
+        """Whether one group in ``system.placement.colocate`` has all of these roles."""
+        return any(set(roles) <= set(group) for group in self.placement.colocate)
+
+    def shares_trainer_device(self, role: Role) -> bool:
+        """Whether a role's processes share the trainer's device."""
+        alone = self.cluster != "none" and self.on_gpu
+        return not alone or self.placed_together("actor", role)
+
+    def scoring_processes(self, role: Role) -> int:
+        """Processes of the reference, or of each reward model, if it has its own."""
+        if role == "ref":
+            return self.placement.ref.processes or 1
+        return self.placement.reward.processes or self.placement.reward.shards or 1
+
+    def scoring_shards(self, role: Role) -> int:
+        """How many of these processes shard one copy of the model: as set, or all of them if the
+        trainer's ranks shard weights too."""
+        said = self.placement.reward.shards if role == "reward" else None
+        return said or (self.scoring_processes(role) if self.zero_stage == 3 else 1)
+
+    @property
+    def processes_with_trainer(self) -> int:
+        """Processes on the GPU of a trainer rank, including the trainer's.
+
+        Without a cluster, an engine that takes turns with it is counted.
+        """
+        if self.cluster == "none":
+            return 2 if self.hybrid and self.engine_process else 1
+        others: dict[Role, int] = {
+            "critic": int(self.kind.critic),
+            "reward": self.kind.reward_models,
+            "rollout": 1,
+        }
+        return 1 + sum(n for role, n in others.items() if self.placed_together("actor", role))
+
+    # The GPUs of engines
+
+    @property
+    def engines_use_all(self) -> bool:
+        """Whether engines also use the trainer's GPU, because nothing trains on it while they
+        sample."""
+        return self.hybrid or not self.kind.rl
+
+    def own_devices(self, visible: Sequence[str]) -> list[tuple[str, ...]] | None:
+        """The GPUs of each engine, for as many engines as the GPUs allow; None if all share the
+        trainer's.
+
+        The trainer shares its GPU only if it takes turns with the engines (``system.hybrid``) or
+        does not train while they sample. A single GPU is always shared, and so is the trainer's if
+        engines read its weights through CUDA IPC.
+        """
+        apart = self.engine_process and self.on_gpu
+        if not apart or len(visible) < 2 or self.weight_plane == "ipc":
+            return None
+        trainer = int(self.device.partition(":")[2] or 0)
+        others = 0 if self.engines_use_all else self.trainer_ranks
+        free = [*visible[trainer:], *visible[:trainer]][others:]
+        ranks = self.ranks_per_engine
+        ends = range(ranks, len(free) + 1, ranks)
+        return [tuple(free[end - ranks : end]) for end in ends]
+
+    def have_own_gpus(self, gpus: int) -> bool:
+        """Whether engines have their own GPUs among this machine's ``gpus``."""
+        return self.own_devices(visible_names(None, gpus)) is not None
+
+    def engines_elsewhere(self, gpus: int) -> bool:
+        """Whether engines have GPUs on which nothing trains."""
+        if self.cluster != "none":
+            return self.on_gpu and not self.shares_trainer_device("rollout")
+        return not self.hybrid and self.have_own_gpus(gpus)
+
+    def engines_together(self, gpus: int) -> int:
+        """How many engines share the memory of one of this machine's ``gpus``, or of the CPU."""
+        alone = self.cluster != "none" or self.have_own_gpus(gpus)
+        return 1 if alone else self.engines
+
+    # Threads
+
+    @property
+    def engines_share_cpu(self) -> bool:
+        """Whether engine processes compute on this machine's CPU while the policy trains on it."""
+        return self.kind.ahead and self.engine_process and not self.on_gpu
+
+    @property
+    def engine_threads(self) -> int:
+        """Threads per engine process: as many as the trainer's if both compute concurrently, else
+        a share of them."""
+        return self.threads if self.engines_share_cpu else max(1, self.threads // self.engines)
+
+    @property
+    def computing_threads(self) -> int:
+        """Threads computing concurrently on this machine's CPU, in all processes; 1 on GPUs and on
+        a cluster."""
+        if self.on_gpu or self.cluster != "none":
+            return 1
+        return self.threads * (self.trainer_ranks + self.engines * self.engines_share_cpu)
+
+
+def visible_names(variable: str | None, count: int) -> list[str]:
+    """Names, as in ``CUDA_VISIBLE_DEVICES``, of the ``count`` GPUs that this process sees, in
+    CUDA's order.
+
+    Example:
+        >>> visible_names(None, 2), visible_names("3, GPU-5a,1", 3)
+        (['0', '1'], ['3', 'GPU-5a', '1'])
+    """
+    return [str(n) if variable is None else variable.split(",")[n].strip() for n in range(count)]
+
+
+def device_problems(devices: Devices, gpus: int) -> Iterator[Problem]:
+    """Requests that exceed the ``gpus`` visible GPUs."""
+    ranks = devices.ranks_per_engine
+    engines = devices.engines
+    places = devices.own_devices(visible_names(None, gpus))
+    shared = devices.engines_use_all
+    if places is not None and len(places) < engines:
+        each = f"{'1 GPU' if ranks == 1 else f'{ranks} GPUs'} each"
+        others = "" if shared else " and the trainer"
+        wanted = engines * ranks + (0 if shared else devices.trainer_ranks)
+        at_once = shared or devices.kind.ahead
+        turns = ", or let engines and trainer take turns: system.hybrid = true"
+        yield Problem(
+            ("system.engines", "system.vllm.tensor_parallel_size", "system.trainer_ranks"),
+            f"system.engines = {engines} of {each}{others} take {wanted} GPUs, and this process "
+            f"sees {gpus}, with room for {len(places)}. Lower system.engines or the ranks of each"
+            f"{'' if at_once or engines * ranks > gpus else turns}",
+            "machine",
+        )
+    apart = devices.engine_process and devices.on_gpu
+    if apart and devices.weight_plane == "nccl" and (gpus == 1 or shared):
+        yield Problem(
+            ("system.weight_plane",),
+            'system.weight_plane = "nccl" copies between GPUs, and engine and trainer share one '
+            'here; use "memory"',
+            "machine",
+        )

@@ -1,0 +1,99 @@
+"""What a run is, as its settings say: answered once, before anything is derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tunesmith.config.algorithm import AlgorithmSection
+from tunesmith.config.commands import (
+    DistillConfig,
+    DPOConfig,
+    KTOConfig,
+    OfflineDistillConfig,
+    SampledDistillConfig,
+    ScoreConfig,
+)
+from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
+
+Teaching = Literal["batch", "microbatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunKind:
+    """Whether a run trains and samples, and the models that it needs besides its policy."""
+
+    trains: bool
+    samples: bool
+    supervised: bool
+    """Whether the data contains the text to learn."""
+    rl: bool
+    """Whether it samples and trains in one loop: reinforcement learning, and distillation on the
+    student's answers."""
+    ahead: bool = False
+    """Whether engines sample while the policy trains (``rollout.max_staleness``)."""
+    adapter: bool = False
+    reference: bool = False
+    """Whether a frozen copy of the model is kept for a KL or a preference loss."""
+    critic: bool = False
+    """Whether it has a critic with a model of its own."""
+    teacher: Teaching | None = None
+    """When a teacher scores: before training on a batch, or in each micro-batch."""
+    reward_models: int = 0
+    decoupled: bool = False
+    """Whether the trainer recomputes the old log-probabilities."""
+    scores: bool = False
+    """Whether policy, reference or critic make passes without gradients over whole batches."""
+    preference: bool = False
+    """Whether it learns from pairs, or from answers that were judged, with a reference."""
+    score_model: bool = False
+    """Whether it trains a model with one score instead of a vocabulary head."""
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether it samples everything before it trains (rejection-sampling fine-tuning)."""
+        return self.trains and not self.supervised and not self.rl
+
+
+def kind_of(said: RunConfig, algorithm: AlgorithmSection | None = None) -> RunKind:
+    """Args: algorithm: resolved; what depends on it does not hold without it."""
+    adapter = said.lora.on
+    teacher: Teaching | None = None
+    if isinstance(said, SampledDistillConfig | OfflineDistillConfig):
+        teacher = "microbatch"
+    elif isinstance(said, DistillConfig):
+        teacher = "batch"
+    reward: RewardSection | None = getattr(said, "reward", None)
+    kind = RunKind(
+        trains=said.trains,
+        samples=said.samples,
+        supervised=said.supervised,
+        rl=isinstance(said, RLConfig),
+        adapter=adapter,
+        teacher=teacher,
+        reward_models=len(reward.models) if reward else 0,
+        score_model=isinstance(said, ScoreConfig),
+    )
+    if isinstance(said, RLConfig):
+        return _of_rl(kind, said, algorithm)
+    if isinstance(said, DPOConfig | KTOConfig):
+        section = said.dpo if isinstance(said, DPOConfig) else said.kto
+        reference = not adapter and not section.precompute_reference
+        return replace(kind, reference=reference, preference=True, scores=True)
+    return replace(kind, scores=kind.supervised and said.data.eval is not None)
+
+
+def _of_rl(kind: RunKind, said: RLConfig, algorithm: AlgorithmSection | None) -> RunKind:
+    kind = replace(kind, ahead=said.rollout.max_staleness > 0)
+    if algorithm is None:
+        return kind
+    critic = "critic" in algorithm.needs
+    kl = algorithm.reference is not None
+    return replace(
+        kind,
+        # An adapter's reference is the policy without it.
+        reference=kl and kind.teacher is None and not kind.adapter,
+        critic=critic and not said.critic.shared_trunk,
+        decoupled=algorithm.decoupled,
+        scores=kl or algorithm.decoupled or critic,
+    )
