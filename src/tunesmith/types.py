@@ -33,6 +33,12 @@ def text_of_content(content: Any) -> str:
 Prompt = str | list[Message]
 """Text, or a conversation, as it is in the data. The policy sees ``prompt_ids``."""
 
+
+def as_messages(prompt: Prompt) -> list[Message]:
+    """A conversation; a text is the user's turn."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -231,13 +237,11 @@ class Rollout:
     """Values other than numbers that reward functions logged about it (TRL's ``log_extra``)."""
     messages: list[Message] | None = None
     """The messages after the prompt, if an environment kept a conversation."""
-    advantage: float | None = None
-    """The mean over its tokens; None before training, and if it is not trained on."""
     by_token: Mapping[str, Iterable[float]] = field(
         default_factory=dict[str, Any], repr=False, compare=False
     )
-    """The batch's values for each token the policy wrote, record after record; empty if
-    ``advantage`` is None."""
+    """The batch's values for each token the policy wrote, record after record, such as its
+    ``advantage``; empty before training, and if it is not trained on."""
     instance: Any = field(default=None, repr=False, compare=False)
     """The user's environment that played it, from the end of the episode until the rewards are
     computed, if one of them takes it."""

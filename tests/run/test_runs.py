@@ -377,7 +377,7 @@ def test_a_column_that_only_the_held_out_data_lacks_is_refused_by_name(tmp_path:
     )
     reward = "def share(completions, answer, **columns):\n    return [0.0 for _ in completions]\n"
     (tmp_path / "rewards.py").write_text(reward)
-    with pytest.raises(ConfigError, match=r"'answer', which data\.eval does not have"):
+    with pytest.raises(ConfigError, match=r"'answer', which data\.eval lacks"):
         placement.run_rl(None, settings)
 
 

@@ -230,7 +230,7 @@ def test_marks_that_miss_a_turn_are_refused() -> None:
         "'assistant' -%}", "'assistant' and loop.index0 > 1 -%}", 1
     )
     found = ChatTemplate.of(kit.byte_level(source))
-    with pytest.raises(DataError, match="do not mark"):
+    with pytest.raises(DataError, match="message 2"):
         found.learned(conversation([("a", "b")]))
 
 
@@ -433,9 +433,9 @@ def test_variables_of_the_template_reach_every_rendering() -> None:
     [
         ("qwen3", "enable_thinkin", "enable_thinking"),
         ("chatml", "enable_thinking", "reads none"),
-        ("qwen3", "messages", "set by the rendering"),
-        ("qwen3", "add_generation_prompt", "set by the rendering"),
-        ("mistral_v3", "bos_token", "set by the rendering"),
+        ("qwen3", "messages", "the rendering sets it"),
+        ("qwen3", "add_generation_prompt", "the rendering sets it"),
+        ("mistral_v3", "bos_token", "the rendering sets it"),
         ("smollm3_marked", "namespace", "does not read 'namespace'"),
     ],
 )

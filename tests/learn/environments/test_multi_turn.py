@@ -453,7 +453,7 @@ def test_a_column_says_who_plays_a_task(tokenizer: Any, tmp_path: Path) -> None:
         ({"gane": "guess"}, "has no column 'game' (environment.column)"),
         (
             {"game": "guest"},
-            "there is no environment 'guest' (environment.path). Did you mean 'guess'?",
+            "environment.path has no 'guest'. Did you mean 'guess'?",
         ),
     ],
 )

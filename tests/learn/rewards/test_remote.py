@@ -186,7 +186,7 @@ def test_a_slow_server_is_a_timeout_that_names_it() -> None:
         ({"rewards": 1.0}, "returned 1.0 (of type float); expected a list of 2"),
         (
             {"reward": [1.0, 2.0]},
-            'answered {"reward": [1.0, 2.0]}; expected {"rewards": [...]} with 2 numbers',
+            'answered {"reward": [1.0, 2.0]}; expected {"rewards": [2 numbers]}',
         ),
         ([1.0, 2.0], "answered [1.0, 2.0]"),
         (web.Response(text="<html>"), "did not answer with JSON: <html>"),

@@ -80,7 +80,7 @@ def test_parts_say_who_wrote_what_and_what_was_trained(tmp_path: Path) -> None:
     one.records.append(Record())
     one.observe([1, 2, 3])
     one.act(Completion([7], [0.0], [4], "stop"))
-    one.advantage = 0.25
+    one.by_token = {"advantage": [0.0, 0.5, 0.25, 0.25]}
     made = log(tmp_path / "rollouts.jsonl")
     [line] = made.write(1, [RolloutGroup(one.task, [one])])
     made.close()

@@ -66,12 +66,9 @@ class Batch:
         sizes = [(len(s.token_ids), s.group, s.rollout, s.stand_ins) for s in samples]
         lengths, group, rollout, stand_ins = np.array(sizes, np.int64).reshape(-1, 4).T.copy()
         offsets = _starts(lengths)
-        mask = np.fromiter(
-            chain.from_iterable(s.loss_mask for s in samples), np.bool_, int(offsets[-1])
-        )
-        token_ids = np.fromiter(
-            chain.from_iterable(s.token_ids for s in samples), np.int64, int(offsets[-1])
-        )
+        total = int(offsets[-1])
+        mask = np.fromiter(chain.from_iterable(s.loss_mask for s in samples), np.bool_, total)
+        token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in samples), np.int64, total)
         predicted = np.flatnonzero(mask)
         sample = np.repeat(np.arange(len(samples)), lengths)[predicted]
         return cls(token_ids, offsets, predicted, sample, group, rollout, stand_ins)

@@ -29,8 +29,8 @@ OPENING = 40
 MOST_TURNS = 500
 """Maximum number of learned assistant turns per conversation; the work is quadratic in it."""
 REMEDY = (
-    "Name a template with {% generation %} tags with model.chat_template, or give prompt and completion as text with "
-    "data.chat = false"
+    "Name a template with {% generation %} tags with model.chat_template, or give prompt and "
+    "completion as text with data.chat = false"
 )
 HERMES = Path(__file__).with_name("templates") / "hermes.jinja"
 """ChatML with tools, in the notation of the Hermes models; ``model.chat_template = "hermes"``."""
@@ -87,18 +87,16 @@ class ChatTemplate:
             turn_end=None,
         )
         try:
-            text = template.render(
-                [{"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}]
-            )
+            asked = {"role": "user", "content": "x"}
+            text = template.render([asked, {"role": "assistant", "content": PROBE}])
         except DataError:
             return template
         return replace(template, turn_end=text.rsplit(PROBE, 1)[1] if PROBE in text else None)
 
     def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
         """The template with additional variables; ConfigError for one that it does not read."""
-        check_options(
-            options, own_part(self.tokenizer.get_chat_template()), self.tokenizer.special_tokens_map
-        )
+        source = own_part(self.tokenizer.get_chat_template())
+        check_options(options, source, self.tokenizer.special_tokens_map)
         return replace(self, options={**self.options, **options})
 
     def render(
@@ -111,8 +109,8 @@ class ChatTemplate:
         """
         if tools and not self.takes_tools:
             raise DataError(
-                "the chat template has no place for tools: name one that has with model.chat_template, such as "
-                "'hermes' for ChatML models"
+                "the chat template has no place for tools: name one that has with "
+                "model.chat_template, such as 'hermes' for ChatML models"
             )
         with _refusal(messages):
             return self.tokenizer.apply_chat_template(
@@ -141,13 +139,13 @@ class ChatTemplate:
             role = message["role"]
             if role not in ("system", "developer", "user"):
                 continue
-            start = squashed.find(
-                content, place
-            )  # in order, except for messages that a template moves
+            # in order, except for messages that a template moves
+            start = squashed.find(content, place)
             if start < 0 and content not in squashed:
                 raise DataError(
-                    f"the chat template leaves out message {number} ({role}: {_short(message['content'])}); put it "
-                    "into another message, or name another template with model.chat_template"
+                    f"the chat template leaves out message {number} ({role}: "
+                    f"{_short(message['content'])}); put it into another message, or name another "
+                    "template with model.chat_template"
                 )
             place = start + len(content) if start >= 0 else place
         self._check_parts(messages, tools, prompt=prompt)
@@ -175,8 +173,9 @@ class ChatTemplate:
         for probe, (number, what) in probes.items():
             if probe not in text:
                 raise DataError(
-                    f"the chat template leaves out {what} of message {number} ({messages[number - 1]['role']}); name "
-                    "a template that writes it with model.chat_template, or put it into the message's content"
+                    f"the chat template leaves out {what} of message {number} "
+                    f"({messages[number - 1]['role']}); name a template that writes it with "
+                    "model.chat_template, or put it into the message's content"
                 )
 
     def turns(self) -> str:
@@ -243,8 +242,9 @@ class ChatTemplate:
         turns = [i for i in range(first, len(messages)) if is_learned(messages[i])]
         if len(turns) > MOST_TURNS:
             raise DataError(
-                f"the conversation has {len(turns)} assistant turns, each rendered with all messages before it: "
-                f"at most {MOST_TURNS} can be learned; split it into several conversations"
+                f"the conversation has {len(turns)} assistant turns, each rendered with all "
+                f"messages before it: at most {MOST_TURNS} can be learned; split it into several "
+                "conversations"
             )
         own = {i: self._turn(messages[: i + 1], tools) for i in turns}
         if turns:
@@ -259,18 +259,15 @@ class ChatTemplate:
 
     def _turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
         """A conversation that ends with an assistant turn, with the spans of that turn only."""
-        rendered = (
-            self._marked_turn(messages, tools)
-            if self.marks_assistant
-            else self._sampled_turn(messages, tools)
-        )
+        render = self._marked_turn if self.marks_assistant else self._sampled_turn
+        rendered = render(messages, tools)
         written = "".join(rendered.text[a:b] for a, b in rendered.spans)
         content = messages[-1]["content"]
         before = rendered.text[: rendered.spans[0][0]]
         if not _holds(_squash(written), _squash(content), _squash(before[-2 * OPENING :])):
             raise DataError(
-                f"the chat template changes or drops part of the assistant's turn in message {len(messages)}: "
-                f"{_short(content)} became {_short(written)}. {REMEDY}"
+                "the chat template changes or drops part of the assistant's turn in message "
+                f"{len(messages)}: {_short(content)} became {_short(written)}. {REMEDY}"
             )
         self._check_parts(messages, tools, turn=True)
         return rendered
@@ -278,9 +275,7 @@ class ChatTemplate:
     def _sampled_turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
         """The turn's span from the end of the generation prompt to the end-of-turn token."""
         if len(messages) == 1:
-            raise DataError(
-                "the conversation begins with the assistant, so that turn has no prompt"
-            )
+            raise DataError("the conversation begins with the assistant, whose turn has no prompt")
         before = self.render(messages[:-1], tools, prompt=True)
         text = self.render(messages, tools)
         number = len(messages)
@@ -290,15 +285,17 @@ class ChatTemplate:
             if opened is not None:
                 return opened
             raise DataError(
-                f"the chat template renders the assistant's turn in message {number} as {_short(text[same:])}, but the "
-                f"model continues after {_short(before[same:])}: begin the turn's content with that. {REMEDY}"
+                f"the chat template renders the assistant's turn in message {number} as "
+                f"{_short(text[same:])}, but the model continues after {_short(before[same:])}: "
+                f"begin the turn's content with that. {REMEDY}"
             )
         written = text[len(before) :].lstrip()
         content = messages[-1]["content"].strip()
         if not self.has_generation_prompt and not written.startswith(content[:20]):
             raise DataError(
-                "the chat template has no generation prompt but writes a header before the assistant's turn in message "
-                f"{number} ({_short(written)}). Name one that uses add_generation_prompt with model.chat_template"
+                "the chat template has no generation prompt but writes a header before the "
+                f"assistant's turn in message {number} ({_short(written)}). Name one that uses "
+                "add_generation_prompt with model.chat_template"
             )
         return Rendered(text, ((len(before), self._end_of_turn(text, number)),))
 
@@ -315,9 +312,8 @@ class ChatTemplate:
         ):
             return None
         text = before + content[len(opening) :].lstrip() + self.turn_end
-        return Rendered(
-            text, ((len(before), len(text) - len(self.turn_end) + len(self.stop_marker)),)
-        )
+        end = len(text) - len(self.turn_end) + len(self.stop_marker)
+        return Rendered(text, ((len(before), end),))
 
     def _end_of_turn(self, text: str, number: int) -> int:
         """The end of the assistant's text in the final turn of ``text``."""
@@ -328,7 +324,7 @@ class ChatTemplate:
             return len(body)
         end = _short(text[-40:])
         raise DataError(
-            f"the end of the assistant's turn in message {number} cannot be determined ({end}). {REMEDY}"
+            f"the end of the turn in message {number} cannot be determined ({end}). {REMEDY}"
         )
 
     def _marked_turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
@@ -349,9 +345,7 @@ class ChatTemplate:
         same = common_length(before, text)
         spans = tuple((a, b) for a, b in marks if a >= same and b > a)
         if not spans:
-            raise DataError(
-                f"the chat template's {{% generation %}} tags do not mark the turn in message {len(messages)}"
-            )
+            raise DataError(f"the {{% generation %}} tags leave message {len(messages)} out")
         return Rendered(text, spans)
 
 

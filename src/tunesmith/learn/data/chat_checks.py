@@ -58,11 +58,8 @@ def with_probes(
 def _probed_call(call: Any, probe: Callable[[str], str]) -> Any:
     """A tool call with a probe in its name and, if it has arguments, another in them."""
     outer: Any = call
-    inner = (
-        outer["function"]
-        if isinstance(outer, Mapping) and isinstance(outer.get("function"), Mapping)
-        else outer
-    )
+    function = outer.get("function") if isinstance(outer, Mapping) else None
+    inner = function if isinstance(function, Mapping) else outer
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         return call
     changed = {**inner, "name": inner["name"] + probe("a tool call")}
@@ -92,13 +89,14 @@ def check_options(
     for name in options:
         if name in GIVEN or name in tokens:
             raise ConfigError(
-                f"data.chat_template_kwargs: '{name}' is set by the rendering itself; leave it out.",
+                f"data.chat_template_kwargs: leave '{name}' out; the rendering sets it.",
                 keys=("data.chat_template_kwargs",),
             )
         if name not in free:
             known = f"It reads {', '.join(free)}." if free else "It reads none."
             raise ConfigError(
-                f"data.chat_template_kwargs: the chat template does not read '{name}'.{nearest(name, free)} {known}",
+                "data.chat_template_kwargs: the chat template does not read "
+                f"'{name}'.{nearest(name, free)} {known}",
                 keys=("data.chat_template_kwargs",),
             )
     return options
@@ -110,7 +108,8 @@ def check_chatml(tokenizer: Any) -> None:
     missing = [token for token in CHATML if token not in known]
     if missing:
         raise ConfigError(
-            f"model.chat_template = 'hermes' writes {', '.join(missing)}, which the tokenizer does not have as a "
-            "token: the template is for models whose turns are ChatML's. Name a template of the model's own tokens",
+            f"model.chat_template = 'hermes' writes {', '.join(missing)}, which the tokenizer does "
+            "not have as a token: the template is for models whose turns are ChatML's. Name a "
+            "template of the model's own tokens",
             keys=("model.chat_template",),
         )

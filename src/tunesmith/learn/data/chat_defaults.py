@@ -33,9 +33,8 @@ def set_defaults(
     """
     if not tokenizer.chat_template or (system_prompt is None and not options):
         return
-    check_options(
-        options or {}, own_part(tokenizer.get_chat_template()), tokenizer.special_tokens_map
-    )
+    source = own_part(tokenizer.get_chat_template())
+    check_options(options or {}, source, tokenizer.special_tokens_map)
     lines = [_variable(name, value) for name, value in (options or {}).items()]
     if system_prompt is not None:
         lines.append(_system(system_prompt))
@@ -58,15 +57,15 @@ def own_part(template: Any) -> Any:
 
 
 def _variable(name: str, value: Any) -> str:
-    return f"{{%- if {name} is not defined %}}{{% set {name} = {_literal(name, value)} %}}{{% endif -%}}"
+    setting = f"{{% set {name} = {_literal(name, value)} %}}"
+    return f"{{%- if {name} is not defined %}}{setting}{{% endif -%}}"
 
 
 def _system(text: str) -> str:
     first = f"[{{'role': 'system', 'content': {json.dumps(text, ensure_ascii=False)}}}]"
     given = "messages | selectattr('role', 'equalto', 'system') | list"
-    return (
-        f"{{%- if not ({given}) %}}{{% set messages = {first} + messages | list %}}{{% endif -%}}"
-    )
+    added = f"{{% set messages = {first} + messages | list %}}"
+    return f"{{%- if not ({given}) %}}{added}{{% endif -%}}"
 
 
 def _literal(name: str, value: Any) -> str:
@@ -79,20 +78,15 @@ def _literal(name: str, value: Any) -> str:
             return f"[{', '.join(_literal(name, item) for item in items)}]"
         case dict():
             entries = cast("dict[str, Any]", value).items()
-            return (
-                "{"
-                + ", ".join(
-                    f"{json.dumps(k, ensure_ascii=False)}: {_literal(name, v)}" for k, v in entries
-                )
-                + "}"
-            )
+            pairs = (f"{_literal(name, k)}: {_literal(name, v)}" for k, v in entries)
+            return f"{{{', '.join(pairs)}}}"
         case bool() | int() | str():
             return json.dumps(value, ensure_ascii=False)
         case float() if value - value == 0:  # neither infinite nor NaN
             return repr(value)
         case _:
             raise ConfigError(
-                f"data.chat_template_kwargs: '{name}' holds {value!r}, which a chat template cannot be given; "
-                "use text, a finite number, true, false, a list or a table",
+                f"data.chat_template_kwargs: '{name}' holds {value!r}, which a chat template "
+                "cannot be given; use text, a finite number, true, false, a list or a table",
                 keys=("data.chat_template_kwargs",),
             )

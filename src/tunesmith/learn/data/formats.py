@@ -25,7 +25,7 @@ from tunesmith.learn.data.values import (
     read_tools,
     read_typed,
 )
-from tunesmith.types import Message, Prompt
+from tunesmith.types import Message, Prompt, as_messages
 
 Goal = Literal["rl", "sft", "pairs", "judged", "steps"]
 Kind = Literal[
@@ -49,10 +49,11 @@ COLUMNS: dict[Goal, tuple[Kind, tuple[str, ...]]] = {
 completion."""
 NEEDS: dict[Goal, str] = {
     "rl": f"one of {', '.join(PROMPTS)} or {CONVERSATIONS[0]}",
-    "sft": f"'messages', 'text', or a prompt ({', '.join(PROMPTS)}) with a completion ({', '.join(COMPLETIONS)})",
+    "sft": f"'messages', 'text', or a prompt ({', '.join(PROMPTS)}) with a completion "
+    f"({', '.join(COMPLETIONS)})",
     "pairs": "'chosen' and 'rejected'",
     "judged": "a prompt, a completion and 'label'; or 'chosen' and 'rejected'",
-    "steps": "a prompt, 'completions' (the steps) and 'labels'; or 'input' with separators and 'label'",
+    "steps": "a prompt, 'completions' (steps) and 'labels'; or 'input' with separators and 'label'",
 }
 DESCRIPTIONS: dict[Kind, str] = {
     "text": "plain text in {column}",
@@ -81,15 +82,12 @@ class Format:
         """A short sentence for the resolved configuration."""
         if self.kind == "pairs" and not self.column:
             return "prompts are what both answers begin with, answers in 'chosen' and 'rejected'"
-        column = f"'{self.column}'" + (
-            f" (and '{self.context}' where given)" if self.context else ""
-        )
-        tail = (
-            "; a final assistant turn is not part of the prompt"
-            if (self.kind, goal) == ("messages", "rl")
-            else ""
-        )
-        return DESCRIPTIONS[self.kind].format(column=column, completion=self.completion) + tail
+        context = f" (and '{self.context}' where given)" if self.context else ""
+        column = f"'{self.column}'{context}"
+        text = DESCRIPTIONS[self.kind].format(column=column, completion=self.completion)
+        if (self.kind, goal) == ("messages", "rl"):
+            text += "; a final assistant turn is not part of the prompt"
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +131,8 @@ def detect(
     for name, key in ((prompt, "data.prompt"), (completion, "data.completion")):
         if name is not None and name not in row.columns:
             close = nearest(name, row.columns)
-            raise row.bad(
-                f"no column '{name}' ({key}), found: {column_names(row)}.{close}".rstrip(".")
-            )
+            found = f"{column_names(row)}.{close}".rstrip(".")
+            raise row.bad(f"no column '{name}' ({key}), found: {found}")
     columns = row.columns.keys()
     form = _without_prompt_column(row, goal, prompt, completion)
     if form:
@@ -157,11 +154,8 @@ def detect(
     close = next((hint for name in missing if "Did" in (hint := nearest(name, columns))), "")
     settable = f", or set data.{missing[0]}" if goal in ("rl", "sft") else ""
     names = " and no ".join(missing) or "prompt"
-    raise row.bad(
-        f"no {names}; found columns: {column_names(row)}; needs {NEEDS[goal]}{settable}.{close}".rstrip(
-            "."
-        )
-    )
+    needs = f"{NEEDS[goal]}{settable}.{close}".rstrip(".")
+    raise row.bad(f"no {names}; found columns: {column_names(row)}; needs {needs}")
 
 
 def _without_prompt_column(
@@ -183,11 +177,8 @@ def _without_prompt_column(
     if unnamed and conversation and not canonical <= columns:
         return Format("messages", conversation)
     lacks_one = columns.isdisjoint(PROMPTS) or columns.isdisjoint(COMPLETIONS)
-    return (
-        Format("text", TEXT)
-        if unnamed and goal == "sft" and TEXT in columns and lacks_one
-        else None
-    )
+    is_text = unnamed and goal == "sft" and TEXT in columns and lacks_one
+    return Format("text", TEXT) if is_text else None
 
 
 def _only_column(row: SourceRow, names: tuple[str, ...], key: str) -> str:
@@ -197,9 +188,7 @@ def _only_column(row: SourceRow, names: tuple[str, ...], key: str) -> str:
     if "instruction" in present and "input" in present:
         present.remove("input")
     if len(present) > 1 and present[0] != names[0]:
-        raise row.bad(
-            f"the columns {', '.join(present)} could each be meant; choose one with {key}"
-        )
+        raise row.bad(f"the columns {', '.join(present)} could each be meant; choose with {key}")
     return present[0] if present else ""
 
 
@@ -233,47 +222,37 @@ def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
         case "pairs":
             prompt, chosen, rejected = _pair(row, form)
             margin = read_margin(row)
-            return replace(
-                example, prompt=prompt, completion=chosen, rejected=rejected, margin=margin
-            )
+            example = replace(example, completion=chosen, rejected=rejected, margin=margin)
+            return replace(example, prompt=prompt)
         case "prompt":
             return replace(example, prompt=_prompt(row, form))
         case "steps":
-            prompt, (steps, labels) = _prompt(row, form), read_steps(row)
-            return replace(example, prompt=prompt, steps=steps, labels=labels)
+            steps, labels = read_steps(row)
+            return replace(example, prompt=_prompt(row, form), steps=steps, labels=labels)
         case _:
             prompt = _prompt(row, form)
             completion = read_prompt(row, form.completion)
             example = replace(example, prompt=_asked(prompt, completion), completion=completion)
             if form.kind == "judged":
-                return replace(
-                    example, desirable=read_typed(row, "label", bool, "true (desirable) or false")
-                )
+                label = read_typed(row, "label", bool, "true (desirable) or false")
+                return replace(example, desirable=label)
             return example
 
 
 def _asked(prompt: Prompt, answer: Prompt) -> Prompt:
     """The prompt; a text prompt becomes a user turn if the answer is a conversation."""
-    return (
-        [{"role": "user", "content": prompt}]
-        if isinstance(prompt, str) and isinstance(answer, list)
-        else prompt
-    )
+    return as_messages(prompt) if isinstance(answer, list) else prompt
 
 
 def _prompt(row: SourceRow, form: Format) -> Prompt:
     prompt = read_prompt(row, form.column)
     if isinstance(prompt, list):
         if prompt[-1]["role"] == "assistant":
-            raise row.bad(
-                f"'{form.column}' ends with an assistant turn, so nothing is left to answer"
-            )
+            raise row.bad(f"'{form.column}' ends with an assistant turn; nothing is left to answer")
         return prompt
-    return (
-        f"{prompt}\n\n{read_text(row, form.context)}"
-        if form.context and row.columns.get(form.context)
-        else prompt
-    )
+    if form.context and row.columns.get(form.context):
+        return f"{prompt}\n\n{read_text(row, form.context)}"
+    return prompt
 
 
 def _pair(row: SourceRow, form: Format) -> tuple[Prompt, Prompt, Prompt]:
@@ -318,9 +297,7 @@ def _pair_of_conversations(
         if not answer:
             raise row.bad(f"'{name}' has no answer: it is the beginning of the other")
         if answer[0]["role"] != "assistant":
-            raise row.bad(
-                f"'{name}' differs from the other in a turn of the {answer[0]['role']}; the two must answer one prompt"
-            )
+            raise row.bad(f"'{name}' differs from the other in a turn of the {answer[0]['role']}")
         turns = [turn for turn in answer if turn["role"] == "assistant"]
         if not any(turn["content"].strip() or turn.get("tool_calls") for turn in turns):
             raise row.bad(f"'{name}' is empty")

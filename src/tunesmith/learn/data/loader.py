@@ -100,9 +100,8 @@ class Loader(Generic[T]):
         index = 0
         if len(self.parts) > 1:
             weights = [part.weight for part in self.parts]
-            index = random.Random(f"{self.seed}/draw/{self.drawn}").choices(
-                range(len(weights)), weights
-            )[0]
+            draw = random.Random(f"{self.seed}/draw/{self.drawn}")
+            [index] = draw.choices(range(len(weights)), weights)
         part = self.parts[index]
         epoch, place = divmod(self._taken[index], len(part))
         self._taken[index] += 1
@@ -142,8 +141,8 @@ class Loader(Generic[T]):
         ):
             if state[key] != current[key]:
                 raise CheckpointError(
-                    f"cannot continue: since the checkpoint {what} has changed from {state[key]} to {current[key]}. "
-                    "Restore it, or start a new run from the checkpoint's model."
+                    f"cannot continue: since the checkpoint {what} has changed from {state[key]} "
+                    f"to {current[key]}. Restore it, or start a new run from its model."
                 )
         taken = state["taken"]
         if len(taken) != len(self.parts) or not all(isinstance(n, int) and n >= 0 for n in taken):

@@ -40,17 +40,15 @@ def build_forest(
     for offset, stop, end in zip(offsets, lengths, last, strict=False):
         while end >= 0:
             node = nodes[end]
-            rows[offset + node.start : offset + stop] = np.arange(
-                starts[end], starts[end] + stop - node.start
-            )
+            placed = np.arange(stop - node.start) + starts[end]
+            rows[offset + node.start : offset + stop] = placed
             stop = node.start
             end = node.parent
     token_ids = np.empty(starts[-1], np.int64)
     position_ids = np.empty(starts[-1], np.int64)
     token_ids[rows] = picked.token_ids
-    position_ids[rows] = np.arange(picked.num_tokens) - np.repeat(
-        picked.offsets[:-1], picked.lengths
-    )
+    firsts = np.repeat(picked.offsets[:-1], picked.lengths)
+    position_ids[rows] = np.arange(picked.num_tokens) - firsts
     return Forest(
         torch.from_numpy(token_ids),
         torch.from_numpy(position_ids),
@@ -71,9 +69,8 @@ def gather(forest: Forest, batch: Batch) -> Forest:
     dtype."""
     rows = forest.predictions.numpy()
     samples = list(forest.sample_ids)
-    dtype = (
-        torch.get_default_dtype() if torch.get_default_dtype() == torch.float64 else torch.float32
-    )
+    double = torch.get_default_dtype() == torch.float64
+    dtype = torch.float64 if double else torch.float32
     return replace(
         forest,
         columns={name: torch.from_numpy(c[rows]).to(dtype) for name, c in batch.columns.items()},
@@ -127,11 +124,8 @@ class Packing:
         return len(self.forests)
 
     def __iter__(self) -> Iterator[Forest]:
-        return (
-            iter(self.forests)
-            if self.batch is None
-            else (gather(forest, self.batch) for forest in self.forests)
-        )
+        for forest in self.forests:
+            yield forest if self.batch is None else gather(forest, self.batch)
 
     @property
     def num_tokens(self) -> int:

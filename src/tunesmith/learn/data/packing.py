@@ -69,8 +69,8 @@ def pack(
     """
     for index in np.flatnonzero(batch.lengths > max_tokens)[:1].tolist():
         raise SampleTooLong(
-            f"sample {index} has {batch.lengths[index]} tokens, more than a micro-batch may hold ({max_tokens}): "
-            "raise system.max_tokens_per_microbatch or shorten the sample"
+            f"sample {index} has {batch.lengths[index]} tokens, more than a micro-batch may hold "
+            f"({max_tokens}): raise system.max_tokens_per_microbatch or shorten the sample"
         )
     prefixes = prefix_order(batch, share=share)
     if keep_groups:
@@ -83,17 +83,15 @@ def pack(
     _equalise(sizes, bins, max_tokens)
     bins = [b for b in bins if b.items]
     bins.sort(key=lambda b: (-b.cost, b.items[0].low))
-    return [
-        sorted(sizes.order[r] for item in b.items for r in range(item.low, item.high)) for b in bins
-    ]
+    ranks = ([r for item in b.items for r in range(item.low, item.high)] for b in bins)
+    return [sorted(sizes.order[r] for r in of_bin) for of_bin in ranks]
 
 
 def group_tokens(batch: Batch, *, share: bool = True) -> int:
     """Forest tokens of the largest group of samples."""
     members = (np.flatnonzero(batch.group == group) for group in np.unique(batch.group))
-    return max(
-        (num_forest_tokens(batch, chosen.tolist(), share=share) for chosen in members), default=0
-    )
+    sizes = (num_forest_tokens(batch, chosen.tolist(), share=share) for chosen in members)
+    return max(sizes, default=0)
 
 
 def _grouped(batch: Batch, prefixes: PrefixOrder, share: bool) -> PrefixOrder:
@@ -198,8 +196,9 @@ def _items(sizes: _Sizes, cap: int) -> list[_Item]:
             between = [r for r in range(low + 1, high) if sizes.groups[r] != sizes.groups[r - 1]]
             if not between:
                 raise GroupTooLong(
-                    f"the samples of group {sizes.groups[low]} have {item.tokens} tokens together, more than a "
-                    f"micro-batch may hold ({cap}): raise system.max_tokens_per_microbatch or shorten them"
+                    f"the samples of group {sizes.groups[low]} have {item.tokens} tokens together, "
+                    f"more than a micro-batch may hold ({cap}): raise "
+                    "system.max_tokens_per_microbatch or shorten them"
                 )
             at = min(sizes.shared[r] for r in between)
             stack.extend(((at, low), run) for run in _cut(sizes, low, high, at))
@@ -232,13 +231,10 @@ def _place(sizes: _Sizes, items: list[_Item], cap: int, count: int = 0) -> list[
     for item in sorted(items, key=lambda i: (-i.split[0], i.split[1], -size(i), i.low)):
         near = bisect_left(placed, (item.low, -1))
         homes = {home for _, home in placed[max(0, near - RELATIVES) : near + RELATIVES]}
-        added = {
-            home: sizes.join([*bins[home].items, item]).tokens - bins[home].tokens
-            for home in sorted(homes)
-        }
-        sharing = [
-            home for home, tokens in added.items() if tokens < item.tokens - sizes.shared_by_all
-        ]
+        joined = {home: sizes.join([*bins[home].items, item]) for home in sorted(homes)}
+        added = {home: bin_.tokens - bins[home].tokens for home, bin_ in joined.items()}
+        alone = item.tokens - sizes.shared_by_all
+        sharing = [home for home, tokens in added.items() if tokens < alone]
         sharing = [home for home in sharing if bins[home].tokens + added[home] <= cap]
         if sharing:
             chosen = min(sharing, key=added.__getitem__)
@@ -294,9 +290,8 @@ def _exchange(sizes: _Sizes, bins: list[_Bin], heavy: int, light: int, cap: int)
     pair: tuple[_Bin, _Bin] | None = None
     by_cost = sorted(below.items, key=lambda i: (i.cost, i.low))
     for item in sorted(above.items, key=lambda i: (-i.cost, i.low))[:32]:
-        wanted = bisect_left(
-            by_cost, item.cost - (above.cost - below.cost) / 2, key=lambda i: i.cost
-        )
+        cost = item.cost - (above.cost - below.cost) / 2
+        wanted = bisect_left(by_cost, cost, key=lambda i: i.cost)
         swaps = [[back] for back in by_cost[max(0, wanted - 1) : wanted + 1]]
         for back in ([], *swaps) if len(above.items) > 1 else swaps:
             left = sizes.join([*(i for i in above.items if i is not item), *back])

@@ -71,13 +71,10 @@ def load_pairs(
         with reading.report.line(example.where):
             if answers[0].token_ids == answers[1].token_ids:
                 raise DataError("chosen and rejected are the same once they are tokenized and cut")
-            if (
-                room is not None
-                and (tokens := num_forest_tokens(Batch.of(samples), share=share)) > room
-            ):
-                raise DataError(
-                    f"a pair of {tokens} tokens together exceeds system.max_tokens_per_microbatch = {room}"
-                )
+            tokens = num_forest_tokens(Batch.of(samples), share=share) if room else 0
+            if room and tokens > room:
+                limit = f"system.max_tokens_per_microbatch = {room}"
+                raise DataError(f"the pair has {tokens} tokens, the limit is {limit}")
             values = {"side": (1.0, -1.0), "margin": (example.margin, example.margin)}
             items.append((example.source, Comparison(samples, values)))
     return reading.prepared(items)
@@ -99,9 +96,7 @@ def load_judged(
     judged: list[tuple[int, Sample, float]] = []
     for example, answers in _answers(reading):
         sides = (1.0, -1.0) if len(answers) == 2 else (1.0 if example.desirable else -1.0,)
-        judged += [
-            (example.source, sample, side) for sample, side in zip(answers, sides, strict=True)
-        ]
+        judged += [(example.source, *pair) for pair in zip(answers, sides, strict=True)]
     others = _mismatched(
         [sample for _, sample, _ in judged], ", ".join(source.path for source in reading.sources)
     )
@@ -136,9 +131,8 @@ def load_steps(
         assert example.prompt is not None
         text = cast("str", example.prompt)
         if reading.template is not None:
-            text = reading.template.whole(
-                with_system(section, example.prompt), example.tools, prompt=True
-            )
+            messages = with_system(section, example.prompt)
+            text = reading.template.whole(messages, example.tools, prompt=True)
         spans: list[Span] = []
         for step in example.steps:
             text += step + separator
@@ -152,17 +146,13 @@ def load_steps(
             bare, inside = mask_spans(tokenizer, text.text, joint, text.spans)
             ids = bare if reading.template else with_leading(reading.leading, bare)
             inside = [False] * (len(ids) - len(bare)) + inside
-            last = [
-                here and not after for here, after in zip(inside, [*inside[1:], False], strict=True)
-            ]
+            after = [*inside[1:], False]
+            last = [here and not more for here, more in zip(inside, after, strict=True)]
             fitted = reading.fit_sample(Sample(list(ids), last))
             places = tuple(place for place, judged in enumerate(fitted.loss_mask) if judged)
-            kept = (
-                slice(-len(places), None)
-                if section.too_long == "truncate_left"
-                else slice(len(places))
-            )
-            items.append((example.source, Solution(fitted.token_ids, places, example.labels[kept])))
+            cut = len(example.labels) - len(places) if section.too_long == "truncate_left" else 0
+            labels = example.labels[cut : cut + len(places)]
+            items.append((example.source, Solution(fitted.token_ids, places, labels)))
     return reading.prepared(items)
 
 
@@ -171,14 +161,12 @@ def _answers(reading: Reading) -> list[tuple[Example, list[Sample]]]:
     one."""
 
     def render(example: Example) -> list[Rendered]:
-        answers = [
-            answer for answer in (example.completion, example.rejected) if answer is not None
-        ]
+        sides = (example.completion, example.rejected)
+        answers = [answer for answer in sides if answer is not None]
         texts = [_one_text(reading, example, answer) for answer in answers]
         for text in texts:
-            reading.check_length(
-                text.text[: text.spans[-1][1]]
-            )  # what follows is left out of the sample
+            # What follows is left out of the sample.
+            reading.check_length(text.text[: text.spans[-1][1]])
         return texts
 
     answered: list[tuple[Example, list[Sample]]] = []
@@ -194,9 +182,7 @@ def _one_text(reading: Reading, example: Example, answer: Prompt) -> Rendered:
     cannot hold it."""
     texts = learned_texts(reading.section, replace(example, completion=answer), reading.template)
     if len(texts) > 1:
-        raise DataError(
-            "the chat template rewrites earlier turns of the answer; put each turn into a separate line"
-        )
+        raise DataError("the chat template rewrites earlier turns; give each turn its own line")
     return texts[0]
 
 
@@ -207,15 +193,11 @@ def _mismatched(samples: Sequence[Sample], where: str) -> list[Sample]:
     Answers are cut so that no result is longer than the longest sample.
     """
     starts = [sample.loss_mask.index(True) for sample in samples]
-    prompts = [
-        tuple(sample.token_ids[:start]) for sample, start in zip(samples, starts, strict=True)
-    ]
+    prompts = [tuple(s.token_ids[:start]) for s, start in zip(samples, starts, strict=True)]
     count = len(samples)
     longest = max((len(sample.token_ids) for sample in samples), default=0)
     if len(set(prompts)) < 2:
-        raise DataError(
-            f"{where}: KTO estimates a KL from answers to other prompts, and all prompts here are equal"
-        )
+        raise DataError(f"{where}: KTO compares with answers to other prompts, and all are equal")
     others: list[Sample] = []
     for number, prompt in enumerate(prompts):
         places = ((number + count // 2 + step) % count for step in range(count))
@@ -249,15 +231,10 @@ def with_steps(example: Example, separator: str, marks: tuple[str, str]) -> Exam
     for tag, label in zip(tags, labels, strict=True):
         if not isinstance(label, int | float) or not 0 <= label <= 1:
             raise DataError(
-                f"the label {tag!r} is neither {marks[0]!r}, {marks[1]!r}, true, false nor from 0 to 1"
+                f"the label {tag!r} is neither {marks[0]!r}, {marks[1]!r} nor from 0 to 1"
             )
-    return replace(
-        example,
-        text=None,
-        prompt="",
-        steps=tuple(steps),
-        labels=tuple(float(label) for label in labels),
-    )
+    example = replace(example, steps=tuple(steps), labels=tuple(map(float, labels)))
+    return replace(example, text=None, prompt="")
 
 
 def _tags_in(labelled: str, steps: list[str], marks: tuple[str, str]) -> list[str]:
@@ -267,9 +244,7 @@ def _tags_in(labelled: str, steps: list[str], marks: tuple[str, str]) -> list[st
         labelled = labelled[len(step) :] if labelled.startswith(step) else ""
         mark = next((mark for mark in marks if labelled.startswith(mark)), None)
         if mark is None:
-            raise DataError(
-                f"the labels' text differs from the answer's before label {number}, or has no label there"
-            )
+            raise DataError(f"the labels' text differs from the answer's at label {number}")
         tags.append(mark)
         labelled = labelled[len(mark) :]
     return tags

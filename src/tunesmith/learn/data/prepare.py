@@ -7,7 +7,7 @@ and report on every line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -96,8 +96,7 @@ def load_tasks(
     reading = Reading.of(section, source, tokenizer, "rl")
     if tools_of is not None and reading.template is not None and reading.template.takes_tools:
         reading.examples[:] = [
-            replace(example, tools=tools_of(example) or example.tools)
-            for example in reading.examples
+            replace(each, tools=tools_of(each) or each.tools) for each in reading.examples
         ]
     encoder = PromptEncoder(section, tokenizer, reading.template)
 
@@ -108,9 +107,8 @@ def load_tasks(
 
     rendered = reading.each(render)
     tasks: list[tuple[int, Task]] = []
-    for (example, _), ids in zip(
-        rendered, encoder.encode([text for _, text in rendered]), strict=True
-    ):
+    encoded = encoder.encode([text for _, text in rendered])
+    for (example, _), ids in zip(rendered, encoded, strict=True):
         with reading.report.line(example.where):
             prompt, fitted = reading.fit_prompt(encoder, example, ids)
             if isinstance(example.prompt, str) and isinstance(prompt, list):
@@ -135,33 +133,26 @@ def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) ->
     report = reading.report
     if template is None and tokenizer.eos_token_id is None:
         report.note("The tokenizer has no EOS token: the model does not learn to stop.")
-    rendered = reading.each(lambda example: learned_texts(section, example, template))
+
+    def render(example: Example) -> list[Rendered]:
+        texts = learned_texts(section, example, template)
+        for text in texts:
+            reading.check_length(text.text)
+        return texts
+
+    rendered = reading.each(render)
     split = sum(len(texts) > 1 for _, texts in rendered)
     if split:
         report.note(
-            f"{split} conversations became several samples each: the chat template renders earlier turns "
-            "differently once a conversation continues. Every assistant turn is learned once, as it is sampled."
+            f"{split} conversations became several samples each: the chat template renders earlier "
+            "turns differently once a conversation continues. Every assistant turn is learned "
+            "once, as it is sampled."
         )
     if template is not None:
         note_turn_end(template, [text for _, texts in rendered for text in texts], report)
     samples: list[tuple[int, Sample]] = []
-    for example, texts in reading.encoded(_not_far_too_long(reading, rendered)):
+    for example, texts in reading.encoded(rendered):
         for text, joint in texts:
             with report.line(example.where):
                 samples.append((example.source, reading.sample(example, text, joint)))
     return reading.prepared(samples)
-
-
-def _not_far_too_long(
-    reading: Reading, rendered: Iterable[tuple[Example, Sequence[Rendered]]]
-) -> list[tuple[Example, list[Rendered]]]:
-    """The examples without the texts that ``Reading.check_length`` refuses; the report lists
-    those."""
-    kept: list[tuple[Example, list[Rendered]]] = []
-    for example, texts in rendered:
-        kept.append((example, []))
-        for text in texts:
-            with reading.report.line(example.where):
-                reading.check_length(text.text)
-                kept[-1][1].append(text)
-    return kept

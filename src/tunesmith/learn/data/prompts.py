@@ -17,7 +17,7 @@ from tunesmith.learn.data.report import LoadReport
 from tunesmith.learn.data.sources import BadLine, read
 from tunesmith.learn.data.tokens import encode, leading_ids, with_leading
 from tunesmith.models.embedding_rows import without_row
-from tunesmith.types import Message, Prompt, Tokenizer
+from tunesmith.types import Message, Prompt, Tokenizer, as_messages
 
 Shots = Sequence[tuple[str, str]]
 """Worked examples: (prompt, completion)."""
@@ -31,20 +31,17 @@ def choose_template(
     Raises:
         ConfigError: the settings, the data and the tokenizer do not fit together.
     """
-    talk = next(
-        (e for e in examples if isinstance(e.prompt, list) or isinstance(e.completion, list)), None
-    )
+    talk = next((e for e in examples if isinstance(e.prompt or e.completion, list)), None)
     if talk is not None and section.chat is False:
-        raise ConfigError(
-            f"data.chat = false, but {talk.where} is a conversation, which needs the chat template.",
-            keys=("data.chat",),
-        )
+        why = f"data.chat = false, but {talk.where} is a conversation, which needs it."
+        raise ConfigError(why, keys=("data.chat",))
     chat = bool(tokenizer.chat_template) if section.chat is None else section.chat
     if talk is None and not (chat and any(e.prompt is not None for e in examples)):
         if section.system_prompt is not None:
             raise ConfigError(
-                "data.system_prompt needs a chat template, but these prompts are plain text. Leave it out, "
-                "or set data.chat = true with a tokenizer or model.chat_template that has one.",
+                "data.system_prompt needs a chat template, but these prompts are plain text. "
+                "Leave it out, or set data.chat = true with a tokenizer or model.chat_template "
+                "that has one.",
                 keys=("data.system_prompt",),
             )
         if section.chat_template_kwargs:
@@ -55,9 +52,8 @@ def choose_template(
         return None
     template = ChatTemplate.of(tokenizer)
     sides = [side for e in examples for side in (e.prompt, e.completion) if isinstance(side, list)]
-    if section.system_prompt is not None or any(
-        m["role"] == "system" for side in sides for m in side
-    ):
+    roles = {message["role"] for side in sides for message in side}
+    if section.system_prompt is not None or "system" in roles:
         template.check_system()
     return template
 
@@ -65,7 +61,7 @@ def choose_template(
 def with_system(section: DataSection, prompt: Prompt) -> list[Message]:
     """A prompt as messages with the system prompt; a conversation that has its own system message
     keeps it."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = as_messages(prompt)
     if section.system_prompt is None or any(message["role"] == "system" for message in messages):
         return messages
     return [{"role": "system", "content": section.system_prompt}, *messages]
@@ -75,14 +71,13 @@ def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: Loa
     """Note in the report if no learned turn ends with a stop token."""
     marker = template.stop_marker
     if not template.ends_turns:
-        report.note(
-            "The chat template ends assistant turns with no special token: the model does not learn to stop."
-        )
+        report.note("The chat template has no end of turn: the model does not learn to stop.")
     elif template.marks_assistant and any(
         text.text.startswith(marker, stop) for text in texts for _, stop in text.spans
     ):
         report.note(
-            f"The chat template's {{% generation %}} tags leave {marker.strip()} out: the model does not learn to stop."
+            f"The chat template's {{% generation %}} tags leave {marker.strip()} out: the model "
+            "does not learn to stop."
         )
 
 
@@ -98,34 +93,25 @@ def learned_texts(
         start = 0 if section.loss_on == "all" else len(example.prompt)
         return [Rendered(text, ((start, len(text)),))]
     completion = example.completion
-    answer = (
-        [{"role": "assistant", "content": completion}]
-        if isinstance(completion, str)
-        else completion
-    )
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
     talk_only = not example.prompt
-    messages = (
-        with_system(section, answer)
-        if talk_only
-        else [*with_system(section, example.prompt), *answer]
-    )
+    asked = [] if talk_only else with_system(section, example.prompt)
+    messages = [*asked, *completion] if asked else with_system(section, completion)
     if section.loss_on == "all":
         if any(message.get("weight", 1) == 0 for message in messages):
-            raise DataError(
-                "a message has weight 0, and data.loss_on = 'all' learns every one; leave one out"
-            )
+            raise DataError("a message has weight 0, and data.loss_on = 'all' learns every one")
         text = template.whole(messages, example.tools)
         return [Rendered(text, ((0, len(text)),))]
     turns = [i for i, message in enumerate(messages) if is_learned(message)]
-    first = 0 if talk_only or section.loss_on == "assistant" else len(messages) - len(answer)
+    first = 0 if talk_only or section.loss_on == "assistant" else len(messages) - len(completion)
     if talk_only and section.loss_on == "completion":
         first = turns[-1] if turns else 0
     if not turns or turns[-1] < first:
         raise DataError("no assistant turn to learn")
     for i in turns:
-        if i >= first and not any(
-            messages[i].get(part) for part in ("content", "tool_calls", *THOUGHTS)
-        ):
+        parts = (messages[i].get(part) for part in ("content", "tool_calls", *THOUGHTS))
+        if i >= first and not any(parts):
             raise DataError(
                 f"message {i + 1}, an assistant's turn, is empty; leave it out, or give it weight 0"
             )
@@ -178,14 +164,9 @@ class PromptEncoder:
                 f"{asked}{answered}{self.separator}" for asked, answered in shots
             ) + cast("str", prompt)
         messages = with_system(self.section, prompt)
-        system = list(
-            takewhile(lambda message: message["role"] in ("system", "developer"), messages)
-        )
-        sides = [
-            (role, text)
-            for shot in shots
-            for role, text in zip(("user", "assistant"), shot, strict=True)
-        ]
+        system = list(takewhile(lambda m: m["role"] in ("system", "developer"), messages))
+        roles = ("user", "assistant")
+        sides = [side for shot in shots for side in zip(roles, shot, strict=True)]
         turns = [{"role": role, "content": text} for role, text in sides]
         return self.template.whole([*system, *turns, *messages[len(system) :]], tools, prompt=True)
 

@@ -107,10 +107,8 @@ class Reading:
         check_section(section, goal)
         limit = "max_prompt_tokens" if goal == "rl" else "max_tokens"
         if section.too_long != "error" and getattr(section, limit) is None:
-            raise ConfigError(
-                f"data.too_long = '{section.too_long}' needs a limit: set data.{limit}.",
-                keys=("data.too_long",),
-            )
+            why = f"data.too_long = '{section.too_long}' needs a limit: set data.{limit}."
+            raise ConfigError(why, keys=("data.too_long",))
         sources = as_sources(source)
         report = LoadReport(skip_bad=section.skip_bad, skip_too_long=section.too_long == "skip")
         examples: list[Example] = []
@@ -133,16 +131,8 @@ class Reading:
         note = unused_note(tokenizer)
         if note:
             report.note(note)
-        return cls(
-            section,
-            sources,
-            tokenizer,
-            examples,
-            report,
-            fingerprint,
-            template,
-            leading_ids(tokenizer),
-        )
+        leading = leading_ids(tokenizer)
+        return cls(section, sources, tokenizer, examples, report, fingerprint, template, leading)
 
     def each(self, make: Callable[[Example], U]) -> list[tuple[Example, U]]:
         """Every example with the result of ``make``; if ``make`` raises a DataError, the example is
@@ -180,9 +170,8 @@ class Reading:
     ) -> Iterator[tuple[Example, list[tuple[Rendered, Encoded]]]]:
         """Every example's texts with their tokens; the texts of all examples are tokenized
         together."""
-        tokens = encode_with_offsets(
-            self.tokenizer, [text.text for _, texts in rendered for text in texts]
-        )
+        flat = [text.text for _, texts in rendered for text in texts]
+        tokens = encode_with_offsets(self.tokenizer, flat)
         for example, texts in rendered:
             yield example, [(text, next(tokens)) for text in texts]
 
@@ -295,15 +284,11 @@ class Reading:
             shares = tuple(count / len(flat) for count in counts)
             return Prepared(flat, (Part("data", 0, len(flat)),), report, self.fingerprint, shares)
         parts: list[Part] = []
-        for index, (source, weight, count) in enumerate(
-            zip(self.sources, weights, counts, strict=True)
-        ):
+        weighted = zip(self.sources, weights, counts, strict=True)
+        for index, (source, weight, count) in enumerate(weighted):
             start = parts[-1].stop if parts else 0
-            name = (
-                source.path
-                if all(part.name != source.path for part in parts)
-                else f"{source.path}#{index}"
-            )
+            repeated = any(part.name == source.path for part in parts)
+            name = f"{source.path}#{index}" if repeated else source.path
             parts.append(Part(name, start, start + count, weight))
             report.note(f"{name}: {weight / sum(weights):.0%} of the draws, {count} items")
         shares = tuple(weight / sum(weights) for weight in weights)
@@ -362,10 +347,8 @@ def _detect(section: DataSection, row: SourceRow, goal: Goal) -> Format:
                 what = f"data.{key} does not apply to the plain text of {row.file}; leave it out."
                 raise ConfigError(what, keys=(f"data.{key}",))
         if section.loss_on not in (None, "all"):
-            raise ConfigError(
-                f"{row.file} is plain text without turns: data.loss_on can only be 'all'.",
-                keys=("data.loss_on",),
-            )
+            why = f"{row.file} is plain text without turns: data.loss_on can only be 'all'."
+            raise ConfigError(why, keys=("data.loss_on",))
     return form
 
 
@@ -374,10 +357,8 @@ def weights_of(sources: tuple[Source, ...]) -> list[float] | None:
     weights = [source.weight for source in sources if source.weight is not None]
     if weights and len(weights) < len(sources):
         without = next(source.path for source in sources if source.weight is None)
-        raise ConfigError(
-            f"data: '{without}' has no weight, but other sources have; give each one or none.",
-            keys=("data.train",),
-        )
+        why = f"data: '{without}' has no weight, but other sources have; give each one or none."
+        raise ConfigError(why, keys=("data.train",))
     return weights or None
 
 

@@ -48,16 +48,6 @@ class LoadReport:
     formats: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
 
-    def bad(self, where: str, reason: str) -> None:
-        """Count and list a bad line; raise it unless bad lines are to be skipped."""
-        if not self.skip_bad:
-            # before the first usable line, skipping might skip them all
-            hint = (
-                " (data.skip_bad = true skips such lines and lists them.)" if self.formats else ""
-            )
-            raise DataError(f"{where}: {reason}.{hint}")
-        self.skipped.append(Skipped(where, "bad", reason))
-
     @contextmanager
     def line(self, where: str) -> Generator[None]:
         """Process one line: a ``DataError`` inside makes it a bad line or one that is too long.
@@ -69,11 +59,16 @@ class LoadReport:
             yield
         except TooLong as error:
             if not self.skip_too_long:
-                remedy = "Raise the limit, or set data.too_long to skip, truncate_left or truncate_right."
+                remedy = "Raise the limit, or set data.too_long = 'skip' or 'truncate_left'."
                 raise DataError(f"{where}: {error}. {remedy}") from None
             self.skipped.append(Skipped(where, "too_long", str(error)))
         except DataError as error:
-            self.bad(where, error.reason if isinstance(error, BadLine) else str(error))
+            reason = error.reason if isinstance(error, BadLine) else str(error)
+            if not self.skip_bad:
+                # before the first usable line, skipping might skip them all
+                skips = " (data.skip_bad = true skips such lines and lists them.)"
+                raise DataError(f"{where}: {reason}.{skips if self.formats else ''}") from error
+            self.skipped.append(Skipped(where, "bad", reason))
 
     def nothing_left(self, path: str) -> DataError:
         """The error for a source without a usable line."""

@@ -70,9 +70,7 @@ def read(source: Source) -> Rows:
             raise DataError(f"data file not found: {path}.{_neighbours(path)}")
         yield from _read_hub(source, split, cut)
     elif source.subset is not None:
-        raise ConfigError(
-            f"{source.path}: 'subset' is for data sets of the hub; leave it out for files."
-        )
+        raise ConfigError(f"{source.path}: 'subset' is for data sets of the hub; leave it out.")
     elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         yield from _read_saved(path, split, cut)
     elif cut is None:
@@ -90,9 +88,7 @@ def _read_files(path: Path, split: str) -> Rows:
     elif split != "train":
         raise ConfigError(f"{path}: a plain file has no split '{split}'; leave 'split' out.")
     elif path.suffix.lower() not in READERS:
-        raise DataError(
-            f"{path}: unknown kind of file '{path.suffix}'. Valid: {', '.join(READERS)}."
-        )
+        raise DataError(f"{path}: unknown kind '{path.suffix}'. Valid: {', '.join(READERS)}.")
     else:
         yield from READERS[path.suffix.lower()](path)
 
@@ -108,26 +104,16 @@ def directory_files(directory: Path, split: str) -> list[Path]:
     If files are named after splits (``train.jsonl``, ``data/test-00000-of-00001.parquet``), only
     those of the requested split are read, so a test set in the same directory is never trained on.
     """
-    with boundary(
-        DataError, f"{directory}: its files cannot be listed; are they written meanwhile?", OSError
-    ):
-        paths = [
-            p for p in sorted(directory.rglob("*")) if p.is_file() and p.suffix.lower() in READERS
-        ]
-    split_of = {
-        p: _split_of(inner)
-        for p in paths
-        if not (inner := p.relative_to(directory)).parts[0].startswith(".")
-    }
+    with boundary(DataError, f"{directory}: its files cannot be listed", OSError):
+        paths = sorted(directory.rglob("*"))
+        paths = [p for p in paths if p.is_file() and p.suffix.lower() in READERS]
+    inner = {path: path.relative_to(directory) for path in paths}
+    split_of = {p: _split_of(i) for p, i in inner.items() if not i.parts[0].startswith(".")}
     if not split_of:
-        raise DataError(
-            f"{directory}: no data file in this directory. Valid: {', '.join(READERS)}."
-        )
+        raise DataError(f"{directory}: no data file in it. Valid: {', '.join(READERS)}.")
     if not any(split_of.values()):
         if split != "train":
-            raise DataError(
-                f"{directory}: no file here is named after a split, so there is no '{split}'."
-            )
+            raise DataError(f"{directory}: no file is named after a split: no '{split}'.")
         return list(split_of)
     wanted = next((name for name, words in SPLITS.items() if split in words), split)
     chosen = [p for p, name in split_of.items() if name == wanted]
@@ -177,7 +163,7 @@ def read_jsonl(path: Path) -> Rows:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 yield _row_of_object(row, _DECODER.decode(text)) if text else row.bad("blank line")
             except UnicodeDecodeError as error:
-                reason = f"not UTF-8 at byte {error.start} of the line ({error.reason}); save the file as UTF-8"
+                reason = f"not UTF-8 at byte {error.start} ({error.reason}); save the file as UTF-8"
                 yield row.bad(reason)
             except json.JSONDecodeError as error:
                 start = "not JSON:" if raw.endswith(b"\n") else "the last line is cut off:"
@@ -207,9 +193,7 @@ def _decode_file(path: Path) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{path}:{line}: not UTF-8 ({error.reason}); save the file as UTF-8."
-        ) from error
+        raise DataError(f"{path}:{line}: not UTF-8 ({error.reason}); save it as UTF-8.") from error
 
 
 def read_json(path: Path) -> Rows:
@@ -222,20 +206,15 @@ def read_json(path: Path) -> Rows:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            raise DataError(
-                f"{path}: this is one JSON object per line; name the file .jsonl."
-            ) from error
+            raise DataError(f"{path}: one object per line; name the file .jsonl.") from error
         cut = " (the file may be cut off)" if error.pos >= len(text) else ""
         raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}{cut}.") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}.") from error
     items = value.get("data") if isinstance(value, dict) else value
     if not isinstance(items, list):
-        kind = (
-            f"an object with the keys {', '.join(value) or 'none'}"
-            if isinstance(value, dict)
-            else _kind(value)
-        )
+        names = ", ".join(value) or "none" if isinstance(value, dict) else ""
+        kind = f"an object with the keys {names}" if names else _kind(value)
         raise DataError(f'{path}: holds {kind}; needs a list of objects or {{"data": [...]}}.')
     for number, item in enumerate(items, 1):
         yield _row_of_object(SourceRow(str(path), f"{path}, item {number}", {}), item)
@@ -276,13 +255,10 @@ def read_parquet(path: Path) -> Rows:
     """Rows of a Parquet file."""
     import pyarrow.parquet as parquet
 
-    with (
-        boundary(DataError, f"cannot read {path} as Parquet", Exception),
-        parquet.ParquetFile(path) as file,
-    ):
-        rows = (
-            columns for batch in file.iter_batches(batch_size=1024) for columns in batch.to_pylist()
-        )
+    unreadable = boundary(DataError, f"cannot read {path} as Parquet", Exception)
+    with unreadable, parquet.ParquetFile(path) as file:
+        batches = file.iter_batches(batch_size=1024)
+        rows = (columns for batch in batches for columns in batch.to_pylist())
         yield from _rows_of_table(str(path), rows)
 
 
@@ -306,9 +282,8 @@ def _read_saved(path: Path, split: str, cut: Cut | None) -> Rows:
         loaded = loaded[split]
     elif split != "train":
         raise ConfigError(f"{path}: a single saved data set has no split '{split}'; leave it out.")
-    with boundary(
-        DataError, f"cannot read {path}", Exception
-    ):  # a damaged table is only noticed while reading
+    # A damaged table is only noticed while reading.
+    with boundary(DataError, f"cannot read {path}", Exception):
         yield from _rows_of_table(str(path), *_part(loaded, cut))
 
 
@@ -333,17 +308,16 @@ def _rows_of_table(name: str, rows: Iterable[Any], first: int = 1) -> Rows:
     """Rows of a table, where keys absent from a message or tool are null: all rows share one
     type."""
     for number, columns in enumerate(rows, first):
-        kept = {
-            k: _without_null(v) if k == "tools" or _is_conversation(v) else v
-            for k, v in columns.items()
-        }
+        kept = dict(columns)
+        for column, value in columns.items():
+            if column == "tools" or _is_conversation(value):
+                kept[column] = _without_null(value)
         yield SourceRow(name, f"{name}:{number}", kept)
 
 
 def _is_conversation(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(m, dict) and ("role" in m or "from" in m) for m in value
-    )
+    items = value if isinstance(value, list) else [None]
+    return all(isinstance(m, dict) and ("role" in m or "from" in m) for m in items)
 
 
 def _without_null(value: Any) -> Any:

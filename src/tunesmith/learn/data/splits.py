@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+_END = r"-?[\d_]+|[\d.]+%"
 _PART = re.compile(
-    r"\s*(?P<split>[^\[\]]+?)\s*\[\s*(?P<start>-?[\d_]+|[\d.]+%)?\s*:\s*(?P<stop>-?[\d_]+|[\d.]+%)?\s*\]\s*"
+    rf"\s*(?P<split>[^\[\]]+?)\s*\[\s*(?P<start>{_END})?\s*:\s*(?P<stop>{_END})?\s*\]\s*"
 )
 
 

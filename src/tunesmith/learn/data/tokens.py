@@ -35,9 +35,8 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """The text of tokens, including special tokens."""
-    return tokenizer.decode(
-        list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return tokenizer.decode(list(token_ids), **options)
 
 
 def encode_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[Encoded]:
@@ -157,8 +156,8 @@ def _encode_pieces(
     before = text[max(0, borders[1] - 12) : borders[1]]
     after = text[borders[1] : borders[1] + 12]
     raise DataError(
-        f"a token crosses the border of what is learned ({before!r} | {after!r}) and this tokenizer "
-        "cannot be made to split there; move blanks from the end of the prompt to the start of the completion"
+        f"a token crosses the border of what is learned ({before!r} | {after!r}) and cannot be "
+        "split there; move blanks from the end of the prompt to the start of the completion"
     )
 
 

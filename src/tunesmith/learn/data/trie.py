@@ -51,13 +51,11 @@ def prefix_order(
     prefixes = [batch.sortable[4 * starts[i] : 4 * (starts[i] + sizes[i])] for i in chosen]
     # Among equal prefixes, a sample that is all prefix goes first, directly before the samples that
     # continue it.
-    order = sorted(
-        range(count), key=lambda k: (prefixes[k], lengths[chosen[k]] > sizes[chosen[k]], k)
-    )
+    longer = [lengths[i] > sizes[i] for i in chosen]
+    order = sorted(range(count), key=lambda k: (prefixes[k], longer[k], k))
     pairs = pairwise(order)
-    return PrefixOrder(
-        order, [0][:count] + [common_length(prefixes[a], prefixes[b]) // 4 for a, b in pairs]
-    )
+    shared = [common_length(prefixes[a], prefixes[b]) // 4 for a, b in pairs]
+    return PrefixOrder(order, [0, *shared][:count])
 
 
 def num_forest_tokens(

@@ -6,7 +6,6 @@ a good one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tunesmith.errors import shortened
@@ -32,57 +31,27 @@ def check_unread(row: SourceRow, goal: str, kind: str) -> None:
     Args:
         goal, kind: the run's goal, and the kind of the row's format.
     """
-    for names, matters, problem in _columns(goal, kind):
-        for name in names:
-            value = row.columns.get(name)
-            if value not in (None, "", [], {}) and matters(value):
-                raise row.bad(f"the column '{name}' ({shortened(repr(value), 40)}) {problem}")
-
-
-def _columns(goal: str, kind: str) -> list[tuple[tuple[str, ...], Callable[[Any], bool], str]]:
-    """Names of columns, whether a value of theirs matters, and what to do."""
-    rules: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
-        (
-            MEDIA,
-            _always,
-            "is not read: only text is trained. Leave the line out, or drop the column to train its text",
-        ),
-        (
-            ("chat_template_kwargs",),
-            _always,
-            "is not read by line: set data.chat_template_kwargs for all lines, and drop the column",
-        ),
-    ]
+    problems: dict[str, str] = dict.fromkeys(
+        MEDIA, "is not read: only text is trained. Drop the column"
+    )
+    problems["chat_template_kwargs"] = (
+        "is not read by line: set data.chat_template_kwargs for all lines, and drop the column"
+    )
     if kind in ("text", "tagged"):
-        rules.append(
-            (
-                ("tools",),
-                _always,
-                "needs a conversation: plain text has no place for tools. Drop the column",
-            )
-        )
+        problems["tools"] = "needs a conversation: text has no place for tools. Drop the column"
     if goal != "rl":
-        rules.append(
-            (
-                WEIGHTS,
-                _is_weight,
-                "is not read: every line counts alike. Give sources weights, or drop the column",
-            )
+        problems |= dict.fromkeys(
+            [name for name in WEIGHTS if _is_weight(row.columns.get(name))],
+            "is not read: every line counts alike. Give sources weights, or drop the column",
         )
-    if goal == "sft":
-        rules.append(
-            (
-                ("label",),
-                lambda value: value is False,
-                "says that the answer is bad, and sft would learn it: train with tunesmith kto, or leave the line out",
-            )
+    if goal == "sft" and row.columns.get("label") is False:
+        problems["label"] = (
+            "calls the answer bad, and sft would learn it: use tunesmith kto, or drop the line"
         )
-    return rules
-
-
-def _always(value: Any) -> bool:
-    del value
-    return True
+    for name, problem in problems.items():
+        value = row.columns.get(name)
+        if value not in (None, "", [], {}):
+            raise row.bad(f"the column '{name}' ({shortened(repr(value), 40)}) {problem}")
 
 
 def _is_weight(value: Any) -> bool:

@@ -62,11 +62,8 @@ def read_text(row: SourceRow, name: str) -> str:
 
 def read_prompt(row: SourceRow, name: str) -> Prompt:
     """Text, or a list of messages."""
-    return (
-        read_messages(row, name)
-        if isinstance(read_value(row, name), list)
-        else read_text(row, name)
-    )
+    read = read_messages if isinstance(read_value(row, name), list) else read_text
+    return read(row, name)
 
 
 def read_tools(row: SourceRow) -> list[Any] | None:
@@ -93,9 +90,7 @@ def _from_json(row: SourceRow, name: str, value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise row.bad(
-            f"'{name}' is text but not JSON ({error}); needs a list, or that list as JSON"
-        ) from error
+        raise row.bad(f"'{name}' is text but not JSON ({error}); needs a list") from error
 
 
 def _message(row: SourceRow, place: str, item: Any) -> Message:
@@ -114,9 +109,7 @@ def _message(row: SourceRow, place: str, item: Any) -> Message:
     if role not in ROLES:
         raise row.bad(f"{place} has the unknown role '{role}'.{nearest(role, ROLES)}".rstrip("."))
     if message.get("weight", 1) not in (0, 1):
-        raise row.bad(
-            f"{place} has weight {_brief(message['weight'])}; it can be 1 (learned) or 0 (not)"
-        )
+        raise row.bad(f"{place} has weight {_brief(message['weight'])}; it is 1 (learned) or 0")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_text_of_part(row, place, part) for part in content)
@@ -138,9 +131,7 @@ def _call(row: SourceRow, place: str, call: Any) -> Any:
         return {"type": "function", **rest, "function": inner}
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise row.bad(
-            f"{place} has the tool call {_brief(call)}, needs a 'function' with a name and arguments"
-        )
+        raise row.bad(f"{place} has the tool call {_brief(call)}, needs a 'function' with a 'name'")
     return call
 
 
@@ -159,9 +150,7 @@ def _text_of_part(row: SourceRow, place: str, part: Any) -> str:
     known: Mapping[str, Any] = part if isinstance(part, Mapping) else {}
     text = known.get("text")
     if known.get("type", "text") != "text" or not isinstance(text, str):
-        raise row.bad(
-            f"{place} has a part that is not text ({_brief(part)}); only text can be trained"
-        )
+        raise row.bad(f"{place} has a part that is not text ({_brief(part)}); only text is trained")
     return text
 
 
@@ -185,13 +174,9 @@ def read_steps(row: SourceRow) -> tuple[tuple[str, ...], tuple[float, ...]]:
         _encodable(row, f"completions[{number}]", step)
     for number, label in enumerate(labels, 1):
         if not isinstance(label, int | float) or not 0 <= label <= 1:
-            raise row.bad(
-                f"label {number} is {_brief(label)}, needs true, false or a number from 0 to 1"
-            )
+            raise row.bad(f"label {number} is {_brief(label)}, needs true, false or 0 to 1")
     if len(steps) != len(labels):
-        raise row.bad(
-            f"{len(steps)} steps in 'completions' and {len(labels)} 'labels'; give one each"
-        )
+        raise row.bad(f"{len(steps)} 'completions' and {len(labels)} 'labels'; give one each")
     return tuple(steps), tuple(map(float, labels))
 
 
@@ -199,7 +184,7 @@ def _encodable(row: SourceRow, name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        reason = f"'{name}' has half of a surrogate pair at character {error.start}; no tokenizer reads that"
+        reason = f"'{name}' has half of a surrogate pair at character {error.start}"
         raise row.bad(reason) from error
     return text
 

@@ -47,13 +47,11 @@ def is_agent(function: Callable[..., Any], reference: str) -> bool:
         return False
     if not access:
         raise ConfigError(
-            f"'{reference}' takes neither 'client' nor 'base_url', so it has no access to the policy. "
-            "Write async def agent(client, **columns)."
+            f"'{reference}' takes neither 'client' nor 'base_url', so it has no access to the "
+            "policy. Write async def agent(client, **columns)."
         )
     if "client" in access and not is_async(function):
-        raise ConfigError(
-            f"'{reference}' takes 'client', whose calls are awaited: define it with `async def`."
-        )
+        raise ConfigError(f"'{reference}' takes 'client', which is awaited: write `async def`.")
     return True
 
 
@@ -81,9 +79,8 @@ class Agent:
                 arguments |= {"base_url": base_url, "api_key": key}
             try:
                 with EpisodeCode(math.inf) as code:  # the rollout's deadline applies
-                    value = await code.run(
-                        self.name, self.function, **accepted(self.function, arguments)
-                    )
+                    arguments = accepted(self.function, arguments)
+                    value = await code.run(self.name, self.function, **arguments)
                 if isinstance(value, StepResult):
                     step = as_step(replace(value, done=True), self.name)
                     rollout.metrics.update(step.metrics)

@@ -134,9 +134,8 @@ class Conversation:
         message = _assistant(content, calls, self.turns)
         shown = (*messages, message)
         rendered = (*rendered, {"role": "assistant", "content": written})
-        self._places.append(
-            _Place(record, len(record.token_ids), _key(shown, tools, options), rendered)
-        )
+        key = _key(shown, tools, options)
+        self._places.append(_Place(record, len(record.token_ids), key, rendered))
         self.rollout.messages = [dict(m) for m in self._after_prompt(shown)]
         return Reply(message, text, calls, prompt_tokens, completion)
 
@@ -179,15 +178,13 @@ class Conversation:
     ) -> Completion:
         """Append the policy's next turn to a record."""
         if self.turns >= self.setting.section.max_turns:
-            raise OutOfRoom(
-                f"the episode has reached its {self.turns} turns (environment.max_turns)"
-            )
+            raise OutOfRoom(f"it has reached its {self.turns} turns (environment.max_turns)")
         limit = self.setting.max_tokens
         room = limit - len(record.token_ids)
         if room < 1:
             raise OutOfRoom(
-                f"the conversation has {len(record.token_ids)} tokens and leaves no room for a turn: "
-                f"the limit is {limit} (environment.max_tokens)"
+                f"the conversation has {len(record.token_ids)} tokens and leaves no room for a "
+                f"turn: the limit is {limit} (environment.max_tokens)"
             )
         problem = without_row(self.setting.renderer.tokenizer, record.token_ids)
         if problem:
@@ -223,9 +220,8 @@ class Conversation:
             # A client gets a turn without its end tokens, and so returns it without them.
             written = len(list(dropwhile(ends.__contains__, reversed(ids))))
             lengths = range(written, place.length + 1)
-            matches += [
-                (length, self._is_open(place), place) for length in lengths if starts(ids[:length])
-            ]
+            is_open = self._is_open(place)
+            matches += [(n, is_open, place) for n in lengths if starts(ids[:n])]
         if not matches:
             return self._begin(renderer.raw(prompt) if isinstance(prompt, str) else list(prompt))
         length, _, place = max(matches, key=lambda match: match[:2])
@@ -318,9 +314,7 @@ def for_template(message: Message) -> Message:
         listed = calls if isinstance(calls, list | tuple) else [calls]
         for call in listed:
             if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-                raise EpisodeError(
-                    f"'tool_calls' is a list of calls with a 'function', not {shortened(repr(call))}"
-                )
+                raise EpisodeError(f"'tool_calls' have a 'function', not {shortened(repr(call))}")
         cleaned["tool_calls"] = [with_object_arguments(call) for call in listed]
     return cleaned
 
@@ -338,11 +332,8 @@ def _assistant(content: str, calls: Sequence[ToolCall | BadCall], turn: int) -> 
         for number, call in enumerate(calls)
         if isinstance(call, ToolCall)
     ]
-    return {
-        "role": "assistant",
-        "content": content,
-        **({"tool_calls": tool_calls} if tool_calls else {}),
-    }
+    message = {"role": "assistant", "content": content}
+    return {**message, "tool_calls": tool_calls} if tool_calls else message
 
 
 def _key(
@@ -355,8 +346,6 @@ def _key(
 
 def _message_key(message: Message) -> str:
     normal = for_template(message)
-    calls = [
-        [call["function"].get("name"), call["function"].get("arguments")]
-        for call in normal.get("tool_calls", ())
-    ]
+    functions = [call["function"] for call in normal.get("tool_calls", ())]
+    calls = [[function.get("name"), function.get("arguments")] for function in functions]
     return json.dumps([normal.get("role"), normal["content"], calls], sort_keys=True, default=str)

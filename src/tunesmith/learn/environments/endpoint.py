@@ -52,7 +52,8 @@ class Endpoint:
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self._episodes: dict[str, EpisodeApi] = {}
-        self._loop, self._serving = asyncio.new_event_loop(), AsyncExitStack()
+        self._loop = asyncio.new_event_loop()
+        self._serving = AsyncExitStack()
         threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
         listens = listening(self._app(limits), HOST, 0, limits=limits, shutdown=1.0, cancels=True)
         self.port = self._run(self._serving.enter_async_context(listens))
@@ -76,9 +77,8 @@ class Endpoint:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_SECONDS)
 
     def _app(self, limits: Limits) -> web.Application:
-        app = web.Application(
-            client_max_size=LARGEST_BODY, middlewares=[guarded(limits, None, refusal=_error)]
-        )
+        guard = guarded(limits, None, refusal=_error)
+        app = web.Application(client_max_size=LARGEST_BODY, middlewares=[guard])
         app.on_response_prepare.append(_close_connection)
         for prefix in ("/v1", "/{key}/v1"):
             app.router.add_get(f"{prefix}/models", self._models)
@@ -117,22 +117,19 @@ class Endpoint:
             future = asyncio.run_coroutine_threadsafe(answer(api, body), api.loop)
             response = await asyncio.wrap_future(future)
         except EpisodeError as error:
-            return _error(
-                400, str(error), "context_length_exceeded" if isinstance(error, OutOfRoom) else None
-            )
+            code = "context_length_exceeded" if isinstance(error, OutOfRoom) else None
+            return _error(400, str(error), code)
         except Exception as error:
             known = isinstance(error, TunesmithError)
             return _error(500, str(error) if known else f"{type(error).__name__}: {error}")
         if not body.get("stream"):
             return web.json_response(response)
-        stream = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        stream = web.StreamResponse(headers=headers)
         await stream.prepare(request)
         for name, data in events(response, body):
-            await stream.write(
-                (f"event: {name}\n" if name else "").encode() + f"data: {data}\n\n".encode()
-            )
+            head = f"event: {name}\n" if name else ""
+            await stream.write(f"{head}data: {data}\n\n".encode())
         await stream.write_eof()
         return stream
 

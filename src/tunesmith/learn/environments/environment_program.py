@@ -40,9 +40,8 @@ class EnvironmentProgram:
         self._loop: tuple[int, asyncio.AbstractEventLoop] | None = None
 
     def __call__(self, method: str, *args: Any) -> dict[str, Any]:
-        if (
-            self._loop is None or self._loop[0] != os.getpid()
-        ):  # a forked process needs its own loop
+        # A forked process needs its own loop.
+        if self._loop is None or self._loop[0] != os.getpid():
             self._loop = os.getpid(), asyncio.new_event_loop()
         try:
             return {"value": plain(self._loop[1].run_until_complete(self._run(method, *args)))}

@@ -57,9 +57,8 @@ def columns_of(task: Task) -> dict[str, Any]:
 
     They are copies, because the task's other rollouts and later epochs share the objects.
     """
-    return {
-        name: own_copy(value) for name, value in {**task.columns, "prompt": task.prompt}.items()
-    }
+    columns = {**task.columns, "prompt": task.prompt}
+    return {name: own_copy(value) for name, value in columns.items()}
 
 
 class Code(Protocol):
@@ -80,22 +79,18 @@ class Game:
     name: str = ""
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        return await self.code.run(
-            f"{self.name}.{method}", getattr(self.it, method), *args, **kwargs
-        )
+        function = getattr(self.it, method)
+        return await self.code.run(f"{self.name}.{method}", function, *args, **kwargs)
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The tool's answer for the policy: text unchanged, all else as JSON, or its exception as
         text."""
         try:
-            result = await self.code.run(
-                f"the tool '{name}'", self.tools[name].function, **arguments
-            )
-            return (
-                result
-                if isinstance(result, str)
-                else json.dumps(result, ensure_ascii=False, default=str)
-            )
+            function = self.tools[name].function
+            result = await self.code.run(f"the tool '{name}'", function, **arguments)
+            if isinstance(result, str):
+                return result
+            return json.dumps(result, ensure_ascii=False, default=str)
         except (
             EpisodeError,
             TypeError,
@@ -163,7 +158,7 @@ class OpenRLHF(Game):
         observation = value.get("observation") if isinstance(value, Mapping) else None
         if not isinstance(observation, str):
             raise EpisodeError(
-                f"{self.name}.reset returned {shortened(repr(value))}; expected a dictionary with 'observation'"
+                f"{self.name}.reset returned {shortened(repr(value))}; no 'observation'"
             )
         if observation == self.text:
             return None
@@ -183,18 +178,15 @@ class OpenRLHF(Game):
             expected = "a dictionary with 'rewards', 'environment_feedback' and 'done'"
             raise EpisodeError(f"{what} returned {shortened(repr(value))}; expected {expected}")
         if value.get("sampling_params") is not None:
-            raise EpisodeError(
-                f"{what} changes 'sampling_params'; sampling is set by the run alone"
-            )
+            raise EpisodeError(f"{what} changes 'sampling_params', which are the run's")
         feedback = value.get("environment_feedback") or ""
         self.text += text + feedback
         metrics: dict[str, Any] = {"scores": value.get("scores")}
         for name, logged in (value.get("extra_logs") or {}).items():
             with suppress(EpisodeError):  # only numbers become metrics
                 metrics[name] = as_reward(logged, what)
-        return as_step(
-            StepResult(feedback or None, value["rewards"], bool(value["done"]), metrics), what
-        )
+        step = StepResult(feedback or None, value["rewards"], bool(value["done"]), metrics)
+        return as_step(step, what)
 
 
 SHAPES = {"native": Native, "trl": TRL, "openrlhf": OpenRLHF}
@@ -221,8 +213,6 @@ async def make_game(loaded: Loaded, code: Code) -> Game:
 
     late = loaded.kind == "openrlhf" and inspect.iscoroutinefunction(kind.__init__)
     it = await code.run(f"{kind.__name__}()", awaited if late else kind)
-    own = {
-        tool.name: replace(tool, function=getattr(it, method))
-        for method, tool in loaded.methods.items()
-    }
+    methods = loaded.methods.items()
+    own = {tool.name: replace(tool, function=getattr(it, method)) for method, tool in methods}
     return SHAPES[loaded.kind](code, {**loaded.tools, **own}, it, kind.__name__)

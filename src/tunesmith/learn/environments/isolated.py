@@ -13,7 +13,7 @@ from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import DeadlineExceeded, EpisodeError
 from tunesmith.learn.environments.games import Game, Loaded
 from tunesmith.learn.environments.steps import Observation, StepResult
-from tunesmith.learn.usercode.killable import Pool, Worker, WorkerError, user_program
+from tunesmith.learn.usercode.killable import Pool, UserProgram, Worker, WorkerError
 from tunesmith.types import Message, Task
 
 _PROGRAM = Path(__file__).with_name("environment_program.py")
@@ -68,7 +68,8 @@ class IsolatedGames:
     def __init__(self, section: EnvironmentSection, base_dir: Path) -> None:
         arguments = (section.model_dump(), str(base_dir))
         self._timeout = section.timeout
-        self._pool = Pool(user_program(_PROGRAM, "EnvironmentProgram", arguments, section.memory))
+        program = UserProgram.of_user(_PROGRAM, "EnvironmentProgram", arguments, section.memory)
+        self._pool = Pool(program)
         self.close = self._pool.close
 
     @asynccontextmanager

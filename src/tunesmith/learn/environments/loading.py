@@ -67,14 +67,13 @@ def check_agents(given: EnvironmentSection, base_dir: Path) -> None:
     unread = [key for key in ("timeout", "isolation", "memory") if key in given.model_fields_set]
     if given.isolation == "thread":  # where agents run anyway
         unread.remove("isolation")
-    if (
-        unread
-        and references
-        and all(user_code.parameters_in_source(each, base_dir) & GIVEN for each in references)
-    ):
+    if not unread or not references:
+        return
+    if all(user_code.parameters_in_source(each, base_dir) & GIVEN for each in references):
         raise ConfigError(
-            f"environment.{unread[0]} is for environments and tools, and {' and '.join(references)} plays as an agent, "
-            "in the run's own process: leave it out; rollout.timeout ends an agent's episode.",
+            f"environment.{unread[0]} is for environments and tools, and "
+            f"{' and '.join(references)} plays as an agent, in the run's own process: leave it "
+            "out; rollout.timeout ends an agent's episode.",
             keys=(f"environment.{unread[0]}",),
         )
 
@@ -93,23 +92,16 @@ def load_environments(section: EnvironmentSection, base_dir: Path) -> Environmen
     form."""
     check_environment(section, base_dir)
     with about("environment.tools"):
-        defined = [
-            make_tool(user_code.load_object(reference, base_dir), reference)
-            for reference in section.tools
-        ]
+        objects = [user_code.load_object(reference, base_dir) for reference in section.tools]
+        defined = list(map(make_tool, objects, section.tools))
     tools = {tool.name: tool for tool in defined}
     if len(tools) < len(defined):
-        repeated = min(
-            tool.name for tool in defined if sum(tool.name == other.name for other in defined) > 1
-        )
-        raise ConfigError(
-            f"environment.tools has two tools called '{repeated}'; the policy could not tell them apart.",
-            keys=("environment.tools",),
-        )
-    loaded = [
-        _loaded(name, reference, _load(reference, base_dir), tools)
-        for name, reference in references_of(section).items()
-    ]
+        names = [tool.name for tool in defined]
+        repeated = min(name for name in names if names.count(name) > 1)
+        why = f"environment.tools has two tools called '{repeated}'; rename one."
+        raise ConfigError(why, keys=("environment.tools",))
+    references = references_of(section).items()
+    loaded = [_loaded(name, ref, _load(ref, base_dir), tools) for name, ref in references]
     if not loaded and tools:
         loaded = [Loaded("tools", "environment.tools", "tools", None, tools)]
     if tools and not any(one.tools for one in loaded):
@@ -139,8 +131,8 @@ def _loaded(name: str, reference: str, code: Any, tools: Mapping[str, Tool]) -> 
             methods = _methods(code, reference)
             if not methods:
                 raise ConfigError(
-                    f"'{reference}' has neither step(action) nor public methods as tools; an environment "
-                    "needs reset and step, or methods that the policy may call."
+                    f"'{reference}' has neither step(action) nor public methods as tools; an "
+                    "environment needs reset and step, or methods that the policy may call."
                 )
             return Loaded(name, reference, "trl", code, tools, methods)
         if not hasattr(code, "reset"):
@@ -152,8 +144,8 @@ def _loaded(name: str, reference: str, code: Any, tools: Mapping[str, Tool]) -> 
     if callable(code) and is_agent(code, reference):
         return Loaded(name, reference, "agent", code)
     raise ConfigError(
-        f"'{reference}' is not an environment: write a class with reset(**columns) and step(action), "
-        "or async def agent(client, **columns)."
+        f"'{reference}' is not an environment: write a class with reset(**columns) and "
+        "step(action), or async def agent(client, **columns)."
     )
 
 
@@ -161,8 +153,8 @@ def _check_constructor(kind: type[Any], reference: str) -> None:
     for p in list(inspect.signature(kind.__init__).parameters.values())[1:]:
         if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
             raise ConfigError(
-                f"'{reference}' takes '{p.name}' in its constructor; each episode calls that without arguments. "
-                "What depends on the task goes into reset(**columns)."
+                f"'{reference}' takes '{p.name}' in its constructor; each episode calls that "
+                "without arguments. What depends on the task goes into reset(**columns)."
             )
 
 
@@ -219,14 +211,13 @@ class EnvironmentSet:
         names = [*(one.name for one in self.loaded), SINGLE_TURN]
         if column not in task.columns:
             raise DataError(
-                f"task {task.id} has no column '{column}' (environment.column), which names its environment: "
-                f"{', '.join(names)}.{nearest(column, task.columns)}"
+                f"task {task.id} has no column '{column}' (environment.column), which names its "
+                f"environment: {', '.join(names)}.{nearest(column, task.columns)}"
             )
         value = task.columns[column]
         if value not in names:
-            raise DataError(
-                f"task {task.id}: there is no environment '{value}' (environment.path).{nearest(str(value), names)}"
-            )
+            hint = nearest(str(value), names)
+            raise DataError(f"task {task.id}: environment.path has no '{value}'.{hint}")
         return value
 
     def template(self, tokenizer: Any, *, chat: bool) -> ChatTemplate | None:
@@ -236,14 +227,14 @@ class EnvironmentSet:
         for one in self.loaded:
             if template is None and (one.kind == "agent" or one.schemas):
                 raise ConfigError(
-                    f"'{one.reference}' needs a chat template: agents and tools use messages. Name one with "
-                    "model.chat_template, and leave data.chat = false out.",
+                    f"'{one.reference}' needs a chat template: agents and tools use messages. Name "
+                    "one with model.chat_template, and leave data.chat = false out.",
                     keys=("model.chat_template",),
                 )
             if template is not None and one.schemas and not template.takes_tools:
                 raise ConfigError(
-                    f"'{one.reference}' has tools, and the chat template does not take tools: name one that does "
-                    "with model.chat_template, such as 'hermes' for ChatML models.",
+                    f"'{one.reference}' has tools, and the chat template does not take tools: name "
+                    "one that does with model.chat_template, such as 'hermes' for ChatML models.",
                     keys=("model.chat_template",),
                 )
         return template
@@ -257,10 +248,9 @@ class EnvironmentSet:
 
     def open_game(self, loaded: Loaded) -> AbstractAsyncContextManager[Game]:
         """An episode in the environment ``loaded``, in its own threads or in a worker process."""
-        thread = self.section.isolation == "thread"
-        return (
-            open_game(loaded, self.section.timeout) if thread else self._isolated.open_game(loaded)
-        )
+        if self.section.isolation == "thread":
+            return open_game(loaded, self.section.timeout)
+        return self._isolated.open_game(loaded)
 
     @cached_property
     def _isolated(self) -> IsolatedGames:

@@ -71,9 +71,8 @@ class MultiTurn:
                 except (TunesmithError, TimeoutError) as error:  # does not fail the episode
                     rollout.notes["close"] = str(error)
         earned = [reward for reward in rewards if reward is not None]
-        rollout.reward = (
-            as_reward(sum(earned), "the episode", "sum of its rewards") if earned else None
-        )
+        if earned:
+            rollout.reward = as_reward(sum(earned), "the episode", "sum of its rewards")
         rollout.metrics["turns"] = float(conversation.turns)
         rollout.metrics["forks"] = float(len(rollout.records) - 1)
         rollout.instance = game.it if self.keeps else None
@@ -129,11 +128,9 @@ async def _answer(reply: Reply, game: Game) -> tuple[list[Message], int]:
     ids = iter(reply.message.get("tool_calls", ()))
     bad = 0
     for written in reply.calls:
-        answer = (
-            {"role": "tool"}
-            if isinstance(written, BadCall)
-            else {"role": "tool", "tool_call_id": next(ids)["id"]}
-        )
+        answer = {"role": "tool"}
+        if not isinstance(written, BadCall):
+            answer["tool_call_id"] = next(ids)["id"]
         call = valid_call(written, game.tools)
         if isinstance(call, BadCall):
             bad += 1

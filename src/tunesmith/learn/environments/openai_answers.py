@@ -51,20 +51,15 @@ def text_choice(index: int, reply: Reply, echo: str, decode: Decode | None) -> d
             "text_offset": list(accumulate(map(len, texts), initial=len(echo)))[:-1],
         }
     text = echo + reply.text
-    return {
-        "index": index,
-        "text": text,
-        "finish_reason": _finish_reason(reply),
-        "logprobs": logprobs,
-    }
+    ended = {"finish_reason": _finish_reason(reply), "logprobs": logprobs}
+    return {"index": index, "text": text, **ended}
 
 
 def _tokens(reply: Reply, decode: Decode) -> list[tuple[str, float]]:
     """Text and log-probability of each token of a turn."""
     completion = reply.completion
-    return [
-        (decode([t]), p) for t, p in zip(completion.token_ids, completion.logprobs, strict=True)
-    ]
+    sampled = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [(decode([token]), logprob) for token, logprob in sampled]
 
 
 def _finish_reason(reply: Reply) -> str:
@@ -118,24 +113,12 @@ def _output(choice: Mapping[str, Any], number: str, status: str) -> list[dict[st
             "annotations": [],
             "logprobs": logprobs["content"] if logprobs else [],
         }
-        item = {
-            "id": f"msg_{number}",
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [part],
-        }
-        items.append(item)
+        head = {"id": f"msg_{number}", "type": "message", "role": "assistant"}
+        items.append({**head, "status": status, "content": [part]})
     for index, call in enumerate(calls):
         function = {"call_id": call["id"], **call["function"]}
-        items.append(
-            {
-                "id": f"fc_{number}_{index}",
-                "type": "function_call",
-                "status": "completed",
-                **function,
-            }
-        )
+        head = {"id": f"fc_{number}_{index}", "type": "function_call"}
+        items.append({**head, "status": "completed", **function})
     return items
 
 
@@ -143,17 +126,11 @@ def chat_events(answer: dict[str, Any], request: Mapping[str, Any]) -> Iterator[
     """Each choice in one chunk, its finish reason in another; then the usage, if requested."""
     chunks: list[dict[str, Any]] = []
     for choice in answer["choices"]:
-        calls = [
-            {"index": index, **call}
-            for index, call in enumerate(choice["message"]["tool_calls"] or ())
-        ]
+        written = choice["message"]["tool_calls"] or ()
+        calls = [{"index": index, **call} for index, call in enumerate(written)]
         delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
-        whole = {
-            "index": choice["index"],
-            "delta": delta,
-            "logprobs": choice["logprobs"],
-            "finish_reason": None,
-        }
+        whole = {**choice, "delta": delta, "finish_reason": None}
+        del whole["message"]
         ended = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
         chunks += [whole, ended]
     return text_events({**answer, "object": "chat.completion.chunk", "choices": chunks}, request)
@@ -192,32 +169,22 @@ def response_events(response: dict[str, Any], _: Mapping[str, Any]) -> Iterator[
 
 def _events_of(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     is_message = item["type"] == "message"
-    bare = {
-        **item,
-        "status": "in_progress",
-        **({"content": []} if is_message else {"arguments": ""}),
-    }
+    empty = {"content": []} if is_message else {"arguments": ""}
+    bare = {**item, "status": "in_progress", **empty}
     index = place["output_index"]
     yield {"type": "response.output_item.added", "output_index": index, "item": bare}
     if is_message:
         (part,) = item["content"]
         at = {**place, "content_index": 0}
         with_logprobs = {**at, "logprobs": part["logprobs"]}
-        yield {
-            "type": "response.content_part.added",
-            **at,
-            "part": {**part, "text": "", "logprobs": []},
-        }
+        empty = {**part, "text": "", "logprobs": []}
+        yield {"type": "response.content_part.added", **at, "part": empty}
         yield {"type": "response.output_text.delta", **with_logprobs, "delta": part["text"]}
         yield {"type": "response.output_text.done", **with_logprobs, "text": part["text"]}
         yield {"type": "response.content_part.done", **at, "part": part}
     else:
         arguments = item["arguments"]
         yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
-        yield {
-            "type": "response.function_call_arguments.done",
-            **place,
-            "arguments": arguments,
-            "name": item["name"],
-        }
+        written = {"arguments": arguments, "name": item["name"]}
+        yield {"type": "response.function_call_arguments.done", **place, **written}
     yield {"type": "response.output_item.done", "output_index": index, "item": item}

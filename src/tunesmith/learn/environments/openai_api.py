@@ -18,6 +18,7 @@ from tunesmith.learn.environments.openai_requests import (
     OVERRIDDEN,
     BadRequest,
     ChatRequest,
+    Request,
     ResponseRequest,
     TextRequest,
     messages_of,
@@ -33,6 +34,7 @@ class EpisodeApi:
         self.loop = asyncio.get_running_loop()
         self.model = model
         self._conversation = conversation
+        self._decode = conversation.setting.renderer.decoded
         self._running: set[asyncio.Task[Any]] = set()
         self._responses: dict[str, list[Message]] = {}
         """By response id: the conversation up to and including the response."""
@@ -51,15 +53,12 @@ class EpisodeApi:
             self._conversation.reply,
             chat.messages,
             chat.tools or None,
-            max_new_tokens=chat.limit,
-            stop=tuple(chat.stop),
             find_calls=chat.tool_choice != "none",
             options=chat.chat_template_kwargs,
         )
-        replies = await self._replies(request, chat.n or 1, ask)
-        decode = self._conversation.setting.renderer.decoded if chat.logprobs else None
-        choices = [chat_choice(index, reply, decode) for index, reply in enumerate(replies)]
-        return self._answer("chatcmpl", "chat.completion", choices, replies)
+        choice = partial(chat_choice, decode=self._decode if chat.logprobs else None)
+        kind = ("chatcmpl", "chat.completion")
+        return self._answer(kind, await self._replies(request, chat, ask), choice)
 
     async def complete_text(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a ``completions`` request: the policy continues raw text or token ids.
@@ -68,18 +67,12 @@ class EpisodeApi:
             BadRequest: as in ``complete``; also the exceptions of ``Conversation.continue_text``.
         """
         text = parse(TextRequest, request)
-        ask = partial(
-            self._conversation.continue_text,
-            text.prompt,
-            max_new_tokens=text.limit,
-            stop=tuple(text.stop),
-        )
-        replies = await self._replies(request, text.n or 1, ask)
+        ask = partial(self._conversation.continue_text, text.prompt)
         echo = text.prompt if text.echo and isinstance(text.prompt, str) else ""
         wanted = text.logprobs is not None and request["logprobs"] is not False
-        decode = self._conversation.setting.renderer.decoded if wanted else None
-        choices = [text_choice(index, reply, echo, decode) for index, reply in enumerate(replies)]
-        return self._answer("cmpl", "text_completion", choices, replies)
+        choice = partial(text_choice, echo=echo, decode=self._decode if wanted else None)
+        kind = ("cmpl", "text_completion")
+        return self._answer(kind, await self._replies(request, text, ask), choice)
 
     async def respond(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a ``responses`` request.
@@ -90,9 +83,7 @@ class EpisodeApi:
         parsed = parse(ResponseRequest, request)
         previous = parsed.previous_response_id
         if previous is not None and previous not in self._responses:
-            raise BadRequest(
-                f"'previous_response_id' = {previous!r} is not a response of this episode"
-            )
+            raise BadRequest(f"'previous_response_id' = {previous!r} is not of this episode")
         messages = [*self._responses.get(previous or "", []), *messages_of(parsed.input)]
         response = as_response(request, await self.complete(parsed.as_chat(request, messages)))
         self._responses[response["id"]] = [*messages, *messages_of(response["output"])]
@@ -105,7 +96,10 @@ class EpisodeApi:
             task.cancel()
 
     async def _replies(
-        self, request: Mapping[str, Any], n: int, ask: Callable[[], Coroutine[Any, Any, Reply]]
+        self,
+        request: Mapping[str, Any],
+        parsed: Request,
+        ask: Callable[..., Coroutine[Any, Any, Reply]],
     ) -> list[Reply]:
         """``n`` concurrent answers to a request."""
         if self._closed:
@@ -116,7 +110,8 @@ class EpisodeApi:
         self._running.add(task)
         try:
             async with asyncio.TaskGroup() as group:
-                replies = [group.create_task(ask()) for _ in range(n)]
+                limits = {"max_new_tokens": parsed.limit, "stop": tuple(parsed.stop)}
+                replies = [group.create_task(ask(**limits)) for _ in range(parsed.n or 1)]
         except ExceptionGroup as several:
             raise several.exceptions[0] from None
         finally:
@@ -127,28 +122,28 @@ class EpisodeApi:
         """List, in the rollout's notes, the parameters that do not apply."""
         notes = self._conversation.rollout.notes
         overridden = {name: request[name] for name in OVERRIDDEN if request.get(name) is not None}
-        if overridden:
-            notes.setdefault("overridden", {}).update(overridden)
-        ignored = {
-            name: request[name]
-            for name, free in NOT_ENFORCED.items()
-            if request.get(name) not in free
-        }
-        if ignored:
-            notes.setdefault("not_enforced", {}).update(ignored)
+        binding = [name for name, free in NOT_ENFORCED.items() if request.get(name) not in free]
+        not_enforced = {name: request[name] for name in binding}
+        for name, values in (("overridden", overridden), ("not_enforced", not_enforced)):
+            if values:
+                notes.setdefault(name, {}).update(values)
 
     def _answer(
-        self, prefix: str, kind: str, choices: list[dict[str, Any]], replies: list[Reply]
+        self,
+        kind: tuple[str, str],
+        replies: list[Reply],
+        choice: Callable[[int, Reply], dict[str, Any]],
     ) -> dict[str, Any]:
+        """The answer as JSON; ``kind`` is the beginning of its id, and its ``object``."""
         self._answers += 1
         prompt = replies[0].prompt_tokens
         written = sum(len(reply.completion.token_ids) for reply in replies)
         return {
-            "id": f"{prefix}-{self._answers}",
-            "object": kind,
+            "id": f"{kind[0]}-{self._answers}",
+            "object": kind[1],
             "created": int(time.time()),
             "model": self.model,
-            "choices": choices,
+            "choices": [choice(index, reply) for index, reply in enumerate(replies)],
             "usage": {
                 "prompt_tokens": prompt,
                 "completion_tokens": written,
@@ -169,9 +164,8 @@ class Attributes(dict[str, Any]):
     @property
     def output_text(self) -> str:
         """The text of all messages of a response."""
-        parts = [
-            part for item in self.output if item["type"] == "message" for part in item["content"]
-        ]
+        messages = [item for item in self.output if item["type"] == "message"]
+        parts = [part for message in messages for part in message["content"]]
         return "".join(part["text"] for part in parts)
 
     def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
@@ -194,12 +188,9 @@ class PolicyClient:
     def _creator(self, serve: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Awaitable[Any]]:
         async def create(*, extra_body: Mapping[str, Any] | None = None, **request: Any) -> Any:
             if request.get("stream"):
-                raise BadRequest(
-                    "'stream' is for the HTTP endpoint (an agent that takes 'base_url'); leave it out"
-                )
-            answer = asyncio.run_coroutine_threadsafe(
-                serve({**request, **(extra_body or {})}), self._loop
-            )
+                raise BadRequest("'stream' is for an agent that takes 'base_url'; leave it out")
+            work = serve({**request, **(extra_body or {})})
+            answer = asyncio.run_coroutine_threadsafe(work, self._loop)
             return json.loads(json.dumps(await asyncio.wrap_future(answer)), object_hook=Attributes)
 
         return create

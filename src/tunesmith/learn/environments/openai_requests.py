@@ -25,10 +25,11 @@ from pydantic import (
 )
 
 from tunesmith.errors import EpisodeError, shortened
-from tunesmith.types import Message
+from tunesmith.types import Message, as_messages
 
 OVERRIDDEN = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "logit_bias"
+    "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
+    "logit_bias",
 )  # fmt: skip
 NOT_ENFORCED: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": (None, "auto", "none"),
@@ -52,7 +53,8 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 """Parameters that can change the form of the answer, with their values that do not."""
 PASSED_ON = (
-    "temperature", "top_p", "tool_choice", "parallel_tool_calls", "stop", "seed", "chat_template_kwargs"
+    "temperature", "top_p", "tool_choice", "parallel_tool_calls", "stop", "seed",
+    "chat_template_kwargs",
 )  # fmt: skip
 """Parameters that a ``responses`` request has in common with a chat request."""
 LOGPROBS = "message.output_text.logprobs"
@@ -103,10 +105,6 @@ def _text_or_ids(value: Any) -> Any:
     raise ValueError(
         "it must be text of at least one character, or a list of token ids; one prompt per request"
     )
-
-
-def _as_items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 def _as_list(value: Any) -> Any:
@@ -165,7 +163,7 @@ class FunctionTool(BaseModel):
 
 
 class ResponseRequest(BaseModel):
-    input: Annotated[list[Object], BeforeValidator(_as_items)] = []
+    input: Annotated[list[Object], BeforeValidator(as_messages)] = []
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[Annotated[FunctionTool, BeforeValidator(_as_dict)]] | None = None
@@ -179,9 +177,8 @@ class ResponseRequest(BaseModel):
         """The equivalent chat request with these messages, after ``instructions`` as a system
         message."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        functions = [
-            tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools or ()
-        ]
+        tools = self.tools or ()
+        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in tools]
         text = self.text or {}
         return {
             **{name: request[name] for name in PASSED_ON if request.get(name) is not None},
@@ -209,9 +206,8 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
             case "reasoning":
                 continue
             case "message":
-                messages.append(
-                    {"role": item.get("role"), "content": _content(item.get("content"))}
-                )
+                content = _content(item.get("content"))
+                messages.append({"role": item.get("role"), "content": content})
                 in_turn = item.get("role") == "assistant"
             case "function_call":
                 if not in_turn:
@@ -222,14 +218,11 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
                 messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 output = _content(item.get("output"))
-                messages.append(
-                    {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
-                )
+                answer = {"tool_call_id": item.get("call_id"), "content": output}
+                messages.append({"role": "tool", **answer})
                 in_turn = False
             case kind:
-                raise BadRequest(
-                    f"an item of type '{kind}' cannot be served; valid: {', '.join(ITEMS)}"
-                )
+                raise BadRequest(f"'{kind}' items are not served; valid: {', '.join(ITEMS)}")
     return messages
 
 

@@ -58,9 +58,7 @@ class Renderer:
     def with_options(self, options: Mapping[str, Any]) -> Renderer:
         """The renderer with further variables of its chat template; an EpisodeError if there is no
         chat template."""
-        raise EpisodeError(
-            f"there is no chat template to read {', '.join(options)} (chat_template_kwargs)"
-        )
+        raise EpisodeError(f"no chat template reads {', '.join(options)} (chat_template_kwargs)")
 
     def following(
         self,
@@ -92,9 +90,8 @@ class Renderer:
 
     def after(self, token_ids: Sequence[int], text: str) -> list[int]:
         """Tokens of ``text`` as a continuation of ``token_ids``."""
-        return self.guard.encode_after(
-            self.tokenizer, decode(self.tokenizer, token_ids[-TAIL:]), text
-        )
+        tail = decode(self.tokenizer, token_ids[-TAIL:])
+        return self.guard.encode_after(self.tokenizer, tail, text)
 
     def plain(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without special tokens."""
@@ -137,9 +134,7 @@ class ChatRenderer(Renderer):
                 raise EpisodeError(str(error)) from error
 
     def _render(self, messages: Sequence[Message], tools: Tools) -> str:
-        with boundary(
-            EpisodeError, "this conversation cannot go through the chat template", Exception
-        ):
+        with boundary(EpisodeError, "this cannot go through the chat template", Exception):
             try:
                 return self.template.render(messages, tools, prompt=True)
             except DataError as error:  # the episode is wrong, not a line of data

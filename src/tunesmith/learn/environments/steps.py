@@ -33,13 +33,11 @@ def as_observation(value: Any, what: str) -> Observation:
     if value is None or isinstance(value, str):
         return value
     messages = value if isinstance(value, list | tuple) else ()
-    if messages and all(
-        isinstance(m, Mapping) and "role" in m and "content" in m for m in messages
-    ):
+    parts = {"role", "content"}
+    if messages and all(isinstance(m, Mapping) and parts <= m.keys() for m in messages):
         return [dict(m) for m in messages]
-    raise EpisodeError(
-        f"{what} gave {shortened(repr(value))} as observation; expected text, a list of messages or None"
-    )
+    shown = shortened(repr(value))
+    raise EpisodeError(f"{what} gave {shown} as observation; expected text, messages or None")
 
 
 def as_reward(value: Any, what: str, role: str = "reward") -> float | None:
@@ -66,21 +64,17 @@ def as_step(value: Any, what: str) -> StepResult:
         value = StepResult(*value)
     if not isinstance(value, StepResult):
         raise EpisodeError(
-            f"{what} returned {shortened(repr(value))}; expected (observation, reward, done) or a StepResult"
+            f"{what} returned {shortened(repr(value))}; expected (observation, reward, done)"
         )
     observation = as_observation(value.observation, what)
     done: Any = value.done
     if isinstance(done, str | None):
         raise EpisodeError(f"{what} gave {shortened(repr(done))} as done; expected true or false")
     if not done and not observation:
-        raise EpisodeError(
-            f"{what} is not done and gave no observation: there is nothing to answer"
-        )
+        raise EpisodeError(f"{what} is not done and gave no observation to answer")
     raw: Any = value.metrics
     if not isinstance(raw, Mapping):
-        raise EpisodeError(
-            f"{what} gave {shortened(repr(raw))} as metrics; expected numbers by name"
-        )
+        raise EpisodeError(f"{what} gave {shortened(repr(raw))} as metrics, not numbers by name")
     numbers = {name: as_reward(number, what, f"metric '{name}'") for name, number in raw.items()}
     metrics = {name: number for name, number in numbers.items() if number is not None}
     return StepResult(observation, as_reward(value.reward, what), bool(done), metrics)

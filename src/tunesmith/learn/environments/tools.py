@@ -65,9 +65,8 @@ def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
     for block in _BLOCK.finditer(spoken):
         function = _FUNCTION.search(block[1])
         if function:
-            arguments = {
-                key.strip(): _value(value) for key, value in _PARAMETER.findall(function[2])
-            }
+            pairs = _PARAMETER.findall(function[2])
+            arguments = {key.strip(): _value(value) for key, value in pairs}
             calls.append(ToolCall(function[1].strip(), arguments))
         else:
             calls.append(_from_json(block[1]))
@@ -160,8 +159,8 @@ def make_tool(function: Callable[..., Any], reference: str) -> Tool:
         schema = get_json_schema(function)
     except Exception as error:  # DocstringParsingException, TypeHintParsingException and others
         raise ConfigError(
-            f"'{reference}' cannot be a tool: {error}. A tool has a type for each argument and a docstring that says "
-            "what it does and, under 'Args:', describes each argument."
+            f"'{reference}' cannot be a tool: {error}. A tool has a type for each argument and a "
+            "docstring that says what it does and, under 'Args:', describes each argument."
         ) from error
     return Tool(schema["function"]["name"], function, schema)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tunesmith.errors import ConfigError, EpisodeError
 from tunesmith.learn.environments.steps import StepResult
+from tunesmith.types import as_messages
 
 LOADER = "load_environment"
 """The package's conventional name of the function that creates the environment."""
@@ -18,10 +19,8 @@ LOADER = "load_environment"
 
 def is_environment(code: object) -> bool:
     """Whether ``code`` is a ``verifiers.Environment``; does not import the package."""
-    return any(
-        k.__name__ == "Environment" and k.__module__.split(".")[0] == "verifiers"
-        for k in type(code).__mro__
-    )
+    kinds = [(k.__module__.split(".")[0], k.__name__) for k in type(code).__mro__]
+    return ("verifiers", "Environment") in kinds
 
 
 def as_agent(environment: Any, reference: str) -> Callable[..., Coroutine[Any, Any, StepResult]]:
@@ -32,17 +31,16 @@ def as_agent(environment: Any, reference: str) -> Callable[..., Coroutine[Any, A
     """
     if environment.requires_group_rollouts:
         raise ConfigError(
-            f"'{reference}' has reward functions over a group of rollouts; each rollout is scored by itself here. "
-            "Move such functions to [reward]."
+            f"'{reference}' has reward functions over a group of rollouts; each rollout is scored "
+            "by itself here. Move such functions to [reward]."
         )
 
     async def play(base_url: str, api_key: str, prompt: Any, **columns: Any) -> StepResult:
         from openai import AsyncOpenAI
         from verifiers.legacy.clients import OpenAIChatCompletionsClient
 
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         del columns["client"]
-        task = {"example_id": 0, **columns, "prompt": messages}
+        task = {"example_id": 0, **columns, "prompt": as_messages(prompt)}
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as http:
             client = OpenAIChatCompletionsClient(http)
             output = await environment.run_rollout(task, client, "policy", {}, state_columns=[])

@@ -49,17 +49,13 @@ def check_builtins(section: RewardSection) -> None:
     extracting = [name for name in used if name in ("exact_match", "numeric_match")]
     if section.pattern is None:
         if "regex_format" in used:
-            raise ConfigError(
-                "reward.pattern is missing; regex_format gives 1 where it matches a whole completion.",
-                keys=("reward.pattern",),
-            )
+            why = "reward.pattern is missing; regex_format compares whole completions with it."
+            raise ConfigError(why, keys=("reward.pattern",))
     else:
         groups = _groups(section.pattern)
         if "regex_format" not in used and not extracting:
-            raise ConfigError(
-                "reward.pattern is set, but regex_format, exact_match and numeric_match are not used.",
-                keys=("reward.pattern",),
-            )
+            why = "reward.pattern is for regex_format, exact_match and numeric_match alone."
+            raise ConfigError(why, keys=("reward.pattern",))
         if "regex_format" not in used and not groups:
             raise ConfigError(
                 f"reward.pattern has no group for {extracting[0]} to extract; "
@@ -68,15 +64,12 @@ def check_builtins(section: RewardSection) -> None:
             )
     if section.answer in RESERVED:
         raise ConfigError(
-            f"reward.answer: '{section.answer}' is not a data column but an argument of every reward.",
+            f"reward.answer: '{section.answer}' is not a column but an argument of every reward.",
             keys=("reward.answer",),
         )
     labelled = any(entry.protocol == "openrlhf" for entry in section.remote)
-    if (
-        "answer" in section.model_fields_set
-        and not labelled
-        and not any(name in COMPARING for name in used)
-    ):
+    read = labelled or not set(COMPARING).isdisjoint(used)
+    if "answer" in section.model_fields_set and not read:
         raise ConfigError(
             f"reward.answer is set, but none of {', '.join(COMPARING)} is in reward.functions; "
             "your own functions get every column by its name.",
@@ -88,10 +81,8 @@ def _groups(pattern: str) -> int:
     try:
         return re.compile(pattern).groups
     except re.error as error:
-        raise ConfigError(
-            f"reward.pattern is not a regular expression: {error}: {pattern!r}",
-            keys=("reward.pattern",),
-        ) from error
+        why = f"reward.pattern is not a regular expression: {error}: {pattern!r}"
+        raise ConfigError(why, keys=("reward.pattern",)) from error
 
 
 def _matching(
@@ -118,9 +109,8 @@ def _matching(
         return list(map(verdict, parts, golds))
 
     def problem(gold: Any) -> str | None:
-        return _gold_problem(gold) or (
-            f"{gold!r} holds no number" if read(str(gold)) is None else None
-        )
+        missing = f"{gold!r} holds no number" if read(str(gold)) is None else None
+        return _gold_problem(gold) or missing
 
     return _comparing(name, section, judge, problem, pool)
 
@@ -133,28 +123,24 @@ def _regex_format(section: RewardSection) -> RewardFunction:
     async def regex_format(
         rollouts: Sequence[Rollout], texts: Sequence[str], _: Notes
     ) -> list[Score]:
-        return await _gather(
-            pool.run(section.pattern, text_of(c)) for c in completions_of(rollouts, texts)
-        )
+        completions = map(text_of, completions_of(rollouts, texts))
+        return await _gather(pool.run(section.pattern, text) for text in completions)
 
-    return RewardFunction(
-        "regex_format", "regex_format", regex_format, builtin=True, close=pool.close
-    )
+    name = "regex_format"
+    return RewardFunction(name, name, regex_format, builtin=True, close=pool.close)
 
 
 def _math(section: RewardSection) -> RewardFunction:
     """1 where math-verify judges the completion's answer equal to the answer column's."""
-    pool = _pool(
-        "math_program.py", "judge", section, workers=max(1, min(4, (os.cpu_count() or 1) // 2))
-    )
+    workers = max(1, min(4, (os.cpu_count() or 1) // 2))
+    pool = _pool("math_program.py", "judge", section, workers)
 
     def verdict(judged: dict[str, bool] | ItemFailure, gold: str) -> Verdict:
         if isinstance(judged, ItemFailure):
             return judged
         if not judged["gold"]:
-            return ItemFailure(
-                Status.REWARD_FAILED, f"{BAD_GOLD}: math-verify cannot parse {gold!r}"
-            )
+            reason = f"{BAD_GOLD}: math-verify cannot parse {gold!r}"
+            return ItemFailure(Status.REWARD_FAILED, reason)
         return judged["correct"] if judged["answered"] else None
 
     async def judge(texts: list[str], golds: list[str]) -> list[Verdict]:
@@ -183,7 +169,8 @@ def _comparing(
             if isinstance(verdict, ItemFailure):
                 scores[i] = verdict
             else:
-                scores[i], answered[i] = float(bool(verdict)), float(verdict is not None)
+                scores[i] = float(bool(verdict))
+                answered[i] = float(verdict is not None)
         notes.log_extra("answered", answered)
         notes.log_extra("correct", [s if isinstance(s, float) else None for s in scores])
         return scores

@@ -45,9 +45,8 @@ class RestartingFars:
                     if not self._restarts:
                         raise RewardError(str(lost)) from lost
                     self._restarts -= 1
-                    self._report(
-                        f"{lost}: starting {'another' if len(fars) == 1 else f'all {len(fars)} again'}"
-                    )
+                    others = "another" if len(fars) == 1 else f"all {len(fars)} again"
+                    self._report(f"{lost}: starting {others}")
                     self.fars = self._start()
 
 

@@ -38,11 +38,9 @@ INSTEAD: Mapping[str, str] = {
 def hint(name: str) -> str:
     """A hint for an argument that is not a column of the data; empty for an unknown argument."""
     instead = INSTEAD.get(name)
-    return (
-        f" Other code's '{name}' is called {instead} here: a list with one entry per completion."
-        if instead
-        else ""
-    )
+    if instead is None:
+        return ""
+    return f" Other code's '{name}' is called {instead} here: a list with one entry per completion."
 
 
 def from_verl(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,18 +60,10 @@ def from_verl(function: Callable[..., Any]) -> Callable[..., Any]:
         for i, completion in enumerate(completions):
             row = {name: values[i] for name, values in columns.items() if name not in RESERVED}
             nested = row.get("reward_model")
-            gold = (
-                nested.get("ground_truth")
-                if isinstance(nested, Mapping)
-                else row.get("ground_truth")
-            )
+            gold = (nested if isinstance(nested, Mapping) else row).get("ground_truth")
             own = {"data_source": row.get("data_source"), "extra_info": row.get("extra_info") or {}}
-            calls.append(
-                accepted(
-                    function,
-                    {**row, **own, "solution_str": text_of(completion), "ground_truth": gold},
-                )
-            )
+            asked = {"solution_str": text_of(completion), "ground_truth": gold}
+            calls.append(accepted(function, {**row, **own, **asked}))
         return calls
 
     def scores(results: Sequence[Any], log_extra: Callable[[str, list[Any]], None]) -> list[Any]:
@@ -87,9 +77,8 @@ def from_verl(function: Callable[..., Any]) -> Callable[..., Any]:
         async def reward_async(
             completions: Sequence[Any], log_extra: Any, **columns: Any
         ) -> list[Any]:
-            results = await asyncio.gather(
-                *(function(**call) for call in keywords(completions, columns))
-            )
+            calls = (function(**call) for call in keywords(completions, columns))
+            results = await asyncio.gather(*calls)
             return scores(results, log_extra)
 
         return reward_async

@@ -11,7 +11,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.learn.rewards.trainer_state import TrainerState
 from tunesmith.learn.usercode.calls import accepted, own_copy
 from tunesmith.records.plain import plain, shown
-from tunesmith.types import Rollout, Status, text_of_content
+from tunesmith.types import Message, Rollout, Status, text_of_content
 
 INSTANCES = "environments"
 """TRL's keyword for the environment instances that played the episodes, one per completion."""
@@ -76,14 +76,9 @@ def required_columns(function: Callable[..., Any], reference: str) -> frozenset[
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the parameters of '{reference}' cannot be determined; {expected}."
-        ) from error
-    required = [
-        p
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+        raise ConfigError(f"'{reference}' does not tell its parameters; {expected}.") from error
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p for p in named if p.default is p.empty]
     for p in required:
         if p.kind is p.POSITIONAL_ONLY:
             raise ConfigError(f"'{reference}' takes '{p.name}' by position only; {expected}.")
@@ -101,9 +96,7 @@ class Notes:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         if len(values) != self.size:
-            raise ValueError(
-                f"log_extra('{column}') got {len(values)} values for {self.size} completions"
-            )
+            raise ValueError(f"log_extra('{column}') got {len(values)} values, not {self.size}")
         self.extras[plain(str(column))] = [plain(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
@@ -142,11 +135,13 @@ def completions_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[An
     """Completions in the form of their prompts: the policy's last text, or all messages after the
     prompt."""
     return [
-        text
-        if isinstance(r.task.prompt, str)
-        else [dict(m) for m in r.messages or [{"role": "assistant", "content": text}]]
+        text if isinstance(r.task.prompt, str) else _messages(r, text)
         for r, text in zip(rollouts, texts, strict=True)
     ]
+
+
+def _messages(rollout: Rollout, text: str) -> list[Message]:
+    return [dict(m) for m in rollout.messages or [{"role": "assistant", "content": text}]]
 
 
 def text_of(completion: Any) -> str:
@@ -154,9 +149,8 @@ def text_of(completion: Any) -> str:
     turn."""
     if isinstance(completion, str):
         return completion
-    answers = (
-        m.get("content") for m in reversed(completion) if m.get("role", "assistant") == "assistant"
-    )
+    own = (m for m in reversed(completion) if m.get("role", "assistant") == "assistant")
+    answers = (message.get("content") for message in own)
     return text_of_content(next(answers, None))
 
 
@@ -166,10 +160,8 @@ def batch_columns(
     """Copies of the data's and the ``needed`` columns, with one entry per rollout; None where a
     task lacks one."""
     names = {name for r in rollouts for name in r.task.columns if name not in NOT_COLUMNS}
-    return {
-        name: [own_copy(r.task.columns.get(name)) for r in rollouts]
-        for name in sorted(names | needed)
-    }
+    columns = [r.task.columns for r in rollouts]
+    return {name: [own_copy(c.get(name)) for c in columns] for name in sorted(names | needed)}
 
 
 def scores_from(output: object, size: int) -> list[Score]:
@@ -201,7 +193,7 @@ def _score(value: object, index: int) -> Score:
             number = float(value)
             if abs(number) <= LARGEST_REWARD:
                 return number
-            problem = f"; expected a finite number of at most {LARGEST_REWARD:g}, or None if the reward does not apply"
+            problem = f"; expected a finite number of at most {LARGEST_REWARD:g}, or None"
         except Exception as error:
             problem = f": {error}"
     return ItemFailure(Status.REWARD_FAILED, f"returned {_shown(value)} at index {index}{problem}")

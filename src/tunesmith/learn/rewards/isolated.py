@@ -12,7 +12,7 @@ from typing import Any
 from tunesmith.errors import ConfigError
 from tunesmith.learn.rewards.function import ItemFailure, RewardFunction, Score
 from tunesmith.learn.usercode.calls import FarFunction, PerLoop, RaisedInCall, Turns
-from tunesmith.learn.usercode.killable import Pool, Worker, WorkerError, WorkerLost, user_program
+from tunesmith.learn.usercode.killable import Pool, UserProgram, Worker, WorkerError, WorkerLost
 from tunesmith.types import Status
 
 _PROGRAM = Path(__file__).with_name("user_program.py")
@@ -32,7 +32,7 @@ class IsolatedRewards:
     def __init__(
         self, references: Sequence[tuple[str, str]], base_dir: Path, memory: str | None
     ) -> None:
-        program = user_program(
+        program = UserProgram.of_user(
             _PROGRAM, "RewardProgram", (list(references), str(base_dir)), memory, alone=True
         )
         self._pool = Pool(program, workers=ALONE, reuse=False)
@@ -75,11 +75,8 @@ class IsolatedRewards:
             ValueError: its result is unusable.
         """
         assert isinstance(function, FarFunction)
-        sent = {
-            name: value
-            for name, value in arguments.items()
-            if name not in ("log_extra", "log_metric")
-        }
+        logs = ("log_extra", "log_metric")
+        sent = {name: value for name, value in arguments.items() if name not in logs}
         question = (function.number, sent)
         coroutine = function.asynchronous
         try:

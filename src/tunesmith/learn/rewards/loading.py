@@ -32,8 +32,9 @@ from tunesmith.learn.rewards.reward_set import ENVIRONMENT, RewardSet
 from tunesmith.learn.rewards.stats import check_reward_model
 
 INSTANCES_NEED = (
-    "Those are the instances that played the episodes. They need `tunesmith rl`, an environment.path that is a class "
-    'of TRL\'s form (public methods as tools, no step), and reward.isolation and environment.isolation = "thread".'
+    "Those are the instances that played the episodes. They need `tunesmith rl`, a class of "
+    "TRL's form (public methods as tools, no step) as environment.path, and reward.isolation and "
+    "environment.isolation = 'thread'."
 )
 
 
@@ -46,8 +47,9 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
     """
     if not section.given:
         raise ConfigError(
-            "reward.functions is empty; give a function of yours, as in functions = ['rewards.py:correct'], "
-            f"a built-in ({', '.join(BUILTINS)}), [[reward.models]] or [[reward.remote]].",
+            "reward.functions is empty; give a function of yours, as in functions = "
+            f"['rewards.py:correct'], a built-in ({', '.join(BUILTINS)}), [[reward.models]] or "
+            "[[reward.remote]].",
             keys=("reward.functions",),
         )
     _check_weights(section)
@@ -74,18 +76,17 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
                 f"reward.remote '{entry.name}': urls is empty; give the addresses that serve it.",
                 keys=("reward.remote",),
             )
-        if entry.token_env is not None and any(
-            urlsplit(url).username is not None for url in entry.urls
-        ):
+        has_user = any(urlsplit(url).username is not None for url in entry.urls)
+        if entry.token_env is not None and has_user:
             raise ConfigError(
-                f"reward.remote '{entry.name}': token_env and a user in an address of urls both set the Authorization "
-                "header; leave one of them out.",
+                f"reward.remote '{entry.name}': token_env and a user in an address of urls both "
+                "set the Authorization header; leave one of them out.",
                 keys=("reward.remote",),
             )
         if entry.token_env is not None and not os.environ.get(entry.token_env, "").strip():
             raise ConfigError(
-                f"reward.remote '{entry.name}': the environment variable {entry.token_env} (token_env) is not set; "
-                "export it with the token that the server asks for.",
+                f"reward.remote '{entry.name}': the environment variable {entry.token_env} "
+                "(token_env) is not set; export it with the token that the server asks for.",
                 keys=("reward.remote",),
             )
 
@@ -95,33 +96,26 @@ def _check_weights(section: RewardSection) -> None:
     functions = section.functions
     repeated = next((name for name, count in Counter(functions).items() if count > 1), None)
     if repeated:
-        raise ConfigError(
-            f"reward.functions names '{repeated}' more than once; use reward.weights.",
-            keys=("reward.functions",),
-        )
+        why = f"reward.functions names '{repeated}' more than once; use reward.weights."
+        raise ConfigError(why, keys=("reward.functions",))
     if weights is not None and len(weights) != len(functions):
-        raise ConfigError(
-            f"reward.weights has {len(weights)} entries for {len(functions)} functions; give one for each.",
-            keys=("reward.weights",),
-        )
+        why = f"reward.weights has {len(weights)} entries for {len(functions)} functions."
+        raise ConfigError(why, keys=("reward.weights",))
     if weights is not None and not all(map(isfinite, weights)):
         raise ConfigError(
             f"reward.weights must be finite numbers, not {list(weights)}.", keys=("reward.weights",)
         )
     by_name = weights_by_name(section)
     if not any(by_name.values()):
-        raise ConfigError(
-            "reward.weights are all 0, so that no rollout would have a reward.",
-            keys=("reward.weights",),
-        )
+        why = "reward.weights are all 0, so that no rollout would have a reward."
+        raise ConfigError(why, keys=("reward.weights",))
     if ENVIRONMENT in by_name:
-        raise ConfigError(
-            f"no reward may be called '{ENVIRONMENT}', the name of the environment's own; rename it."
-        )
+        raise ConfigError(f"rename the reward '{ENVIRONMENT}': the environment's own is called so.")
     if len(by_name) < len(functions) + len(section.models) + len(section.remote):
         raise ConfigError(
-            f"two of the rewards {', '.join(by_name)} have the same name; give each of reward.models and "
-            "reward.remote its own `name`, which is what it is called in the metrics.",
+            f"two of the rewards {', '.join(by_name)} have the same name; give each of "
+            "reward.models and reward.remote its own `name`, which is what it is called in the "
+            "metrics.",
             keys=("reward.models",),
         )
 
@@ -132,10 +126,8 @@ def weights_by_name(section: RewardSection) -> dict[str, float]:
     Functions with the same name in two files are named by their full references.
     """
     short = [reference.rpartition(":")[2] for reference in section.functions]
-    names = [
-        s if short.count(s) == 1 else whole
-        for s, whole in zip(short, section.functions, strict=True)
-    ]
+    both = zip(short, section.functions, strict=True)
+    names = [name if short.count(name) == 1 else whole for name, whole in both]
     weights = dict(zip(names, section.weights or (1.0,) * len(names), strict=True))
     return weights | {entry.name: entry.weight for entry in (*section.models, *section.remote)}
 
@@ -157,11 +149,8 @@ def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = Fa
     """
     check_rewards(section, base_dir)
     weights = weights_by_name(section)
-    own = [
-        (name, entry)
-        for name, entry in zip(weights, section.functions, strict=False)
-        if entry not in BUILTINS
-    ]
+    named = zip(weights, section.functions, strict=False)
+    own = [(name, entry) for name, entry in named if entry not in BUILTINS]
     isolated = None
     if own and section.isolation != "thread":
         from tunesmith.learn.rewards.isolated import IsolatedRewards
@@ -188,17 +177,13 @@ def user_reward(
     columns = required_columns(function, reference)
     parameters = inspect.signature(function).parameters
     if parameters.keys() >= VERL:
-        return RewardFunction(
-            name, reference, from_verl(function), columns - VERL, one_of=VERL_GOLD
-        )
+        columns -= VERL
+        return RewardFunction(name, reference, from_verl(function), columns, one_of=VERL_GOLD)
     parameter = parameters.get(INSTANCES)
-    need = (
-        None
-        if parameter is None
-        else "needed"
-        if parameter.default is parameter.empty
-        else "optional"
-    )
-    if need == "needed" and not instances:
+    if parameter is None:
+        return RewardFunction(name, reference, function, columns)
+    needed = parameter.default is parameter.empty
+    if needed and not instances:
         raise ConfigError(f"'{reference}' needs '{INSTANCES}'. {INSTANCES_NEED}")
+    need = "needed" if needed else "optional"
     return RewardFunction(name, reference, function, columns, instances=need)

@@ -38,15 +38,14 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         return {}
     failed = Counter(r.status for r in rollouts if r.status is not Status.OK)
     metrics = {"rollouts/failed": failed.total() / len(rollouts)}
-    metrics |= {
-        f"rollouts/{status.value}": count / len(rollouts) for status, count in failed.items()
-    }
+    metrics |= {f"rollouts/{status.value}": n / len(rollouts) for status, n in failed.items()}
     usable = [r for r in rollouts if r.status is Status.OK]
     totals = [r.reward for r in usable if r.reward is not None]
     if totals:
         metrics |= {"reward": fmean(totals), "reward/std": pstdev(totals)}
     for name in dict.fromkeys(name for r in usable for name in r.rewards):
-        values = [v for r in usable if (v := r.rewards.get(name)) is not None]
+        values = [r.rewards[name] for r in usable if name in r.rewards]
+        values = [value for value in values if value is not None]
         metrics[f"reward/{name}/applied"] = len(values) / len(usable)
         if values:
             metrics |= {f"reward/{name}/mean": fmean(values), f"reward/{name}/std": pstdev(values)}

@@ -16,7 +16,7 @@ from tunesmith.learn.rewards.function import ItemFailure, Notes, RewardFunction,
 from tunesmith.learn.rewards.stats import RewardStats
 from tunesmith.models.embedding_rows import enough_rows, without_row
 from tunesmith.models.openmp import to_thread
-from tunesmith.types import Message, Prompt, Rollout, Status, Tokenizer
+from tunesmith.types import Prompt, Rollout, Status, Tokenizer, as_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,12 @@ class RewardModel:
     def _encoded(self, prompt: Prompt, completion: str, finished: bool) -> list[int]:
         if self.template is not None:
             end = self.template.stop_marker if finished else ""
-            return encode(
-                self.tokenizer,
-                [self.template.whole(_messages(prompt), prompt=True) + completion + end],
-            )[0]
+            asked = self.template.whole(as_messages(prompt), prompt=True)
+            return encode(self.tokenizer, [asked + completion + end])[0]
         if not isinstance(prompt, str):
-            raise DataError(
-                "the prompt is a conversation, and the reward model's tokenizer has no chat template"
-            )
-        ids = with_leading(
-            leading_ids(self.tokenizer), encode(self.tokenizer, [prompt + completion])[0]
-        )
+            raise DataError("the reward model has no chat template for a conversation")
+        [ids] = encode(self.tokenizer, [prompt + completion])
+        ids = with_leading(leading_ids(self.tokenizer), ids)
         eos: int | None = self.tokenizer.eos_token_id
         return [*ids, eos] if finished and eos is not None and ids[-1:] != [eos] else ids
 
@@ -126,16 +121,10 @@ def _before(rollout: Rollout, conversation: Callable[[Prompt], Prompt] | None) -
     """All messages before the policy's last turn."""
     prompt = conversation(rollout.task.prompt) if conversation else rollout.task.prompt
     messages = rollout.messages or []
-    last = max(
-        (i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0
-    )
+    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=0)
     if last == 0 and len(rollout.turns) > 1:
         raise DataError("it has several turns, and its environment kept no messages")
-    return [*_messages(prompt), *messages[:last]] if last else prompt
-
-
-def _messages(prompt: Prompt) -> list[Message]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [*as_messages(prompt), *messages[:last]] if last else prompt
 
 
 def same_tokens(a: Any, b: Any) -> bool:
@@ -149,7 +138,6 @@ def _unfit(length: int, context: int | None) -> ItemFailure | None:
     if length == 0:
         return ItemFailure(Status.REWARD_FAILED, "has no tokens")
     if context is not None and length > context:
-        return ItemFailure(
-            Status.REWARD_FAILED, f"has {length} tokens; the model's context is {context}"
-        )
+        reason = f"has {length} tokens; the model's context is {context}"
+        return ItemFailure(Status.REWARD_FAILED, reason)
     return None

@@ -17,8 +17,8 @@ _COMMA = r"(?:,|\{,\}|,?\\[,!])"
 _PLAIN = rf"(?:(?:\d{{1,3}}(?:{_COMMA}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|(?<!\.)\.\d+)"
 _NUMBER = re.compile(
     rf"""
-    (?<![A-Za-z_\d])(?<!\d\.)                           # not inside a word, not the tail of another number
-    (?P<sign>(?<![\w)\]}}])[-−+])?                      # a sign, unless it subtracts from what is before it
+    (?<![A-Za-z_\d])(?<!\d\.)            # not inside a word, not the tail of another number
+    (?P<sign>(?<![\w)\]}}])[-−+])?       # a sign, unless it subtracts from what is before it
     (?:\\?[$€£¥])?
     (?:
         \\[dt]?frac\{{\s?(?P<top>-?{_PLAIN})\s?\}}\{{\s?(?P<bottom>{_PLAIN})\s?\}}
@@ -102,6 +102,5 @@ def _number(match: re.Match[str]) -> Number | None:
         return None
     if not value.is_finite():
         return None
-    return Number(
-        value.copy_negate() if match["sign"] in ("-", "−") else value, match["percent"] is not None
-    )
+    negative = match["sign"] in ("-", "−")
+    return Number(value.copy_negate() if negative else value, match["percent"] is not None)

@@ -59,12 +59,10 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
         async def ask(start: int) -> list[Score]:
             part = slice(start, start + entry.batch_size)
             some = rollouts[part]
-            openrlhf = entry.protocol == "openrlhf"
-            body = (
-                openrlhf_body(some, label, decode)
-                if openrlhf
-                else tunesmith_body(some, texts[part])
-            )
+            if entry.protocol == "openrlhf":
+                body = openrlhf_body(some, label, decode)
+            else:
+                body = tunesmith_body(some, texts[part])
             return await client.ask(session, body, len(some))
 
         # A session per call leaves nothing open between steps or after the run.
@@ -88,10 +86,11 @@ def tunesmith_body(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[st
 def openrlhf_body(rollouts: Sequence[Rollout], label: str, decode: Decode) -> dict[str, Any]:
     """OpenRLHF's request (0.5 and later): ``query`` is prompt and completion as the policy saw
     them, in one text."""
+    golds = [r.task.columns.get(label) for r in rollouts]
     return {
         "query": [decode(r.token_ids) for r in rollouts],
         "prompts": [decode(r.task.prompt_ids) for r in rollouts],
-        "labels": ["" if (gold := r.task.columns.get(label)) is None else gold for r in rollouts],
+        "labels": ["" if gold is None else gold for gold in golds],
     }
 
 
@@ -170,9 +169,8 @@ class RewardClient:
                 server.outstanding -= 1
         if len(tried) > 1:
             seconds = time.monotonic() - started
-            reason += (
-                f" ({len(tried)} attempts in {seconds:.3g} s: {', '.join(dict.fromkeys(tried))})"
-            )
+            urls = ", ".join(dict.fromkeys(tried))
+            reason += f" ({len(tried)} attempts in {seconds:.3g} s: {urls})"
         return [ItemFailure(status, redact(reason))] * size
 
     def _choose(self, tried: Sequence[str]) -> str:
@@ -196,9 +194,7 @@ def scores_of(answer: Any, size: int, url: str) -> list[Score]:
     fields = answer if isinstance(answer, dict) else {}
     if "rewards" not in fields:
         shown = one_line(json.dumps(plain(answer)))
-        raise BadAnswer(
-            f'{url} answered {shown}; expected {{"rewards": [...]}} with {size} numbers'
-        )
+        raise BadAnswer(f'{url} answered {shown}; expected {{"rewards": [{size} numbers]}}')
     try:
         scores = scores_from(fields["rewards"], size)
     except ValueError as error:

@@ -80,14 +80,15 @@ class RewardSet:
         for f in self.functions:
             for name in sorted(f.columns - available):
                 raise ConfigError(
-                    f"reward.functions: '{f.reference}' needs the column '{name}', which {key} does not have."
-                    f"{hint(name) or nearest(name, available)}",
+                    f"reward.functions: '{f.reference}' needs the column '{name}', which {key} "
+                    f"lacks.{hint(name) or nearest(name, available)}",
                     keys=("reward.functions",),
                 )
             if f.one_of and not f.one_of & available:
                 raise ConfigError(
-                    f"reward.functions: '{f.reference}' needs one of the columns {', '.join(sorted(f.one_of))}, and "
-                    f"{key} has none of them.{nearest(min(f.one_of), available)}",
+                    f"reward.functions: '{f.reference}' needs one of the columns "
+                    f"{', '.join(sorted(f.one_of))}, and {key} has none of "
+                    f"them.{nearest(min(f.one_of), available)}",
                     keys=("reward.functions",),
                 )
             if f.check_gold is None:
@@ -100,9 +101,8 @@ class RewardSet:
                 # environment.
                 alone = len(self.weights) == 1 and task.environment in ("single_turn", "tools")
                 if problem is not None and (gold is not None or alone):
-                    raise DataError(
-                        f"task {task.id}: the column '{column}' {problem}; '{f.name}' compares with it."
-                    )
+                    reason = f"'{f.name}' compares with '{column}', which {problem}"
+                    raise DataError(f"task {task.id}: {reason}.")
 
     async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
         """Set ``rewards``, ``reward`` and ``metrics`` of each rollout, or mark it failed.
@@ -120,12 +120,10 @@ class RewardSet:
         for function, (scores, notes) in zip(self.functions, answers, strict=True):
             for i, (rollout, score) in enumerate(zip(played, scores, strict=True)):
                 _record(rollout, function, score)
-                _note(
-                    rollout,
-                    function,
-                    {column: values[i] for column, values in notes.extras.items()},
-                )
-            logged = self._logged if (aside := _ASIDE.get()) is None else aside
+                logged = {column: values[i] for column, values in notes.extras.items()}
+                _note(rollout, function, logged)
+            aside = _ASIDE.get()
+            logged = self._logged if aside is None else aside
             for name, value in notes.metrics:
                 logged.setdefault(name, []).append(value)
         for rollout in played:
@@ -136,9 +134,8 @@ class RewardSet:
         threads."""
         logged = self._logged
         self._logged = {}
-        metrics = reward_metrics(rollouts) | {
-            f"logged/{name}": mean(values) for name, values in logged.items()
-        }
+        metrics = reward_metrics(rollouts)
+        metrics |= {f"logged/{name}": mean(values) for name, values in logged.items()}
         if self._calls.abandoned:
             metrics["reward/abandoned_threads"] = float(self._calls.abandoned)
         return metrics
@@ -184,11 +181,8 @@ class RewardSet:
         if rollout.status is not Status.OK:
             return
         # A reward of weight 0 is only monitored; it cannot replace one that does not apply.
-        applied = [
-            self.weights[name] * value
-            for name, value in rollout.rewards.items()
-            if value is not None and self.weights[name] != 0
-        ]
+        counted = {name: v for name, v in rollout.rewards.items() if self.weights[name] != 0}
+        applied = [self.weights[name] * v for name, v in counted.items() if v is not None]
         own = rollout.reward
         if own is not None:
             rollout.rewards[ENVIRONMENT] = own
@@ -207,10 +201,8 @@ def _record(rollout: Rollout, function: RewardFunction, score: Score) -> None:
     if not isinstance(score, ItemFailure):
         rollout.rewards[function.name] = score
     elif rollout.status is Status.OK:
-        rollout.fail(
-            score.status,
-            f"task {rollout.task.id}: the reward '{function.reference}' {score.reason}",
-        )
+        reason = f"the reward '{function.reference}' {score.reason}"
+        rollout.fail(score.status, f"task {rollout.task.id}: {reason}")
 
 
 def _note(rollout: Rollout, function: RewardFunction, logged: dict[str, Any]) -> None:

@@ -57,9 +57,7 @@ class RewardRequest(BaseModel):
             raise ValueError(f"columns: '{min(reserved)}' cannot be the name of a column")
         for name, values in {"completions": self.completions, **columns}.items():
             if len(values) != len(self.prompts):
-                raise ValueError(
-                    f"{len(self.prompts)} prompts, but '{name}' has {len(values)} entries"
-                )
+                raise ValueError(f"{len(self.prompts)} prompts, {len(values)} entries of '{name}'")
         return self
 
 
@@ -97,17 +95,14 @@ class RewardService:
         if (
             request.content_type != "application/json"
         ):  # web pages of other origins cannot send JSON without CORS
-            raise web.HTTPUnsupportedMediaType(
-                text="send JSON, with the header Content-Type: application/json"
-            )
+            raise web.HTTPUnsupportedMediaType(text="send JSON as Content-Type: application/json")
         try:
             body = RewardRequest.model_validate_json(await request.read())
         except ValidationError as error:
             problem = error.errors()[0]
             place = ".".join(map(str, problem["loc"]))
-            raise web.HTTPBadRequest(
-                text=f"{place}: {problem['msg']}" if place else problem["msg"]
-            ) from None
+            text = f"{place}: {problem['msg']}" if place else problem["msg"]
+            raise web.HTTPBadRequest(text=text) from None
         columns = body.columns or {}
         if body.prompts and (missing := self.rewards.functions[0].columns - columns.keys()):
             raise web.HTTPBadRequest(text=f"columns: the reward needs the column '{min(missing)}'")
@@ -127,9 +122,8 @@ class RewardService:
         results = await self._batcher.submit(items) if items else []
         rewards = [reward for reward, _ in results]
         errors = [error for _, error in results]
-        return web.json_response(
-            {"rewards": rewards, **({"errors": errors} if any(errors) else {})}
-        )
+        failures = {"errors": errors} if any(errors) else {}
+        return web.json_response({"rewards": rewards, **failures})
 
     async def health(self, request: web.Request) -> web.Response:
         if self.token is not None and not has_token(request, self.token):
@@ -139,9 +133,8 @@ class RewardService:
             "completions": self.completions,
             "batches": self._batcher.batches,
         }
-        return web.json_response(
-            {"status": "ok", "reward": self.rewards.functions[0].reference, **counts}
-        )
+        reference = self.rewards.functions[0].reference
+        return web.json_response({"status": "ok", "reward": reference, **counts})
 
     async def _score(self, items: list[Item]) -> list[Result]:
         results = await self._score_together(items)
@@ -154,9 +147,8 @@ class RewardService:
 
     async def _score_together(self, items: list[Item]) -> list[Result]:
         (function,) = self.rewards.functions
-        rollouts = [
-            Rollout(Task(str(i), item.prompt, (), item.columns)) for i, item in enumerate(items)
-        ]
+        tasks = [Task(str(i), item.prompt, (), item.columns) for i, item in enumerate(items)]
+        rollouts = [Rollout(task) for task in tasks]
         for rollout, item in zip(rollouts, items, strict=True):
             if isinstance(item.completion, list):
                 rollout.messages = [
@@ -175,8 +167,7 @@ class RewardService:
 def make_app(service: RewardService, max_bytes: int, limits: Limits = LIMITS) -> web.Application:
     """The server's routes. Requests above ``max_bytes`` are rejected with 413, requests without the
     token with 401."""
-    app = web.Application(
-        client_max_size=max_bytes, middlewares=[guarded(limits, service.token, ("/health",))]
-    )
+    guard = guarded(limits, service.token, ("/health",))
+    app = web.Application(client_max_size=max_bytes, middlewares=[guard])
     app.add_routes([web.post("/reward", service.reward), web.get("/health", service.health)])
     return app

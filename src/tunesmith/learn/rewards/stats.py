@@ -41,17 +41,15 @@ def check_reward_model(entry: ModelReward) -> None:
         if not any("ForSequenceClassification" in name for name in names):
             raise ConfigError(
                 f"reward.models: '{entry.path}' is not a reward model: its architecture is "
-                f"{' '.join(names) or 'unknown'}; a reward model is saved as AutoModelForSequenceClassification with "
-                "one label.",
+                f"{' '.join(names) or 'unknown'}; a reward model is saved as "
+                "AutoModelForSequenceClassification with one label.",
                 keys=("reward.models",),
             )
         # transformers writes no id2label for its default of two.
         labels = len(config.get("id2label") or "ab")
         if labels != 1:
-            raise ConfigError(
-                f"reward.models: '{entry.path}' has {labels} labels; a reward model has one, its score.",
-                keys=("reward.models",),
-            )
+            why = f"reward.models: '{entry.path}' has {labels} labels; a reward model has one."
+            raise ConfigError(why, keys=("reward.models",))
     if entry.normalize:
         read_stats(directory)
 
@@ -62,9 +60,9 @@ def read_stats(directory: Path) -> RewardStats:
     path = directory / STATS_FILE
     if not path.is_file():
         raise ConfigError(
-            f"normalize = true needs {path}, which does not exist: the mean and std of the model's rewards, as in "
-            '{"mean": 0.5, "std": 2.0}. Training with an eval set (tunesmith rm) writes it; otherwise write it '
-            "yourself, or leave normalize out."
+            f"normalize = true needs {path}, which does not exist: mean and std of the model's "
+            'rewards, as in {"mean": 0.5, "std": 2.0}. Training with an eval set (tunesmith rm) '
+            "writes it; otherwise write it yourself, or leave normalize out."
         )
     with boundary(ConfigError, f"cannot read {path}", OSError):
         text = path.read_bytes()

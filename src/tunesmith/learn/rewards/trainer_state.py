@@ -43,9 +43,7 @@ class TrainerState:
         if name.startswith("__"):
             raise AttributeError(name)
         known = [field.name for field in fields(self)] + ["log_history"]
-        raise AttributeError(
-            f"trainer_state has no '{name}'.{nearest(name, known)} All: {', '.join(known)}."
-        )
+        raise AttributeError(f"trainer_state has no '{name}'.{nearest(name, known)}")
 
 
 @lru_cache(maxsize=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tunesmith.config import objects as user_code
 from tunesmith.errors import ConfigError
-from tunesmith.learn.rewards.function import ItemFailure, Notes, scores_from
+from tunesmith.learn.rewards.function import ItemFailure, Notes, RewardFunction, scores_from
 from tunesmith.learn.rewards.loading import user_reward
 from tunesmith.learn.usercode.calls import RaisedInCall, accepted, is_async, parameters_of
 
@@ -25,50 +25,43 @@ class RewardProgram:
     def __init__(self, references: Sequence[tuple[str, str]], base_dir: str) -> None:
         self.description: dict[str, Any]
         try:
-            loaded = [
-                (name, entry, user_code.load_function(entry, Path(base_dir)))
-                for name, entry in references
-            ]
-            self._functions = [
-                user_reward(name, entry, function) for name, entry, function in loaded
-            ]
+            functions = [user_code.load_function(e, Path(base_dir)) for _, e in references]
+            pairs = zip(references, functions, strict=True)
+            self._functions = [user_reward(*names, function) for names, function in pairs]
         except ConfigError as error:
             self.description = {"refused": str(error)}
             return
-        self.description = {
-            "functions": [
-                {
-                    "columns": sorted(f.columns),
-                    "one_of": sorted(f.one_of),
-                    "parameters": None
-                    if (names := parameters_of(f.function)) is None
-                    else [*names, "completions"],
-                    "asynchronous": is_async(f.function),
-                }
-                for f in self._functions
-            ]
-        }
+        self.description = {"functions": [_described(f) for f in self._functions]}
 
     def __call__(self, number: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        notes = Notes(len(keywords["completions"]))
+        call, notes = self._call(number, keywords)
         try:
-            return answer(self._function(number, keywords, notes)(), notes)
+            return answer(call(), notes)
         except BaseException as error:
             return {"raised": RaisedInCall(error).trace}
 
     async def later(self, number: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        notes = Notes(len(keywords["completions"]))
+        call, notes = self._call(number, keywords)
         try:
-            return answer(await self._function(number, keywords, notes)(), notes)
+            return answer(await call(), notes)
         except Exception as error:
             return {"raised": RaisedInCall(error).trace}
 
-    def _function(
-        self, number: int, keywords: Mapping[str, Any], notes: Notes
-    ) -> Callable[[], Any]:
+    def _call(self, number: int, keywords: Mapping[str, Any]) -> tuple[Callable[[], Any], Notes]:
         function = self._functions[number].function
+        notes = Notes(len(keywords["completions"]))
         logs = {"log_extra": notes.log_extra, "log_metric": notes.log_metric}
-        return partial(function, **accepted(function, {**keywords, **logs}))
+        return partial(function, **accepted(function, {**keywords, **logs})), notes
+
+
+def _described(reward: RewardFunction) -> dict[str, Any]:
+    names = parameters_of(reward.function)
+    return {
+        "columns": sorted(reward.columns),
+        "one_of": sorted(reward.one_of),
+        "parameters": None if names is None else [*names, "completions"],
+        "asynchronous": is_async(reward.function),
+    }
 
 
 def answer(output: object, notes: Notes) -> dict[str, Any]:
@@ -79,9 +72,5 @@ def answer(output: object, notes: Notes) -> dict[str, Any]:
         return {"unusable": str(error)}
     failures = {i: s.reason for i, s in enumerate(scores) if isinstance(s, ItemFailure)}
     numbers = [None if isinstance(s, ItemFailure) else s for s in scores]
-    return {
-        "scores": numbers,
-        "failures": list(failures.items()),
-        "extras": notes.extras,
-        "metrics": notes.metrics,
-    }
+    logged = {"extras": notes.extras, "metrics": notes.metrics}
+    return {"scores": numbers, "failures": list(failures.items()), **logged}

@@ -49,9 +49,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     ``__call__``."""
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        type(function).__call__
-    )
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +89,8 @@ def check_keywords(
     for p in list(inspect.signature(function).parameters.values())[skip:]:
         required = p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         if required and (p.name not in available or p.kind is p.POSITIONAL_ONLY):
-            raise ConfigError(
-                f"'{reference}' needs '{p.name}', which is not a column of the data.{nearest(p.name, available)}"
-            )
+            hint = nearest(p.name, available)
+            raise ConfigError(f"'{reference}' needs '{p.name}', which is no column.{hint}")
 
 
 def own_copy(value: Any) -> Any:
@@ -183,9 +180,7 @@ class Turns:
         async with self._turn.here:
             overruns = self._overruns.get(key, 0)
             if overruns >= HUNG_AFTER and overruns > before:
-                raise NotTried(
-                    f"not tried, because the last {overruns} calls ran for more than {timeout:g} s"
-                )
+                raise NotTried(f"the {overruns} calls before it ran for more than {timeout:g} s")
             try:
                 yield
             except DeadlineExceeded:

@@ -62,10 +62,8 @@ class Process:
         ).result()
         theirs.close()
         self._lines: deque[str] = deque(maxlen=40)
-        self._readers = [
-            self._forward(self.popen.stdout, not out),
-            self._forward(self.popen.stderr, True),
-        ]
+        pipes = ((self.popen.stdout, not out), (self.popen.stderr, True))
+        self._readers = [self._forward(pipe, error) for pipe, error in pipes]
 
     def said(self) -> str:
         """The last lines that it printed."""
@@ -96,9 +94,8 @@ class Process:
                     self._lines.append(text)
                     if self._shows:
                         with suppress(OSError, ValueError):
-                            print(
-                                text, end="", file=sys.stderr if error else sys.stdout, flush=True
-                            )
+                            stream = sys.stderr if error else sys.stdout
+                            print(text, end="", file=stream, flush=True)
 
         thread = threading.Thread(target=read, name="output", daemon=True)
         thread.start()
@@ -138,9 +135,8 @@ class ChildProcess(ConnectedFar):
         with suppress(subprocess.TimeoutExpired):
             self.code = self._process.popen.wait(10.0)
         lines = self._process.said().splitlines()[-5:]
-        return "\n  ".join(
-            [ending(self._process.kill()) + ("; it wrote last:" if lines else ""), *lines]
-        )
+        how = ending(self._process.kill()) + ("; it wrote last:" if lines else "")
+        return "\n  ".join([how, *lines])
 
 
 def ending(code: int) -> str:

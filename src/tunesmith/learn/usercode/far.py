@@ -42,7 +42,7 @@ class PendingResult(Future[Any]):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
-        self.set_running_or_notify_cancel()  # ``Far.cancel`` ends a call, ``Future.cancel`` must not
+        self.set_running_or_notify_cancel()  # ``Far.cancel`` ends a call instead
 
 
 class Far(ABC):
@@ -183,13 +183,10 @@ class Far(ABC):
             asked = time.monotonic()
             if not _waited(answer := self._ask("ping"), patience, TOLD):
                 if interrupts.asked():
-                    interrupts.say(
-                        f"{self.name} does not answer; it is killed in {HURRIED - TOLD:g} s"
-                    )
+                    interrupts.say(f"{self.name} is silent; it is killed in {HURRIED - TOLD:g} s")
                 if not interrupts.asked() or not _waited(answer, HURRIED - TOLD, HURRIED - TOLD):
-                    self._lose(
-                        f"did not answer for {time.monotonic() - asked:.0f} s and was killed"
-                    )
+                    seconds = time.monotonic() - asked
+                    self._lose(f"did not answer for {seconds:.0f} s and was killed")
 
     @abstractmethod
     def _send(self, number: int, do: str, *given: Any) -> None:

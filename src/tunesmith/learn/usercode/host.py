@@ -96,9 +96,8 @@ def portable(error: BaseException) -> Exception:
 
     if isinstance(error, TunesmithError):
         return error
-    if (
-        type(error).__name__ == "OutOfMemoryError"
-    ):  # torch's, whose text says how much was requested
+    # torch's own, whose text says how much was requested
+    if type(error).__name__ == "OutOfMemoryError":
         return DeviceMemoryError(str(error))
     known = isinstance(error, Exception) and type(error).__module__ == "builtins"
     found: Any = error if known else RuntimeError(f"{type(error).__name__}: {error}")
@@ -113,9 +112,8 @@ def encode_pickle(number: int, value: Any, error: BaseException | None) -> bytes
         packed = pickle.dumps((number, None, portable(error)), protocol=5)
         pickle.loads(packed)  # some errors cannot be rebuilt from the arguments they keep
     except Exception:
-        return pickle.dumps(
-            (number, None, RuntimeError(f"{type(error).__name__}: {error}")), protocol=5
-        )
+        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        return pickle.dumps((number, None, plain), protocol=5)
     return packed
 
 
@@ -168,7 +166,7 @@ def serve(
 
 
 def main(descriptor: int, parent: int) -> NoReturn:
-    gc.disable()  # until the object is made: the millions of objects of imported modules are not garbage
+    gc.disable()  # until the object is made: imported modules are no garbage
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     try:

@@ -73,26 +73,24 @@ class UserProgram:
     """Whether there is only one worker at a time. It is then not forked if libraries have started
     threads, because a fork could use only one thread."""
 
+    @classmethod
+    def of_user(
+        cls,
+        path: Path,
+        function: str,
+        arguments: tuple[Any, ...],
+        memory: str | None,
+        *,
+        alone: bool = False,
+    ) -> UserProgram:
+        """A program that loads the user's code.
 
-def user_program(
-    path: Path,
-    function: str,
-    arguments: tuple[Any, ...],
-    memory: str | None,
-    *,
-    alone: bool = False,
-) -> UserProgram:
-    """A program that loads the user's code.
-
-    Args:
-        memory: limit of each worker; None: half of the machine's memory.
-    """
-    limit = (
-        parse_size(memory)
-        if memory
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    )
-    return UserProgram(path, function, arguments, limit, IMPORT_SECONDS, shows=True, alone=alone)
+        Args:
+            memory: limit of each worker; None: half of the machine's memory.
+        """
+        half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        limit = parse_size(memory) if memory else half
+        return cls(path, function, arguments, limit, IMPORT_SECONDS, shows=True, alone=alone)
 
 
 class ForkServer:
@@ -139,9 +137,8 @@ class ForkServer:
             return ForkServer(self._program).worker()
         ours, theirs = Pipe()
         with self._lock, theirs:
-            number = self._ask(
-                "worker", STARTUP_SECONDS, "no worker process could be started", theirs
-            )
+            late = "no worker process could be started"
+            number = self._ask("worker", STARTUP_SECONDS, late, theirs)
             if self.forks:
                 self._codes[number] = None
         return Worker(self, number, ours)
@@ -169,7 +166,7 @@ class ForkServer:
         if self._lock.acquire(timeout=ENDING_SECONDS):
             self._lock.release()
         else:
-            self._process.kill()  # the request in progress then fails, and its thread frees the lock
+            self._process.kill()  # the request in progress fails, and frees the lock
         for number in list(self._codes):
             self.end(number)
         with self._lock:
@@ -239,9 +236,8 @@ class Worker(ConnectedFar):
             if await done_within(result, timeout):
                 return result.result()
             if not shared:
-                raise DeadlineExceeded(
-                    f"did not return within {timeout:g} s; its process was killed"
-                )
+                late = f"did not return within {timeout:g} s"
+                raise DeadlineExceeded(f"{late}; its process was killed")
             self.cancel(result)
             if not await done_within(result, ANSWER_SECONDS):
                 self.close()  # one of its calls, perhaps not this one, blocks the event loop
@@ -269,9 +265,8 @@ class Worker(ConnectedFar):
         return ending(self.code)
 
     def _loss(self) -> WorkerLost:
-        return WorkerLost(
-            -signal.SIGKILL if self.code is None else self.code, self._server.last_output()
-        )
+        code = -signal.SIGKILL if self.code is None else self.code
+        return WorkerLost(code, self._server.last_output())
 
     def _decode(self, message: bytes) -> tuple[int, Any, WorkerError | None]:
         number, value, error = json.loads(message)

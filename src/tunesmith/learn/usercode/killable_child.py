@@ -140,9 +140,8 @@ def _limit(memory: int) -> None:
             before = int(pages) * resource.getpagesize()
         # Limits data, not address space: GPU libraries reserve many times more addresses than they
         # use.
-        resource.setrlimit(
-            resource.RLIMIT_DATA, (before + memory, resource.getrlimit(resource.RLIMIT_DATA)[1])
-        )
+        most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (before + memory, most))
 
 
 if __name__ == "__main__":

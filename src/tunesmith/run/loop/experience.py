@@ -172,7 +172,6 @@ def _note_tokens(rollouts: Sequence[Rollout], batch: Batch, algorithm: Algorithm
     for number in np.unique(batch.rollout):
         rollout = rollouts[number]
         rollout.by_token = {name: values[number] for name, values in by_token.items()}
-        rollout.advantage = float(np.mean(rollout.by_token["advantage"]))
 
 
 def by_rollout(batch: Batch, values: Floats) -> list[Floats]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import StorageError, boundary, shortened
+from tunesmith.learn.rewards.metrics import mean
 from tunesmith.records.metrics import JsonLines, drop_after, rotated
 from tunesmith.records.tail import json_object
 from tunesmith.records.text import EvalExample, first_and_last, last_message, shown_path
@@ -111,10 +112,11 @@ class RolloutLog:
         file, colon, number = task.id.rpartition(":")
         rendered = self._render(task.prompt_ids)
         versions = [v for r in rollout.records for v in compress(r.versions, r.sampled)]
+        advantages = rollout.by_token.get("advantage")
         parts = [
             {"record": index, **part}
             for index, record in enumerate(rollout.records)
-            for part in self._parts(record, kind == "train" and rollout.advantage is not None)
+            for part in self._parts(record, kind == "train" and advantages is not None)
         ]
         line = {
             # Fields that readers filter by come before the prompt, so that they need not parse the
@@ -122,7 +124,7 @@ class RolloutLog:
             "task": f"{shown_path(file)}:{number}" if colon and file.startswith("/") else task.id,
             "reward": rollout.reward,
             "rewards": rollout.rewards,
-            "advantage": rollout.advantage,
+            "advantage": None if advantages is None else mean(list(advantages)),
             "status": rollout.status.value,
             "error": rollout.error,
             "tokens": rollout.num_sampled,

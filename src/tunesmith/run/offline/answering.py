@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
+from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -23,7 +23,6 @@ from tunesmith.run.offline.watch import JobWatch
 from tunesmith.run.placement.event_loop import run_async
 from tunesmith.types import Rollout, RolloutGroup, Status, Task
 
-Work = Callable[[], Awaitable[None]]
 BLOCK = 64
 """Rollouts that are checked for failures together."""
 TICK = 0.5
@@ -35,10 +34,6 @@ Produce = Callable[[int, Task, Unfinished], Awaitable[RolloutGroup]]
 already."""
 
 
-async def nothing() -> None:
-    pass
-
-
 def answer(
     path: Path,
     tasks: Sequence[Task],
@@ -48,8 +43,7 @@ def answer(
     window: int,
     max_failed_share: float,
     watch: JobWatch,
-    begin: Work = nothing,
-    end: Work = nothing,
+    serving: AbstractAsyncContextManager[None] | None = None,
 ) -> None:
     """Append a line per task to ``path``, from the first task that has none, in the order of the
     tasks.
@@ -62,7 +56,7 @@ def answer(
         window: most tasks in flight, and most finished ones that wait for an earlier one.
         max_failed_share: limit for the rollouts of a block; above it the run stops, without lines
             that hold failures.
-        begin: called first, in the event loop; ``end`` last.
+        serving: is open meanwhile, in the event loop.
 
     Raises:
         RewardError: too many rollouts failed.
@@ -76,25 +70,19 @@ def answer(
                 order.take(place, known, [Rollout(tasks[place]) for _ in records_of(known)])
 
         async def work() -> None:
-            try:
-                await begin()
+            async with serving or nullcontext():
                 await _answer(tasks, produce, line, order, window, watch)
-            finally:
-                await end()
 
         watch.begin(path, order.finished, unfinished)
         try:
-            with (
-                elsewhere()
-            ):  # in the midst of a task of the event loop, a signal would leave others behind
+            # In the midst of a task of the event loop, a signal would leave others behind.
+            with elsewhere():
                 run_async(work())
         except BaseException as error:
-            kept = (
-                f" and {unfinished.completions} more completions" if unfinished.completions else ""
-            )
-            error.add_note(
-                f"{order.finished} of {len(tasks)} lines{kept} are kept, for {shown_path(path)}"
-            )
+            more = unfinished.completions
+            kept = f" and {more} more completions" if more else ""
+            lines = f"{order.finished} of {len(tasks)} lines{kept}"
+            error.add_note(f"{lines} are kept, for {shown_path(path)}")
             raise
         finally:
             watch.end()
@@ -174,7 +162,7 @@ class _InOrder:
         """Add a finished line; keep it on disk."""
         with held():
             if place != self.written and _good(rollouts):
-                self.unfinished.keep_line(place, line)
+                self.unfinished.keep({"place": place, "line": line})
             self.take(place, line, rollouts)
             self.unfinished.tidy()
 

@@ -79,9 +79,8 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
         usage.add_earlier({_PART: read_json(file)["usage"]} if file.exists() else {})
         title = "lines" if scoring else "completions"
         watch = JobWatch(directory, title, len(tasks), before=count_answered(other))
-        with recorded(
-            directory, "generate", lambda: (min(count_answered(out), len(tasks)), len(tasks))
-        ):
+        count = len(tasks)
+        with recorded(directory, "generate", lambda: (min(count_answered(out), count), count)):
             try:
                 with usage.phase("scoring" if scoring else "sampling", _PART):
                     if scoring:
@@ -145,9 +144,7 @@ def _selection(config: GenerateConfig, out: Path) -> Callable[[Json], Selected]:
         return partial(pair, min_margin=output.min_margin or 0.0, min_reward=min_reward)
     rewards = [record["reward"] for line in read_lines(out) for record in usable(line)]
     if not rewards:
-        raise ConfigError(
-            f"no completion in {out} has a reward, so that none can be written into a prompt"
-        )
+        raise ConfigError(f"no completion in {out} has a reward to write into its prompt")
     borders = level_borders(rewards, output.reward_levels) if output.reward_levels else None
     return partial(conditional, template=output.reward_template or "", borders=borders)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.commands import GenerateConfig, SamplingSection
 from tunesmith.config.schema import DataSection, ModelSection, SystemSection
@@ -98,26 +98,20 @@ def generate(
     temperature = float(n > 1) if temperature is None else temperature
     with boundary(UserError, "tunesmith.generate", ValueError):
         sampling = SamplingSection(
-            n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
-            repetition_penalty=repetition_penalty, min_new_tokens=min_new_tokens, stop=tuple(stop),
-            stop_token_ids=tuple(stop_token_ids), seed=seed,
+            n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+            min_p=min_p, repetition_penalty=repetition_penalty, min_new_tokens=min_new_tokens,
+            stop=tuple(stop), stop_token_ids=tuple(stop_token_ids), seed=seed,
         )  # fmt: skip
-        config = GenerateConfig(
-            model=ModelSection(
-                path=str(model) if isinstance(model, str | Path) else "a loaded model"
-            ),
-            data=DataSection(
-                train="prompts",
-                system_prompt=system_prompt,
-                chat=chat,
-                chat_template_kwargs=dict(chat_template_kwargs) if chat_template_kwargs else None,
-            ),
-            sampling=sampling,
-            system=SystemSection(max_running=max_running, max_prefill_tokens=max_prefill_tokens),
-        )
-    return (
-        _generate(resolve(config, Facts(read_hardware())).config, model, prompts) if prompts else []
-    )
+        data = DataSection(
+            train="prompts", system_prompt=system_prompt, chat=chat,
+            chat_template_kwargs=dict(chat_template_kwargs or {}) or None,
+        )  # fmt: skip
+        system = SystemSection(max_running=max_running, max_prefill_tokens=max_prefill_tokens)
+        path = ModelSection(path=str(model) if isinstance(model, str | Path) else "a loaded model")
+        config = GenerateConfig(model=path, data=data, sampling=sampling, system=system)
+    if not prompts:
+        return []
+    return _generate(resolve(config, Facts(read_hardware())).config, model, prompts)
 
 
 def _checked(prompts: Iterable[Any], stop: object) -> list[Prompt]:
@@ -127,10 +121,8 @@ def _checked(prompts: Iterable[Any], stop: object) -> list[Prompt]:
         raise UserError("prompts is one text; give a list of prompts, even of one")
     if isinstance(stop, str):
         raise UserError(f"stop is one text; give a list, such as [{stop!r}]")
-    return [
-        read_prompt(SourceRow("prompts", f"prompts[{n}]", {"prompt": p}), "prompt")
-        for n, p in enumerate(prompts)
-    ]
+    named = [(f"prompts[{n}]", {"prompt": prompt}) for n, prompt in enumerate(prompts)]
+    return [read_prompt(SourceRow("prompts", *row), "prompt") for row in named]
 
 
 def _generate(
@@ -138,15 +130,12 @@ def _generate(
 ) -> list[Generation]:
     from tunesmith.models.causal_lm import CausalLM
 
-    loaded = (
-        load_model(CausalLM, config, load_tokenizer(config), frozen=True)
-        if isinstance(model, str | Path)
-        else model
-    )
     section = config.sampling
-    tokenizer = cast("Any", loaded.tokenizer)
-    if loaded is model:
-        tokenizer = copy(tokenizer)
+    if isinstance(model, str | Path):
+        model = load_model(CausalLM, config, load_tokenizer(config), frozen=True)
+        tokenizer: Any = model.tokenizer
+    else:
+        tokenizer = copy(model.tokenizer)
         set_defaults(tokenizer, system_prompt=None, options=config.data.chat_template_kwargs)
     encoder = PromptEncoder.of(config.data, tokenizer, prompts)
     prompt_ids = [encoder.ids(prompt) for prompt in prompts]
@@ -155,19 +144,17 @@ def _generate(
         if problem:
             raise UserError(f"prompts[{place}]: {problem}")
     longest = max(map(len, prompt_ids)) + section.max_new_tokens
-    engine = local_engine_for(loaded, config.system, longest, len(prompts) * section.n)
-    sampling = make_sampling(
-        section, tokenizer, section.temperature, loaded.module.generation_config
-    )
+    engine = local_engine_for(model, config.system, longest, len(prompts) * section.n)
+    defaults = model.module.generation_config
+    sampling = make_sampling(section, tokenizer, section.temperature, defaults)
     room = asyncio.Semaphore(window_of(config.system.max_running, section.n))
 
     async def complete(place: int) -> list[Completion]:
         seed = derive_seed(section.seed, place)
         draws = [replace(sampling, seed=derive_seed(seed, member)) for member in range(section.n)]
         async with room:
-            return await asyncio.gather(
-                *(engine.generate(prompt_ids[place], draw) for draw in draws)
-            )
+            ids = prompt_ids[place]
+            return await asyncio.gather(*(engine.generate(ids, draw) for draw in draws))
 
     async def complete_all() -> list[list[Completion]]:
         try:

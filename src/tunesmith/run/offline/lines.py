@@ -53,9 +53,9 @@ class LineWriter:
             tokens = rollout.records[-1]
             record["token_ids"] = list(compress(tokens.token_ids, tokens.sampled))
             record["logprobs"] = list(compress(tokens.logprobs, tokens.sampled))
-        return record | (
-            scores_of(rollout) if self.scored or rollout.status is not Status.OK else {}
-        )
+        if self.scored or rollout.status is not Status.OK:
+            record |= scores_of(rollout)
+        return record
 
     def check_columns(self, tasks: Sequence[Task]) -> None:
         """Reject data whose columns the output would overwrite.
@@ -67,9 +67,8 @@ class LineWriter:
         for task in tasks:
             clash = [name for name in (*own, *self.overwritten) if name in task.columns]
             if clash:
-                raise DataError(
-                    f"task {task.id}: the data has a column '{clash[0]}', which the output would write over; rename it"
-                )
+                reason = f"rename the column '{clash[0]}': the output has its own"
+                raise DataError(f"task {task.id}: {reason}")
 
 
 def scores_of(rollout: Rollout) -> Json:
@@ -100,8 +99,8 @@ def repair(path: Path) -> int:
             whole = [is_whole(line, _is_object) for line in file]
         if whole != sorted(whole, reverse=True):
             raise DataError(
-                f"{path}, line {whole.index(False) + 1}: not a JSON object, and whole lines come after it. Correct or "
-                "remove that line; those after it would be lost"
+                f"{path}, line {whole.index(False) + 1}: not a JSON object, and whole lines come "
+                "after it. Correct or remove that line; those after it would be lost"
             )
     return keep_lines(path, _is_object)
 
@@ -112,10 +111,8 @@ def _is_object(line: Any) -> bool:
 
 def read_lines(path: Path) -> Iterator[Json]:
     """The lines of a file, one at a time."""
-    with (
-        boundary(StorageError, f"cannot read {path}", OSError),
-        path.open(encoding="utf-8") as file,
-    ):
+    unreadable = boundary(StorageError, f"cannot read {path}", OSError)
+    with unreadable, path.open(encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)
 
@@ -159,22 +156,18 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
     """
     note = path.with_name(f".{path.stem}.source.json")
     if not path.exists():
-        unfinished_file(path).unlink(
-            missing_ok=True
-        )  # the user has deleted the output to begin again
-    current: Json = {
-        key: same_path(value)
-        for key, value in json.loads(json.dumps(redact_values(identity))).items()
-    }
+        # The user has deleted the output to begin again.
+        unfinished_file(path).unlink(missing_ok=True)
+    plain = json.loads(json.dumps(redact_values(identity)))
+    current: Json = {key: same_path(value) for key, value in plain.items()}
     if path.exists() and note.exists():
         before = read_json(note)
-        changed = [
-            key for key in (*before, *current) if same_path(before.get(key)) != current.get(key)
-        ]
+        keys = (*before, *current)
+        changed = [key for key in keys if same_path(before.get(key)) != current.get(key)]
         if changed:
             raise ConfigError(
                 f"{path} was begun with {changed[0]} = {before.get(changed[0])!r}, and it is now "
-                f"{current.get(changed[0])!r}: its lines would not belong together. Set another run_dir, "
-                f"or delete {path}"
+                f"{current.get(changed[0])!r}: its lines would not belong together. Set another "
+                f"run_dir, or delete {path}"
             )
     write_json(note, current)

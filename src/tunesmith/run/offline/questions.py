@@ -49,10 +49,8 @@ def first_questions(run: OpenRun[RFTConfig, Task]) -> Questions:
     if encoder is None:
         return plain
     if encoder.template is not None and config.rft.few_shot_separator is not None:
-        raise ConfigError(
-            "rft.few_shot_separator has no effect on a chat template, which has turns; leave it out",
-            keys=("rft.few_shot_separator",),
-        )
+        why = "rft.few_shot_separator has no effect on a chat template; leave it out"
+        raise ConfigError(why, keys=("rft.few_shot_separator",))
     return _after_examples(config, plain, encoder)
 
 
@@ -97,8 +95,9 @@ def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | No
     ids = encoder.ids(task.prompt, tools_in_data(task), shots)
     if limit is not None and len(ids) > limit:
         raise DataError(
-            f"task {task.id}: with the worked examples of rft.few_shot the prompt has {len(ids)} tokens, the limit is "
-            f"{limit}: the model's context less sampling.max_new_tokens, or data.max_prompt_tokens"
+            f"task {task.id}: with the worked examples of rft.few_shot the prompt has {len(ids)} "
+            f"tokens, the limit is {limit}: the model's context less sampling.max_new_tokens, or "
+            "data.max_prompt_tokens"
         )
     return replace(task, prompt_ids=tuple(ids))
 

@@ -101,9 +101,8 @@ def run_rft(
     usage = Usage()
     with open_sampling(RFTConfig, path, overrides, caller) as (run, rewards):
         if step == "evaluate" and run.config.data.eval is None:
-            raise ConfigError(
-                "data.eval is missing: name the questions to evaluate on", keys=("data.eval",)
-            )
+            why = "data.eval is missing: name the questions to evaluate on"
+            raise ConfigError(why, keys=("data.eval",))
         assert rewards is not None, "a run needs a reward"
         steps = _begin(run, rewards, usage)
         with recorded(run.directory.path, "rft", steps.count):
@@ -124,9 +123,8 @@ def _begin(run: OpenRun[RFTConfig, Task], rewards: RewardSet, usage: Usage) -> _
     threshold = run.config.rft.threshold
     if threshold is None:
         threshold = sum(w for w in rewards.weights.values() if w > 0)
-    rounds = [
-        RftRound(run_dir / f"round-{number}") for number in range(1, run.config.rft.rounds + 1)
-    ]
+    numbers = range(1, run.config.rft.rounds + 1)
+    rounds = [RftRound(run_dir / f"round-{number}") for number in numbers]
     report = run_dir / "report.json"
     earlier: Json = read_json(report).get("usage", {}) if report.exists() else {}
     usage.add_earlier({part: metrics for part, metrics in earlier.items() if part != _TOTAL})
@@ -169,9 +167,9 @@ class _Run:
         number = next((i for i, r in enumerate(self.rounds) if r.model is None), None)
         if number is None:
             raise ConfigError(
-                f"all {len(self.rounds)} rounds in {self.run.directory.path} are trained; raise rft.rounds. To "
-                "train on the same answers with other settings, give another run_dir and "
-                f"rft.answers={self.rounds[-1].samples}",
+                f"all {len(self.rounds)} rounds in {self.run.directory.path} are trained; raise "
+                "rft.rounds. To train on the same answers with other settings, give another "
+                f"run_dir and rft.answers={self.rounds[-1].samples}",
                 keys=("rft.rounds",),
             )
         if step == "generate" or self.config.rft.answers is not None:
@@ -195,20 +193,15 @@ class _Run:
     def outcome(self) -> RFTOutcome:
         model = next((r.model for r in reversed(self.rounds) if r.model), None)
         newest = next((r for r in reversed(self.rounds) if r.evaluation.exists()), None)
-        shown = (
-            examples(self.base, newest, SHOWN) if newest and self.base.evaluation.exists() else []
-        )
+        shown: list[EvalExample] = []
+        if newest and self.base.evaluation.exists():
+            shown = examples(self.base, newest, SHOWN)
         report = self._report()
         run_dir = self.run.directory.path
         usage = report["usage"][_TOTAL]
+        earlier = self.usage.earlier
         return RFTOutcome(
-            run_dir,
-            model,
-            report["evaluations"],
-            report["yields"],
-            shown,
-            usage,
-            self.usage.earlier,
+            run_dir, model, report["evaluations"], report["yields"], shown, usage, earlier
         )
 
     def _report(self) -> dict[str, dict[str, Json]]:
@@ -270,9 +263,7 @@ class _Run:
         if this.model is not None:
             return
         if not this.train.exists():
-            raise ConfigError(
-                f"there is no {this.train} to train on; make it with: tunesmith rft generate"
-            )
+            raise ConfigError(f"there is no {this.train}; make it with: tunesmith rft generate")
         with self._phase("training", this):
             model = self._trained(number)
         write_json(this.trained, {"model": str(model)})
@@ -284,9 +275,8 @@ class _Run:
         check_prompts(this.train, samples.items, self.run.train.items)
         run_file = this.directory / "sft.toml"
         values, reasons = self._training_settings(number, data, len(samples))
-        write_output(
-            run_file, config_text(Resolved(self.config, values, ())).encode(), private=True
-        )
+        text = config_text(Resolved(self.config, values, ()))
+        write_output(run_file, text.encode(), private=True)
         newest = Checkpoints(this.sft / "checkpoints", 1).newest()
         state = read_state(newest) if newest else {}
         if newest and state.get("finished"):  # an earlier call ended before it recorded the model
@@ -294,17 +284,13 @@ class _Run:
         if state.get("model_only"):  # nothing can resume from this checkpoint
             shutil.rmtree(this.sft)
         _release_memory()
-        done = run_sft(
-            run_file,
-            ['checkpoint.resume="auto"'],
-            Caller(reasons, self.run.caller.callbacks, brief=number > 0),
-        )
+        caller = Caller(reasons, self.run.caller.callbacks, brief=number > 0)
+        done = run_sft(run_file, ['checkpoint.resume="auto"'], caller)
         setup = done.seconds.get("setup", 0.0)
         metrics = {"seconds/setup": setup, "seconds/training": -setup}
         # Each training step resets the peak of device memory, so the highest of them counts.
-        peaks = [
-            line.get("memory/device_peak") for line in read_metrics(this.sft / "metrics.jsonl")
-        ]
+        lines = read_metrics(this.sft / "metrics.jsonl")
+        peaks = [line.get("memory/device_peak") for line in lines]
         known = [peak for peak in peaks if peak is not None]
         if known:
             metrics["memory/device_peak"] = max(known)
@@ -317,21 +303,18 @@ class _Run:
         questions = held_out_questions(self.run, trained=model is not None)
         with self._phase("evaluation", this):
             self._sample(this, sampling_from(self.config, model), questions, greedy=True)
-            shares = accuracy(
-                islice(read_lines(this.evaluation), len(questions.tasks)), self.threshold
-            )
+            lines = islice(read_lines(this.evaluation), len(questions.tasks))
+            shares = accuracy(lines, self.threshold)
             shares["few_shot"] = questions.shots is not None
             write_json(this.evaluation_report, shares)
         print(describe(this.name, shares), flush=True)
         self._record(this, evaluation_metrics(shares))
-        if (
-            model is not None
-            and self.base.evaluation_report.exists()
-            and fallen(read_json(self.base.evaluation_report), shares)
-        ):
+        before = self.base.evaluation_report
+        if model is not None and before.exists() and fallen(read_json(before), shares):
             print(
-                "warning: the trained model is worse than the model before training, by more than chance explains. "
-                "Try a lower train.lr, fewer train.epochs, or more answers (sampling.n)",
+                "warning: the trained model is worse than the model before training, by more than "
+                "chance explains. Try a lower train.lr, fewer train.epochs, or more answers "
+                "(sampling.n)",
                 flush=True,
             )
 
@@ -352,6 +335,7 @@ class _Run:
         out = this.evaluation if greedy else this.samples
         out.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = questions.tokenizer
+        tasks = questions.tasks
         separator = questions.separator
         source = identity(config, questions.fingerprint, tokenizer, greedy=greedy)
         if questions.shots is not None:
@@ -374,23 +358,17 @@ class _Run:
         watch = JobWatch(
             self.run.directory.path,
             f"{this.name} {'evaluation' if greedy else 'sampling'}: completions",
-            len(questions.tasks),
+            len(tasks),
             before=sum(count_answered(file) for file in self._outputs if file != out),
             evaluates=greedy,
             common={"round": float(this.number)},
             judge=judge,
         )
+        if greedy:
+            once = config.sampling.model_copy(update={"n": 1, "temperature": 0.0})
+            config = config.model_copy(update={"sampling": once})
         answer_tasks(
-            config,
-            tokenizer,
-            self.rewards,
-            questions.tasks,
-            writer,
-            out,
-            self.usage,
-            watch,
-            greedy=greedy,
-            stop=stop,
+            config, tokenizer, self.rewards, tasks, writer, out, self.usage, watch, stop=stop
         )
 
     def _training_data(self, this: RftRound) -> DataSection:
@@ -421,53 +399,38 @@ class _Run:
         reasons = {d.key: d.reason for d in self.run.resolved.derived}
         # Settings that depend on the machine are derived again: no sampler runs next to the
         # training.
-        chosen = {
-            *given,
-            *profile_values(config.rft.profile),
-            *(k for k in reasons if not k.startswith("system.")),
-        }
-        kept = {
-            k: values[k]
-            for k in values
-            if k in chosen and k.startswith(_TRAINING) and not OF_SAMPLERS.covers(k)
-        }
+        chosen = {*given, *profile_values(config.rft.profile)}
+        chosen |= {key for key in reasons if not key.startswith("system.")}
+        of_training = [k for k in values if k.startswith(_TRAINING) and not OF_SAMPLERS.covers(k)]
+        kept = {key: values[key] for key in of_training if key in chosen}
         if (
             kept.get("system.compile") is True
         ):  # on by default, but refused if training has nothing to compile
             del kept["system.compile"]
         start = self.rounds[number - 1].model if number and config.rft.start == "last" else None
         if start is not None and (start / ADAPTER_CONFIG).is_file():
-            kept = {
-                k: v
-                for k, v in kept.items()
-                if k not in ("lora.rank", "lora.alpha", "lora.targets")
-            }
+            for key in ("lora.rank", "lora.alpha", "lora.targets"):
+                kept.pop(key, None)
             kept["lora.path"] = str(start)
         elif start is not None:
             kept["model.path"] = str(start)
         warmup = derive_rft_warmup(config, given, samples)
         if warmup:
             kept["train.warmup_steps"], reasons["train.warmup_steps"] = warmup
-        kept |= {
-            f"data.{k}": v for k, v in data.model_dump(mode="json", exclude_unset=True).items()
-        }
+        written = data.model_dump(mode="json", exclude_unset=True)
+        kept |= {f"data.{key}": value for key, value in written.items()}
         sinks = config.monitor.sinks
         if sinks:
             base_dir = self.run.base_dir
-            kept["monitor.sinks"] = [
-                sink if sink in ADAPTERS else located(sink, base_dir) for sink in sinks
-            ]
+            sinks = [sink if sink in ADAPTERS else located(sink, base_dir) for sink in sinks]
+            kept["monitor.sinks"] = sinks
         kept["run_dir"] = str(self.rounds[number].sft)
         kept["monitor.run_name"] = f"{config.monitor.run_name or name}-round-{number + 1}"
-        by_user = {
-            key for key in given if key in kept and kept[key] == values[key] and key not in reasons
-        }
+        said = given.keys() - reasons.keys()
+        by_user = {key for key in said if key in kept and kept[key] == values[key]}
         of_round = f"round {number + 1} of tunesmith rft"
-        return kept, {
-            key: reasons.get(key, of_round)
-            for key in (*kept, "checkpoint.resume")
-            if key not in by_user
-        }
+        others = [key for key in (*kept, "checkpoint.resume") if key not in by_user]
+        return kept, {key: reasons.get(key, of_round) for key in others}
 
 
 def _release_memory() -> None:

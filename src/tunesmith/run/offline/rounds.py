@@ -29,6 +29,8 @@ from tunesmith.run.offline.lines import Json, read_lines, records_of, write_whol
 from tunesmith.run.offline.selection import Yield, correct_answers, select, usable
 from tunesmith.types import Sample, Task
 
+SHARES = ("accuracy", "answered", "accuracy_of_answered")
+
 
 class RftRound:
     """The files of one round, or of the base model's evaluation."""
@@ -63,19 +65,14 @@ def adopt_answers(answers: Path, this: RftRound, tasks: Sequence[Task]) -> None:
     with boundary(DataError, f"cannot read rft.answers = '{answers}'", (OSError, ValueError)):
         lines = list(read_lines(answers))
     if len(lines) != len(tasks):
-        raise DataError(
-            f"{answers} answers {len(lines)} questions, and data.train has {len(tasks)}"
-        )
+        raise DataError(f"{answers} answers {len(lines)} questions, data.train has {len(tasks)}")
     for number, (line, task) in enumerate(zip(lines, tasks, strict=True), 1):
         records = records_of(line)
-        if line.get("prompt") != task.prompt or not all(
-            "completion" in record for record in records
-        ):
+        answered = all("completion" in record for record in records)
+        if line.get("prompt") != task.prompt or not answered:
             raise DataError(f"{answers}:{number} does not answer the question of task {task.id}")
         if not all("reward" in record for record in records):
-            raise DataError(
-                f"{answers}:{number} has answers without a reward: generate them with [reward]"
-            )
+            raise DataError(f"{answers}:{number} lacks rewards: generate it with [reward]")
     this.directory.mkdir(parents=True, exist_ok=True)
     write_whole(this.samples, iter(lines))
 
@@ -96,25 +93,21 @@ def select_answers(this: RftRound, rule: str, threshold: float, samples_per_ques
             questions.append(counts.add(line, len(correct), len(kept)))
             tools = {"tools": line["tools"]} if "tools" in line else {}
             for record in kept:
-                yield {
-                    "task": place,
-                    "prompt": line["prompt"],
-                    "completion": record["completion"],
-                    **tools,
-                }
+                asked = {"task": place, "prompt": line["prompt"]}
+                yield {**asked, "completion": record["completion"], **tools}
 
     write_whole(this.train, learned())
     write_whole(this.directory / "questions.jsonl", iter(questions))
     report = {"threshold": threshold, "select": rule, **counts.report()}
     write_json(this.yield_report, report)
     if not report["kept"]:
-        best = max(
-            (r["reward"] for line in read_lines(this.samples) for r in usable(line)), default=0.0
-        )
+        lines = read_lines(this.samples)
+        best = max((r["reward"] for line in lines for r in usable(line)), default=0.0)
         raise ConfigError(
-            f"none of the {report['samples']} samples in {this.samples} is a whole answer with a reward of at least "
-            f"{threshold:g} (rft.threshold); the highest is {best:g}. Give examples with rft.few_shot, raise "
-            "sampling.n or sampling.max_new_tokens, or train by example first: tunesmith sft",
+            f"none of the {report['samples']} samples in {this.samples} is a whole answer with a "
+            f"reward of at least {threshold:g} (rft.threshold); the highest is {best:g}. Give "
+            "examples with rft.few_shot, raise sampling.n or sampling.max_new_tokens, or train by "
+            "example first: tunesmith sft",
             keys=("rft.threshold",),
         )
     return report
@@ -128,17 +121,16 @@ def check_prompts(train: Path, samples: Sequence[Sample], tasks: Sequence[Task])
     """
     lines = list(read_lines(train))
     if len(lines) != len(samples):
-        raise DataError(
-            f"{train} has {len(lines)} answers, and {len(samples)} samples came of them"
-        )
+        raise DataError(f"{train} has {len(lines)} answers, which gave {len(samples)} samples")
     for number, (line, sample) in enumerate(zip(lines, samples, strict=True), 1):
         prompt = sample.token_ids[: sample.loss_mask.index(True)]
         asked = list(tasks[line["task"]].prompt_ids)
         if prompt != asked:
             raise DataError(
-                f"{train}:{number}: in training the prompt has {len(prompt)} tokens, and the question is asked with "
-                f"{len(asked)} that differ: the chat template renders a finished conversation otherwise than one "
-                "that is to be answered. Name another with model.chat_template, or say data.chat = false"
+                f"{train}:{number}: in training the prompt has {len(prompt)} tokens, and the "
+                f"question is asked with {len(asked)} that differ: the chat template renders a "
+                "finished conversation otherwise than one that is to be answered. Name another "
+                "with model.chat_template, or say data.chat = false"
             )
 
 
@@ -154,19 +146,16 @@ def examples(first: RftRound, last: RftRound, count: int) -> list[EvalExample]:
         record = records_of(line)[0]
         return record["completion"], record["reward"]
 
-    lines = islice(
-        zip(read_lines(first.evaluation), read_lines(last.evaluation), strict=False), count
-    )
-    return [
-        EvalExample(last_message(before["prompt"]), answer(before), answer(after))
-        for before, after in lines
-    ]
+    both = zip(read_lines(first.evaluation), read_lines(last.evaluation), strict=False)
+    lines = islice(both, count)
+    prompts = [(last_message(a["prompt"]), answer(a), answer(b)) for a, b in lines]
+    return [EvalExample(*example) for example in prompts]
 
 
 def describe(name: str, shares: Mapping[str, Any]) -> str:
     """An evaluation in one line: shares with their 95% intervals."""
     parts = [f"{name:9}"]
-    for key in ("accuracy", "answered", "accuracy_of_answered"):
+    for key in SHARES:
         if shares[key] is not None:
             parts.append(f"{key.replace('_', ' ')} {_with_interval(*shares[key])}")
     if shares["answered"] and not shares["answered"][0]:
@@ -185,11 +174,7 @@ def _with_interval(share: float, low: float, high: float) -> str:
 
 def evaluation_metrics(shares: Mapping[str, Any]) -> dict[str, float]:
     """An evaluation as metrics."""
-    known = {
-        key: shares[key][0]
-        for key in ("accuracy", "answered", "accuracy_of_answered")
-        if shares[key]
-    }
+    known = {key: shares[key][0] for key in SHARES if shares[key]}
     known["failed"] = shares["failed"] / shares["questions"]
     return {f"eval/{key}": value for key, value in known.items()}
 
@@ -197,11 +182,8 @@ def evaluation_metrics(shares: Mapping[str, Any]) -> dict[str, float]:
 def yield_metrics(report: Mapping[str, Any]) -> dict[str, float]:
     """The result of a round's sampling as metrics."""
     counts = {name: float(report[name]) for name in ("questions", "solved")}
-    return {
-        **counts,
-        "accepted": float(report["kept"]),
-        "sampled_right": report["correct_share"][0],
-    }
+    counts["accepted"] = float(report["kept"])
+    return {**counts, "sampled_right": report["correct_share"][0]}
 
 
 def describe_yield(name: str, report: Mapping[str, Any]) -> str:
@@ -215,6 +197,7 @@ def describe_yield(name: str, report: Mapping[str, Any]) -> str:
     totals = (
         f"{name}: {report['correct']:,} of {report['samples']:,} samples are right, "
         f"{_with_interval(*report['correct_share'])}; {report['solved']:,} of "
-        f"{report['questions']:,} questions are solved, {report['kept']:,} answers are kept ({report['select']})"
+        f"{report['questions']:,} questions are solved, {report['kept']:,} answers are kept "
+        f"({report['select']})"
     )
     return "\n".join([totals, *bars])

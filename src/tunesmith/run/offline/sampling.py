@@ -3,8 +3,8 @@ tasks."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.plan import devices_of
 from tunesmith.records.interrupts import handled, keeping
 from tunesmith.records.run_dir import how_to_continue
-from tunesmith.run.engines.base import EngineStats, RolloutEngine
+from tunesmith.run.engines.base import RolloutEngine
 from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.run.offline.answering import answer, window_of
@@ -34,6 +34,10 @@ from tunesmith.run.placement.rewards import add_rewards
 from tunesmith.types import RolloutGroup, Task
 
 C = TypeVar("C", GenerateConfig, RFTConfig)
+_OF_PROMPTS = (
+    "map", "system_prompt", "chat", "chat_template_kwargs", "too_long", "max_prompt_tokens",
+)  # fmt: skip
+"""``[data]`` keys that prompts depend on."""
 _ENVIRONMENTS = {"single_turn": SingleTurn()}
 
 
@@ -67,7 +71,6 @@ def answer_tasks(
     usage: Usage,
     watch: JobWatch,
     *,
-    greedy: bool = False,
     stop: tuple[str, ...] = (),
 ) -> None:
     """Append the lines that ``out`` lacks. If any are missing, the model is loaded, and freed
@@ -76,18 +79,18 @@ def answer_tasks(
     Args:
         config: resolved.
         usage: must have an open phase.
-        greedy: one completion per prompt at temperature 0; ``[sampling]``'s ``n`` and
-            ``temperature`` are not used.
         stop: strings to stop at, in addition to those of ``[sampling]``.
     """
     writer.check_columns(tasks)
     if repair(out) >= len(tasks):
         return
     section = config.sampling
-    n, temperature = (1, 0.0) if greedy else (section.n, section.temperature)
+    n = section.n
     with usage.phase("setup"):
         engine = _load(config, tokenizer, rewards)
-    sampling = make_sampling(section, tokenizer, temperature, saved_generation(config), stop)
+    sampling = make_sampling(
+        section, tokenizer, section.temperature, saved_generation(config), stop
+    )
 
     async def produce(place: int, task: Task, unfinished: Unfinished) -> RolloutGroup:
         alone = n == 1 and rewards is None  # a completion is a line at once
@@ -96,33 +99,34 @@ def answer_tasks(
         [group] = await collector.collect([task], sampling, n, derive_seed(section.seed, place))
         return group
 
-    def stats() -> EngineStats:
-        usage.add_engine(counted := engine.stats())
-        return counted
-
-    async def begin() -> None:
-        # An engine with its own weights has read them from the model's files, without the adapter;
-        # SGLang has not.
-        if devices_of(config).weights_apart and (
-            config.lora.on or config.system.engine_kind.served
-        ):
-            with usage.phase("setup"):
-                await engine.load_weights(0)
-
-    watch.follow(config, tokenizer, stats, n)
-    window = window_of(config.system.max_running, n)
-    share = (config.reward or RewardSection()).max_failed_share
+    watch.follow(config, tokenizer, lambda: usage.add_engine(engine.stats()), n)
     answer(
         out,
         tasks,
         produce,
         writer.line,
-        window=window,
-        max_failed_share=share,
+        window=window_of(config.system.max_running, n),
+        max_failed_share=(config.reward or RewardSection()).max_failed_share,
         watch=watch,
-        begin=begin,
-        end=engine.close,
+        serving=_serving(config, engine, usage),
     )
+
+
+@asynccontextmanager
+async def _serving(
+    config: SamplingConfig, engine: RolloutEngine, usage: Usage
+) -> AsyncGenerator[None]:
+    """The engine with the weights to sample from; closed at the end."""
+    try:
+        # An engine with its own weights has read them from the model's files, without the adapter;
+        # SGLang has not.
+        adapted = config.lora.on or config.system.engine_kind.served
+        if devices_of(config).weights_apart and adapted:
+            with usage.phase("setup"):
+                await engine.load_weights(0)
+        yield
+    finally:
+        await engine.close()
 
 
 def _load(config: SamplingConfig, tokenizer: Any, rewards: RewardSet | None) -> RolloutEngine:
@@ -148,7 +152,7 @@ def identity(
 
     Args:
         data: the data's fingerprint.
-        greedy: as for ``answer_tasks``.
+        greedy: the lines are greedy answers, one to each prompt.
     """
     model = config.model
     template = tokenizer.chat_template
@@ -160,31 +164,18 @@ def identity(
     values |= {"data": data, "chat template (digest)": template and fingerprint_of([template])}
     if config.lora.path is not None:
         values["lora.path"] = str(config.lora.path)
-    for key in (
-        "map",
-        "system_prompt",
-        "chat",
-        "chat_template_kwargs",
-        "too_long",
-        "max_prompt_tokens",
-    ):
+    for key in _OF_PROMPTS:
         values[f"data.{key}"] = getattr(config.data, key)
     if config.sampling_settings:
-        unread = (
-            {"timeout", "n", "temperature", "top_p", "top_k", "min_p", "seed"}
-            if greedy
-            else {"timeout"}
-        )
-        values |= {
-            f"sampling.{k}": v
-            for k, v in config.sampling.model_dump(mode="json", exclude=unread).items()
-        }
+        unread = {"timeout"}
+        if greedy:
+            unread |= {"n", "temperature", "top_p", "top_k", "min_p", "seed"}
+        read = config.sampling.model_dump(mode="json", exclude=unread)
+        values |= {f"sampling.{key}": value for key, value in read.items()}
     if isinstance(config, GenerateConfig):
         values["output.logprobs"] = config.output.logprobs
     if config.reward is not None:
         outcome = {"functions", "weights", "models", "remote", "answer", "pattern"}
-        values |= {
-            f"reward.{k}": v
-            for k, v in config.reward.model_dump(mode="json", include=outcome).items()
-        }
+        reward = config.reward.model_dump(mode="json", include=outcome)
+        values |= {f"reward.{key}": value for key, value in reward.items()}
     return values

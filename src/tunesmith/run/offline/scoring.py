@@ -44,14 +44,11 @@ def score(
             problem = without_row(tokenizer, ids)
             if problem:
                 raise DataError(f"task {task.id}: in its completion, {problem}")
-    chat = (
-        choose_template(
-            config.data, tokenizer, [Example(t.id, t.id, prompt=t.prompt) for t in tasks]
-        )
-        is not None
-    )
+    examples = [Example(task.id, task.id, prompt=task.prompt) for task in tasks]
     eos = tokenizer.eos_token_id
-    end = end_of_turn_ids(tokenizer) if chat else [] if eos is None else [eos]
+    end = [] if eos is None else [eos]
+    if choose_template(config.data, tokenizer, examples) is not None:
+        end = end_of_turn_ids(tokenizer)
 
     async def produce(_: int, task: Task, __: Unfinished) -> RolloutGroup:
         records = given_records(task, column)
@@ -93,13 +90,12 @@ def given_records(task: Task, column: str | None) -> list[Json]:
     """
     names = (column,) if column else ("completion", "completions")
     value: Any = next((task.columns[name] for name in names if name in task.columns), None)
-    records = [
-        _record(item) for item in (cast("list[Any]", value) if isinstance(value, list) else [value])
-    ]
+    items: list[Any] = value if isinstance(value, list) else [value]
+    records = [_record(item) for item in items]
     if not records or None in records:
         raise DataError(
-            f"task {task.id}: no completion to score in {' or '.join(repr(n) for n in names)} (data.completion); "
-            "it is text, a list of texts, or what tunesmith generate wrote"
+            f"task {task.id}: no completion to score in {' or '.join(repr(n) for n in names)} "
+            "(data.completion); it is text, a list of texts, or what tunesmith generate wrote"
         )
     return cast("list[Json]", records)
 
@@ -120,9 +116,8 @@ def _line(group: RolloutGroup, column: str | None) -> Json:
     """The data line with the rewards of its completions."""
     columns = group.task.columns
     line = {"prompt": group.task.prompt, **columns}
-    if not isinstance(
-        columns[column or ("completion" if "completion" in columns else "completions")], list
-    ):
+    name = column or ("completion" if "completion" in columns else "completions")
+    if not isinstance(columns[name], list):
         return line | scores_of(group.rollouts[0])
     records = zip(given_records(group.task, column), group.rollouts, strict=True)
     return line | {"completions": [record | scores_of(rollout) for record, rollout in records]}

@@ -43,11 +43,9 @@ def best(line: Json, min_reward: float = -inf) -> Selected:
     record = max(usable(line), key=lambda r: r["reward"], default=None)
     if record is None:
         return "without a reward"
-    return (
-        [_columns(line) | record]
-        if record["reward"] >= min_reward - ROUNDING
-        else "below min_reward"
-    )
+    if record["reward"] < min_reward - ROUNDING:
+        return "below min_reward"
+    return [_columns(line) | record]
 
 
 def pair(line: Json, min_margin: float, min_reward: float = -inf) -> Selected:
@@ -61,11 +59,8 @@ def pair(line: Json, min_margin: float, min_reward: float = -inf) -> Selected:
     if chosen["reward"] < min_reward - ROUNDING:
         return "below min_reward"
     texts = {"chosen": chosen["completion"], "rejected": rejected["completion"]}
-    return [
-        _columns(line)
-        | texts
-        | {"chosen_reward": chosen["reward"], "rejected_reward": rejected["reward"]}
-    ]
+    rewards = {"chosen_reward": chosen["reward"], "rejected_reward": rejected["reward"]}
+    return [_columns(line) | texts | rewards]
 
 
 def conditional(line: Json, template: str, borders: Sequence[float] | None) -> Selected:
@@ -76,10 +71,8 @@ def conditional(line: Json, template: str, borders: Sequence[float] | None) -> S
         reward = record["reward"]
         word = f"{reward:.2f}" if borders is None else str(level(reward, borders))
         prompt = _with_reward(line["prompt"], template, word)
-        selected.append(
-            _columns(line)
-            | {"prompt": prompt, "completion": record["completion"], "reward": reward}
-        )
+        columns = {"prompt": prompt, "completion": record["completion"], "reward": reward}
+        selected.append(_columns(line) | columns)
     return selected or "without a reward"
 
 
@@ -89,10 +82,8 @@ def _with_reward(prompt: Prompt, template: str, word: str) -> Prompt:
         # The prompt is inserted last, because it may contain "{reward}".
         return template.replace("{reward}", word).replace("{prompt}", prompt)
     last = max((i for i, m in enumerate(prompt) if m["role"] == "user"), default=len(prompt) - 1)
-    changed: Message = {
-        **prompt[last],
-        "content": _with_reward(cast("str", prompt[last]["content"]), template, word),
-    }
+    content = _with_reward(cast("str", prompt[last]["content"]), template, word)
+    changed: Message = {**prompt[last], "content": content}
     return [*prompt[:last], changed, *prompt[last + 1 :]]
 
 
@@ -100,9 +91,9 @@ def level_borders(rewards: Sequence[float], levels: int) -> list[float]:
     """The highest reward of each level but the last; all levels hold about the same number of
     rewards."""
     ordered = sorted(rewards)
-    return (
-        [ordered[ceil(len(ordered) * k / levels) - 1] for k in range(1, levels)] if ordered else []
-    )
+    if not ordered:
+        return []
+    return [ordered[ceil(len(ordered) * k / levels) - 1] for k in range(1, levels)]
 
 
 def level(reward: float, borders: Sequence[float]) -> int:
@@ -117,9 +108,7 @@ def right_answers(line: Mapping[str, Any], threshold: float) -> list[Json]:
 
 def correct_answers(line: Mapping[str, Any], threshold: float) -> list[Json]:
     """Completions that reach the threshold and are complete."""
-    return [
-        record for record in right_answers(line, threshold) if record.get("finish_reason") == "stop"
-    ]
+    return [r for r in right_answers(line, threshold) if r.get("finish_reason") == "stop"]
 
 
 def select(records: Sequence[Json], rule: str) -> list[Json]:
@@ -189,9 +178,8 @@ class Yield:
         known = answered_of(records)
         counts = {"samples": len(records), "correct": correct, "kept": kept}
         failed = sum("error" in record for record in records)
-        self.totals.update(
-            counts, questions=1, solved=int(correct > 0), judged=len(known), failed=failed
-        )
+        self.totals.update(counts, questions=1, judged=len(known), failed=failed)
+        self.totals["solved"] += correct > 0
         self.answered += sum(known)
         self.histogram[correct] += 1
         return {"prompt": line["prompt"], **counts}
@@ -235,9 +223,8 @@ def accuracy(lines: Iterable[Json], threshold: float) -> Json:
     records = [record for line in lines for record in records_of(line)]
     correct = [record for line in lines for record in right_answers(line, threshold)]
     judged = answered_of(records)
-    answered, right = (
-        sum(value > 0 for value in values) for values in (judged, answered_of(correct))
-    )
+    answered = sum(value > 0 for value in judged)
+    right = sum(value > 0 for value in answered_of(correct))
     return {
         "questions": len(records),
         "accuracy": interval(len(correct), len(records)),

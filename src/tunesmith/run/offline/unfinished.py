@@ -64,15 +64,12 @@ class Unfinished:
                 "logprobs": done.logprobs,
                 "finish_reason": done.finish_reason,
             }
-            self._keep({"place": place, "seed": sampling.seed, **sampled})
+            self.keep({"place": place, "seed": sampling.seed, **sampled})
             return done
 
         return generate
 
-    def keep_line(self, place: int, line: Json) -> None:
-        self._keep({"place": place, "line": line})
-
-    def _keep(self, record: Json) -> None:
+    def keep(self, record: Json) -> None:
         self._kept[record["place"]].append(record)
         self._out.write(record)
 

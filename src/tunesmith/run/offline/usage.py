@@ -31,9 +31,7 @@ class Usage:
         """Add the result that ``parts`` had at the end of an earlier call."""
         for part, metrics in parts.items():
             self.add(part, metrics)
-            self.earlier += sum(
-                value for name, value in metrics.items() if name.startswith(_SECONDS)
-            )
+            self.earlier += sum(seconds_of(metrics).values())
 
     @contextmanager
     def phase(self, name: str, part: str | None = None) -> Generator[None]:
@@ -49,12 +47,13 @@ class Usage:
     def add(self, part: str, metrics: Mapping[str, float]) -> None:
         self._parts[part] = total_of([self._parts.get(part, {}), metrics])
 
-    def add_engine(self, stats: EngineStats) -> None:
-        """Add KV memory to the part whose phase is open."""
+    def add_engine(self, stats: EngineStats) -> EngineStats:
+        """Add KV memory to the part whose phase is open; returns ``stats``."""
         if stats.peak_kv_bytes:
             self.add(self._current, {"kv_peak": float(stats.peak_kv_bytes)})
         if stats.kv_budget_bytes:
             self.add(self._current, {"kv_used": stats.peak_kv_bytes / stats.kv_budget_bytes})
+        return stats
 
     def parts(self) -> dict[str, dict[str, float]]:
         """The metrics so far, by part, rounded to the millisecond."""
@@ -84,8 +83,5 @@ def total_of(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def seconds_of(metrics: Mapping[str, float]) -> dict[str, float]:
     """Seconds by phase."""
-    return {
-        name.removeprefix(_SECONDS): value
-        for name, value in metrics.items()
-        if name.startswith(_SECONDS)
-    }
+    seconds = {name: value for name, value in metrics.items() if name.startswith(_SECONDS)}
+    return {name.removeprefix(_SECONDS): value for name, value in seconds.items()}

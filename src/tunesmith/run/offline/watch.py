@@ -105,14 +105,10 @@ class JobWatch:
         metrics = self.run_dir / "metrics.jsonl"
         self._metrics = MetricsLog(metrics, resume_step=step)
         if self.open_rollouts:
-            self._rollouts = self.open_rollouts(
-                self.before + self.prompts if self.evaluates else step
-            )
-        last = [
-            line["total_tokens"]
-            for line in newest_objects(metrics, _TAIL)
-            if "total_tokens" in line
-        ]
+            all_of_them = self.before + self.prompts
+            self._rollouts = self.open_rollouts(all_of_them if self.evaluates else step)
+        lines = newest_objects(metrics, _TAIL)
+        last = [line["total_tokens"] for line in lines if "total_tokens" in line]
         self._total_tokens = float(last[-1]) if last else 0.0
         if self.judge:
             for line in chain(read_lines(path), (line for _, line in unfinished.lines())):
@@ -131,7 +127,8 @@ class JobWatch:
         self._lengths += [rollout.num_sampled for rollout in group.rollouts]
         self._finished = finished
         if self.judge:
-            self._recent_right += (judged := self.judge(line)).right
+            judged = self.judge(line)
+            self._recent_right += judged.right
             self._count(judged)
 
     def tick(self) -> None:
@@ -192,9 +189,8 @@ class JobWatch:
                 chosen.append((place, group))
         if self._rollouts:
             kind = "eval" if self.evaluates else "train"
-            step = (
-                self.before + self.prompts if self.evaluates else step
-            )  # an evaluation is one step
+            # An evaluation is one step.
+            step = self.before + self.prompts if self.evaluates else step
             for place, group in chosen:
                 self._rollouts.write(step, [group], kind, first=place)
 
@@ -226,9 +222,8 @@ class JobWatch:
 def open_rollouts(run_dir: Path, config: SamplingConfig, tokenizer: Any, step: int) -> RolloutLog:
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     size = parse_size(config.monitor.rollouts_size)
-    return RolloutLog(
-        run_dir / "rollouts.jsonl", 1, size, decode, tokenizer.decode, resume_step=step
-    )
+    file = run_dir / "rollouts.jsonl"
+    return RolloutLog(file, 1, size, decode, tokenizer.decode, resume_step=step)
 
 
 def _sampled(rollouts: list[Rollout]) -> dict[str, float]:
