@@ -63,8 +63,7 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.records.memory import memory_metrics
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
-from tunesmith.run.engines.local.kv_memory import KVLayout
-from tunesmith.run.engines.local.kv_pool import KVPool
+from tunesmith.run.engines.local.pool import KVLayout, KVPool
 from tunesmith.run.trainers.optimizer import AdamWSettings, MasterOptimizer
 
 LLAMA_8B = ModelFacts(8_030_261_248, 32, 4096, 14336, 32, 8, 128, 128256, 131072)
@@ -444,11 +443,13 @@ def test_memory_for_less_than_one_request_is_refused_as_the_engine_would(
     layout = KVLayout(
         SMALL.layers, SMALL.kv_heads, SMALL.head_dim, torch.float32, torch.device("cpu")
     )
-    slots = KVPool([layout], 10**6).needed(prompt, max(1, new - 1))
+    pool = KVPool([layout], 10**6)
+    blocks = pool.needed(prompt) + pool.needed(max(1, new - 1))
+    size = blocks * pool.block_size * layout.token_bytes
     said = (f"rollout.max_new_tokens={new}", "system.engine_process=false")
-    config = resolved(RLConfig, facts, *said, f"system.kv_memory={slots * layout.slot_bytes}B")
-    assert KVPool([layout], parse_size(config.system.kv_memory)).total == slots
-    words = refusal(RLConfig, facts, *said, f"system.kv_memory={slots * layout.slot_bytes - 1}B")
+    config = resolved(RLConfig, facts, *said, f"system.kv_memory={size}B")
+    assert KVPool([layout], parse_size(config.system.kv_memory)).blocks == blocks
+    words = refusal(RLConfig, facts, *said, f"system.kv_memory={size - 1}B")
     assert "system.kv_memory" in words and str(prompt) in words
 
 

@@ -26,7 +26,7 @@ from tunesmith.models.no_tokenizer import NoTokenizer
 from tunesmith.models.openmp import to_thread
 from tunesmith.plan.cost.device import Price
 from tunesmith.run.engines.base import EngineStats
-from tunesmith.run.engines.local.kv_memory import KVMemory
+from tunesmith.run.engines.local.pool import KVMemory
 from tunesmith.run.placement import engine_host, planes, trainers
 from tunesmith.run.placement.opening import FROM_A_COMMAND, OpenRun
 from tunesmith.run.processes import rank_group

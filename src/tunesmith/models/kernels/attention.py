@@ -1,7 +1,7 @@
 """What attention kernels compute, and how a model's layers call them.
 
 A context decides what each token sees: a token forest (``ForestAttention``) in training and
-scoring, a KV cache (``PrefillAttention``, ``DecodeAttention``) in sampling.
+scoring, blocks of keys and values (``PoolAttention``) in sampling.
 
 Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
 """

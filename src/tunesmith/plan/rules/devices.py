@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.values import format_size, parse_size
@@ -206,8 +205,7 @@ def kv_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     plan = s.plan or draft(config, s.facts)
     new = config.new_tokens
     tokens = sum(-(-count // BLOCK) * BLOCK for count in (s.longest, max(1, new - 1)))
-    bytes_per_token = model.kv_bytes_per_token(kv_bytes_per_number(plan))
-    needed = ceil(tokens * bytes_per_token * (1 + 1 / (2 * model.layers)))
+    needed = tokens * model.kv_bytes_per_token(kv_bytes_per_number(plan))
     if needed > parse_size(kv):
         yield Problem(("system.kv_memory",),
             f"system.kv_memory = {kv} does not hold one prompt of {s.longest} tokens with {new} "

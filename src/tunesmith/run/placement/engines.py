@@ -123,7 +123,7 @@ def local_engine_for(
 
     on_gpu = model.device.type == "cuda"
     free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else read_hardware().memory_available
-    # 1.5 times as much, because memory is allocated in blocks and briefly copied.
+    # 1.5 times as much, because the last blocks of prompts and completions are not full.
     layout, _ = probe(model, compiled=bool(system.compile))
     needed = ceil(1.5 * min(system.max_running, requests) * longest * layout.token_bytes)
     kv_bytes = max(LEAST_KV_BYTES, min(needed, free // 2))

@@ -8,25 +8,20 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import cache, partial
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tests.support.tiny import save_model
 from tunesmith.costs import PeakRates
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.run.engines.local import decode_attention
-from tunesmith.run.engines.local.decode_attention import parts
 from tunesmith.run.engines.local.engine import LocalEngine, end_of_sequence_ids
-from tunesmith.run.engines.local.kv_pool import KVPool
+from tunesmith.run.engines.local.pool import KVPool, KVSpan
 from tunesmith.run.engines.local.requests import CachedPrompt, Piece, split_pieces
 from tunesmith.run.engines.local.runner import Runner
 from tunesmith.types import Completion, Sampling
@@ -124,11 +119,8 @@ def test_greedy_is_generate_and_logprobs_are_the_trainers(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_long_and_short_completions_side_by_side(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of unlike lengths attend in parts; each is scored as if it were alone."""
-    monkeypatch.setitem(decode_attention.WORTH_A_PART, "cpu", 1)
+def test_long_and_short_completions_side_by_side(family: str, tmp_path: Path) -> None:
+    """Each is scored as if it were alone."""
     save_model(tmp_path, family, **FAMILIES[family], max_position_embeddings=512)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     engine = make(CausalLM.load(tmp_path), 16384, max_running=12, compiled=False)
@@ -138,16 +130,6 @@ def test_long_and_short_completions_side_by_side(
     for (prompt, sampling), done in zip(requests, run(engine, *requests), strict=True):
         assert len(done.token_ids) == sampling.max_new_tokens
         assert done.logprobs == pytest.approx(scores(plain, prompt, done.token_ids), abs=1e-4)
-
-
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=40), st.integers(1, 5000))
-def test_parts_cover_all_rows_and_spare_what_another_costs(ends: list[int], worth: int) -> None:
-    ends.sort(reverse=True)
-    found = parts(ends, worth)
-    assert [row for start, stop, _ in found for row in range(start, stop)] == list(range(len(ends)))
-    assert all(longest == max(ends[start:stop]) for start, stop, longest in found)
-    spared = [(a[2] - b[2]) * (b[1] - b[0]) for a, b in pairwise(found)]
-    assert all(slots >= worth for slots in spared)
 
 
 def test_a_prompt_is_prefilled_once_for_its_group(llama: CausalLM) -> None:
@@ -269,7 +251,7 @@ def test_the_youngest_is_preempted_and_loses_nothing(llama: CausalLM) -> None:
 def test_what_never_fits_is_refused_with_the_numbers(llama: CausalLM) -> None:
     engine = make(llama, 96)
     with pytest.raises(
-        UserError, match=r"20 tokens with up to 90 new ones needs 128 tokens .* holds 96"
+        UserError, match=r"20 tokens with up to 90 new ones needs 128 tokens .* holds 112"
     ):
         run(engine, (prompts(20)[0], free(90)))
     with pytest.raises(UserError, match="holds 16 tokens: this model needs at least"):
@@ -552,10 +534,13 @@ def test_attainable_time_by_hand(llama: CausalLM) -> None:
 
 def test_long_prompts_are_chunked_and_short_ones_kept_whole() -> None:
     pieces = [
-        Piece(CachedPrompt((0,) * n, row=row), 0, (0,) * n)
+        Piece(CachedPrompt((0,) * n, 1, KVSpan([row])), 0, (0,) * n)
         for row, n in enumerate((3, 3, 3, 20, 2))
     ]
-    batches = [[(p.owner.row, p.start, p.stop) for p in batch] for batch in split_pieces(pieces, 8)]
+    batches = [
+        [(p.owner.span.blocks[0], p.start, p.stop) for p in batch]
+        for batch in split_pieces(pieces, 8)
+    ]
     assert batches == [
         [(0, 0, 3), (1, 0, 3)],
         [(2, 0, 3)],

@@ -10,6 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from tunesmith.run.engines.local.native_decode import (
     RowsData,
     StepData,
 )
+from tunesmith.run.engines.local.pool import KVSpan, tables
 from tunesmith.run.engines.local.runner import probe
 from tunesmith.run.loop.profiling import StepProfiler
 from tunesmith.run.placement.models import load_model, load_tokenizer
@@ -67,13 +69,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def bank(
-    rows: int, heads: int, slots: int, dim: int, dtype: torch.dtype
-) -> tuple[Tensor, BankData]:
-    """Keys and values of two layers; what no row has written is NaN, which no result may have
-    seen."""
-    memory = torch.full((4, rows, heads, slots, dim), math.nan, dtype=dtype)
-    return memory, BankData(memory.data_ptr(), *memory.stride()[:3])
+SLOTS = 5
+"""Of a block."""
+
+
+def in_blocks(bank: Tensor, span: KVSpan, plane: int, tokens: int) -> Iterator[tuple[int, Tensor]]:
+    """The ``[2, K, D]`` keys and values of each token of a span."""
+    for at in range(tokens):
+        yield at, bank[plane : plane + 2, span.blocks[at // SLOTS], :, at % SLOTS]
 
 
 def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -111,10 +114,13 @@ def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -
     share = shape["share"]
     dim = shape["dim"]
     heads, plane, (row_type, bank_type) = heads_kv * share, 2 * shape["layer"], shape["dtypes"]
-    prompts, of_prompts = bank(
-        len(shape["prompts"]), heads_kv, max(shape["prompts"]) + 3, dim, bank_type
-    )
-    own, of_own = bank(len(rows), heads_kv, 48, dim, bank_type)
+    # What no row has written is NaN, which no result may have seen.
+    bank = torch.full((4, 80, heads_kv, SLOTS, dim), math.nan, dtype=bank_type)
+    free = torch.randperm(80).tolist()
+    spans = [KVSpan([free.pop() for _ in range(15)]) for _ in shape["prompts"]]
+    own_spans = [KVSpan([free.pop() for _ in range(n // SLOTS + 1)]) for _, n in rows]
+    prompts = torch.zeros(4, len(spans), heads_kv, 70, dim, dtype=bank_type)
+    own = torch.zeros(4, len(rows), heads_kv, 48, dim, dtype=bank_type)
     for i, length in enumerate(shape["prompts"]):
         prompts[plane : plane + 2, i, :, :length] = torch.randn(2, heads_kv, length, dim)
     for i, (_, written) in enumerate(rows):
@@ -122,7 +128,14 @@ def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -
     q_norm, k_norm = (torch.rand(2, dim) + 0.5).unbind() if shape["norms"] else (None, None)
     cos, sin = torch.randn(2, 200, dim).unbind()
     qkv = torch.randn(len(rows), (heads + 2 * heads_kv) * dim).to(row_type)
-    layout = RowsData([(prompt, shape["prompts"][prompt]) for prompt, _ in rows], share)
+    for i, length in enumerate(shape["prompts"]):
+        for at, place in in_blocks(bank, spans[i], plane, length):
+            place.copy_(prompts[plane : plane + 2, i, :, at])
+    for i, (_, written) in enumerate(rows):
+        for at, place in in_blocks(bank, own_spans[i], plane, written):
+            place.copy_(own[plane : plane + 2, i, :, at])
+    layout = RowsData([spans[p] for p, _ in rows], [shape["prompts"][p] for p, _ in rows], share)
+    own_tables = tables(own_spans)
     changing = torch.tensor([[n for _, n in rows], [shape["prompts"][p] + n for p, n in rows]])
     size = 8 * len(rows)
     narrow = torch.bfloat16
@@ -137,9 +150,11 @@ def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -
             bank_type == narrow,
         ),
         *(layout.blocks, layout.starts.data_ptr()),
-        *(layout.fixed.data_ptr() + i * size for i in range(3)),
+        *(layout.fixed.data_ptr() + i * size for i in range(2)),
         *(changing.data_ptr() + i * size for i in range(2)),
-        *(of_prompts, of_own),
+        *(layout.tables.data_ptr(), own_tables.data_ptr()),
+        *(layout.tables.shape[1], own_tables.shape[1]),
+        BankData(bank.data_ptr(), *bank.stride()[:3], SLOTS),
     )
     scale = dim**-0.5
     layer = LayerData(plane, shape["window"], scale, shape["softcap"], 1e-6)
@@ -152,6 +167,8 @@ def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -
         ctypes.byref(step), ctypes.byref(layer), qkv.data_ptr(), out.data_ptr()
     )
     for i, (prompt, written) in enumerate(rows):
+        for at, place in in_blocks(bank, own_spans[i], plane, written + 1):
+            own[plane : plane + 2, i, :, at] = place
         q, k, v = qkv[i].double().view(-1, dim).split([heads, heads_kv, heads_kv])
         q = normed(q, q_norm, 1e-6)
         k = normed(k, k_norm, 1e-6)

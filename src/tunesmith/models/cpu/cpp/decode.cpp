@@ -1,8 +1,7 @@
 // What a decode step computes between its large products, for rows of bfloat16 or float32; sums are float32.
 //
 // Shapes: B rows, H query heads, K key/value heads, G = H / K, D head size, d hidden size, f feed-forward size,
-// V vocabulary. A bank of keys and values is [plane, row, K, slot, D]; plane 2 l are the keys of layer l, 2 l + 1 its
-// values.
+// V vocabulary. Keys and values are [plane, block, K, slot, D]; plane 2 l are the keys of layer l, 2 l + 1 its values.
 #include "panels.h"
 
 static inline Vec fold(Vec* a) {  // the sums of W vectors
@@ -123,18 +122,19 @@ template <class T> static void all_mix(int64_t queries, const float* w, int64_t 
 
 extern "C" {
 
-struct Bank { void* data; int64_t plane, row, head; };  // steps in numbers; a slot's is D
+struct Bank { void* data; int64_t plane, block, head, slots; };  // steps in numbers, and the slots of a block
 
 struct Step {
     int64_t rows, heads, kv_heads, dim, threads, narrow_rows, narrow_bank;
     int64_t blocks;             // rows of one prompt that are computed together
     const int64_t* starts;      // [blocks + 1] of `order`
     const int64_t* order;       // [B], rows by block
-    const int64_t* prompt_row;  // [B]
     const int64_t* prompt;      // [B] tokens of the prompt
     const int64_t* written;     // [B] tokens of the row before this one
     const int64_t* table;       // [B] row of the rotary tables
-    Bank prompts, own;
+    const int64_t *prompts, *own;  // [B, width] blocks of the prompt, and of the row after it
+    int64_t prompts_width, own_width;
+    Bank bank;
 };
 
 enum Layout {
@@ -213,22 +213,32 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
     memory.assign((2 * queries + 1) * padded, 0.f);
     memory.resize((2 * queries + 1) * padded + queries * (width + 1));
     float *q = memory.data(), *mixed = q + queries * padded, *key = mixed + queries * padded, *totals = key + padded, *scores = totals + queries;
-    const int64_t place = l.plane * s.prompts.plane + s.prompt_row[rows[0]] * s.prompts.row + head * s.prompts.head;
-    const T* shared = (const T*)s.prompts.data + place + first * D;
-    auto own_of = [&](int64_t row) { return (T*)s.own.data + l.plane * s.own.plane + row * s.own.row + head * s.own.head; };
+    const int64_t size = s.bank.slots;
+    T* bank = (T*)s.bank.data + l.plane * s.bank.plane + head * s.bank.head;
+    auto at = [&](const int64_t* table, int64_t slot) { return bank + table[slot / size] * s.bank.block + slot % size * D; };
+    // f(slot, its place in the keys, how many slots follow each other there)
+    auto by_block = [&](const int64_t* table, int64_t from, int64_t to, auto f) {
+        for (int64_t slot = from, n; slot < to; slot += n) f(slot, at(table, slot), n = std::min(to - slot, size - slot % size));
+    };
+    const int64_t* shared = s.prompts + rows[0] * s.prompts_width;
     for (int64_t m = 0; m < count; m++) {
         const int64_t row = rows[m], slot = s.written[row], begin = std::max<int64_t>(begin_of(row) - prompt, 0);
         const X *x = qkv + row * (s.heads + 2 * s.kv_heads) * D, *value = x + (s.heads + s.kv_heads + head) * D;
-        T* keys = own_of(row);
+        const int64_t* table = s.own + row * s.own_width;
+        T* keys = at(table, slot);
         prepare(s, l, x + (s.heads + head) * D, l.k_norm, row, 1, key);
         for (int64_t c = 0; c < D; c += W) {
-            store(keys + slot * D + c, load(key + c), D - c);
-            store(keys + s.own.plane + slot * D + c, load(value + c, D - c), D - c);
+            store(keys + c, load(key + c), D - c);
+            store(keys + s.bank.plane + c, load(value + c, D - c), D - c);
         }
         for (int64_t g = 0; g < G; g++) prepare(s, l, x + (head * G + g) * D, l.q_norm, row, l.scale, q + (m * G + g) * padded);
-        all_dots(G, q + m * G * padded, padded, keys + begin * D, slot + 1 - begin, D, scores + m * G * width + prompt + begin, width);
+        by_block(table, begin, slot + 1, [&](int64_t from, const T* k, int64_t n) {
+            all_dots(G, q + m * G * padded, padded, k, n, D, scores + m * G * width + prompt + from, width);
+        });
     }
-    all_dots(queries, q, padded, shared, prompt - first, D, scores + first, width);
+    by_block(shared, first, prompt, [&](int64_t from, const T* k, int64_t n) {
+        all_dots(queries, q, padded, k, n, D, scores + from, width);
+    });
     for (int64_t i = 0; i < queries; i++) {
         const int64_t row = rows[i / G], begin = begin_of(row), n = prompt + s.written[row] + 1 - begin;
         float* own = scores + i * width + begin;
@@ -237,11 +247,14 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
         totals[i] = exponentials(own, n);
         std::fill(scores + i * width + std::min(first, begin), own, 0.f);
     }
-    all_mix(queries, scores + first, width, shared + s.prompts.plane, prompt - first, D, mixed, padded);
+    by_block(shared, first, prompt, [&](int64_t from, const T* k, int64_t n) {
+        all_mix(queries, scores + from, width, k + s.bank.plane, n, D, mixed, padded);
+    });
     for (int64_t m = 0; m < count; m++) {
         const int64_t row = rows[m], begin = std::max<int64_t>(begin_of(row) - prompt, 0);
-        const T* values = own_of(row) + s.own.plane + begin * D;
-        all_mix(G, scores + m * G * width + prompt + begin, width, values, s.written[row] + 1 - begin, D, mixed + m * G * padded, padded);
+        by_block(s.own + row * s.own_width, begin, s.written[row] + 1, [&](int64_t from, const T* k, int64_t n) {
+            all_mix(G, scores + m * G * width + prompt + from, width, k + s.bank.plane, n, D, mixed + m * G * padded, padded);
+        });
         for (int64_t g = 0; g < G; g++)
             for (int64_t c = 0; c < D; c += W)
                 store(out + (row * s.heads + head * G + g) * D + c, load(mixed + (m * G + g) * padded + c) / totals[m * G + g], D - c);

@@ -7,7 +7,6 @@ it shares only whole prompts, and keeps no second copy of the weights.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -23,12 +22,12 @@ from tunesmith.learn.data.tokens import decode
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.host_weights import HostWeights
 from tunesmith.run.engines.base import EngineStats, check_sampling
-from tunesmith.run.engines.local.kv_pool import KVPool
 from tunesmith.run.engines.local.metering import Meter
-from tunesmith.run.engines.local.requests import LocalRequest, StepBatch, Uniforms
+from tunesmith.run.engines.local.pool import BLOCK_SIZE, KVPool
+from tunesmith.run.engines.local.requests import LocalRequest, Uniforms
 from tunesmith.run.engines.local.runner import Runner, probe, text_config
 from tunesmith.run.engines.local.scheduler import Scheduler
-from tunesmith.run.engines.local.speculation import Drafter, Speculation
+from tunesmith.run.engines.local.speculation import Speculation, check_assistant
 from tunesmith.run.engines.partial import stop_strings, stop_token_ids
 from tunesmith.run.engines.step_thread import StepThread
 from tunesmith.types import Completion, FinishReason, Sampling
@@ -44,7 +43,7 @@ class LocalEngine:
         kv_bytes: hard budget of KV memory.
         max_running: limit of requests decoded together.
         max_prefill_tokens: limit of tokens per prefill pass.
-        block_size: tokens by which KV memory is counted and grows.
+        block_size: tokens of a block of KV memory.
         compiled: decode with functions compiled for this CPU, if there is a compiler and the model
             is supported.
         eos_token_ids: None takes those of the model's generation config and tokenizer.
@@ -66,7 +65,7 @@ class LocalEngine:
         kv_bytes: int,
         max_running: int,
         max_prefill_tokens: int,
-        block_size: int = 16,
+        block_size: int = BLOCK_SIZE,
         compiled: bool = True,
         eos_token_ids: Iterable[int] | None = None,
         limits: PeakRates | None = None,
@@ -77,7 +76,6 @@ class LocalEngine:
     ) -> None:
         self._model = model
         self._kv_bytes = kv_bytes
-        self._speculation = Speculation(assistant, speculative_tokens) if assistant else None
         self._update = update
         self._weights = weights
         self._eos = frozenset(
@@ -91,18 +89,20 @@ class LocalEngine:
         self._ids = count()
         self._in_flight: set[LocalRequest] = set()
         self._state = "awake"
-        if self._speculation is not None:
-            self._speculation.check(model)
+        if assistant is not None:
+            check_assistant(assistant, model, speculative_tokens)
         models = [model, assistant] if assistant else [model]
         layouts, costs = zip(*(probe(each, compiled=compiled) for each in models), strict=True)
         self._meter = Meter(costs[0], limits)
-        self._pool = KVPool(layouts, kv_bytes, max_running=max_running, block_size=block_size)
+        self._pool = KVPool(layouts, kv_bytes, block_size=block_size)
         self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
         self._runner, *others = (
-            Runner(each, memory, max_prefill_tokens, compiled=compiled, vocabulary=self._vocab_size)
+            Runner(each, memory, max_prefill_tokens, compiled=compiled)
             for each, memory in zip(models, self._pool.memories, strict=True)
         )
-        self._drafter = Drafter(others[0]) if others else None
+        self._speculation: Speculation | None = None
+        if others:
+            self._speculation = Speculation(self._runner, others[0], self._pool, speculative_tokens)
         self._thread = StepThread("local engine", self._step, self._fail_running)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
@@ -125,7 +125,7 @@ class LocalEngine:
         """See ``RolloutEngine``."""
 
         def end() -> None:
-            requests = [*self._scheduler.waiting, *self._pool.running]
+            requests = [*self._scheduler.waiting, *self._scheduler.running]
             self._scheduler.release(requests)
             _deliver(dict.fromkeys(requests, "abort"))
 
@@ -143,7 +143,7 @@ class LocalEngine:
                     self._update()
                 self._whole = True
             self.version = version
-            self._pool.expire_prompts()
+            self._scheduler.expire_prompts()
             self._runner.refresh()
 
         await self._thread.call(load)
@@ -163,7 +163,7 @@ class LocalEngine:
             self._state = "asleep"
 
             def free() -> None:
-                self._pool.clear()
+                self._scheduler.clear()
                 self._runner.refresh()
                 if level == 2 and self._weights is not None:
                     self._weights.leave()
@@ -193,7 +193,7 @@ class LocalEngine:
         def end() -> None:
             waiting = list(self._scheduler.waiting)
             self._scheduler.waiting.clear()
-            _fail([*waiting, *self._pool.clear()], EngineError("the engine was closed"))
+            _fail([*waiting, *self._scheduler.clear()], EngineError("the engine was closed"))
 
         await self._thread.close(end)
 
@@ -227,13 +227,14 @@ class LocalEngine:
             id=next(self._ids),
             uniforms=Uniforms(sampling.seed),
         )
-        needed = self._pool.needed(prompt, request.kv_length)
-        total = self._pool.total
-        if needed > total:
+        size = self._pool.block_size
+        needed = self._pool.needed(prompt) + self._pool.needed(request.kv_length)
+        if needed > self._pool.blocks:
             raise UserError(
-                f"a prompt of {prompt} tokens with up to {request.max_new_tokens} new ones needs {needed} "
-                f"tokens of KV memory, but the budget of {self._kv_bytes} bytes holds {total}: raise "
-                f"the budget (system.kv_memory) or lower max_new_tokens",
+                f"a prompt of {prompt} tokens with up to {request.max_new_tokens} new ones needs "
+                f"{needed * size} tokens of KV memory, but the budget of {self._kv_bytes} bytes "
+                f"holds {self._pool.blocks * size}: raise the budget (system.kv_memory) or lower "
+                "max_new_tokens",
                 keys=("system.kv_memory",),
             )
         return request
@@ -246,33 +247,25 @@ class LocalEngine:
         started = time.perf_counter()
         with torch.inference_mode():
             batch = self._scheduler.schedule()
-            self._draft(batch)
-            hidden = self._runner.run(batch)
-            tokens, logprobs = self._runner.draw(hidden, *batch.states())
-            if any(map(math.isnan, logprobs)):
-                raise EngineError(
-                    "the model's logits are not finite: the weights may have diverged"
-                )
-            ended = batch.append(tokens, logprobs, self.version)
-            self._meter.count(batch, self._pool.used, time.perf_counter() - started)
+            guesses = 0
+            if self._speculation is not None and batch.prefill is None:
+                guesses = self._speculation.room(batch.requests)
+            if self._speculation is not None and guesses > 0:
+                ended = self._speculation.step(batch, guesses, self.version)
+            else:
+                logits = self._runner.logits(self._runner.run(batch))
+                drawn = self._runner.draw(logits, batch.requests)
+                ended = batch.append(batch.requests, *drawn, self.version)
+            used = (self._pool.blocks - self._pool.free) * self._pool.block_size
+            self._meter.count(batch, used, time.perf_counter() - started)
             self._scheduler.release(list(ended))
         _deliver(ended)
         if ended:
             self._thread.wait_for_callers()
         return self._scheduler.has_work
 
-    def _draft(self, batch: StepBatch) -> None:
-        """Draft the next tokens of a decode step's requests."""
-        speculation = self._speculation
-        rows = batch.requests
-        if self._drafter is None or speculation is None or batch.prefill is not None:
-            return
-        if len(rows) <= speculation.at_once:
-            most = [speculation.most(r, self._pool.capacity, self._model.lengths) for r in rows]
-            batch.drafts = self._drafter.propose(rows, most)
-
     def _fail_running(self, cause: Exception) -> None:
-        _fail(self._pool.clear(), cause)
+        _fail(self._scheduler.clear(), cause)
         try:
             self._pool.allocate()
         except Exception as error:  # nothing can run: the next request tries to allocate again

@@ -25,17 +25,16 @@ class Meter:
         """
         rows = batch.requests
         if batch.prefill is None:
-            drafted = sum(map(len, batch.drafts))
             own = sum(r.cached for r in rows)
             shared = sum(len(p) for p in {r.prompt for r in rows} if p is not None)
-            tokens = len(rows) + drafted
+            tokens = len(rows) + batch.drafted
             read = own + shared
             pairs = own + sum(len(r.prompt_ids) for r in rows)
             accepted = batch.sampled - len(rows)
             step = EngineStats(
                 decode_steps=1,
                 decode_seconds=seconds,
-                drafted_tokens=drafted,
+                drafted_tokens=batch.drafted,
                 accepted_tokens=accepted,
             )
         else:

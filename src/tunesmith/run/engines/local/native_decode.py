@@ -2,7 +2,7 @@
 between them.
 
 A layer is four products and four calls. The residual stream is float32; keys and values have the
-bank's dtype. The operations are those of ``kernels.lean`` and ``DecodeAttention``, with fewer
+pool's dtype. The operations are those of ``kernels.lean`` and ``PoolAttention``, with fewer
 roundings.
 
 Shape legend: ``B`` rows, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head
@@ -22,8 +22,8 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu.products import Compiled, ProductData, functions, recorded
 from tunesmith.models.kernels.lean import PRODUCTS, Layer, LeanDecoder, Norm
 from tunesmith.models.rope import rotated_by
-from tunesmith.run.engines.local.kv_memory import Bank, KVMemory
-from tunesmith.run.engines.local.requests import LocalRequest, prompt_places
+from tunesmith.run.engines.local.pool import KVMemory, KVSpan, tables
+from tunesmith.run.engines.local.requests import LocalRequest
 
 TYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -37,7 +37,7 @@ TABLE = 1024
 class BankData(Structure):
     """Mirrors the struct in ``decode.cpp``, as do the classes below."""
 
-    _fields_ = (("data", c_void_p), ("plane", c_int64), ("row", c_int64), ("head", c_int64))
+    _fields_ = (("data", c_void_p), *((n, c_int64) for n in ("plane", "block", "head", "slots")))
 
 
 class StepData(Structure):
@@ -57,10 +57,11 @@ class StepData(Structure):
         ("blocks", c_int64),
         *(
             (name, c_void_p)
-            for name in ("starts", "order", "prompt_row", "prompt", "written", "table")
+            for name in ("starts", "order", "prompt", "written", "table", "prompts", "own")
         ),
-        ("prompts", BankData),
-        ("own", BankData),
+        ("prompts_width", c_int64),
+        ("own_width", c_int64),
+        ("bank", BankData),
     )
 
 
@@ -176,13 +177,13 @@ class _Decoder:
 
 
 class RowsData:
-    """Which rows share a prompt, from ``prompt_places``, as the functions read it. Rebuilt when
-    these change."""
+    """Which rows share a prompt, as the functions read it. Rebuilt when these change."""
 
-    def __init__(self, places: Sequence[tuple[int, int]], share: int) -> None:
-        self.places = places
-        prompts = [row for row, _ in places]
-        order = sorted(range(len(places)), key=lambda row: prompts[row])
+    def __init__(self, spans: Sequence[KVSpan], lengths: Sequence[int], share: int) -> None:
+        self.spans = spans
+        places = {span: at for at, span in enumerate(spans)}
+        prompts = [places[span] for span in spans]
+        order = sorted(range(len(spans)), key=lambda row: prompts[row])
         most = max(1, TOGETHER // share)
         starts = [0]
         for at in range(1, len(order)):
@@ -190,11 +191,12 @@ class RowsData:
                 starts.append(at)
         self.blocks = len(starts)
         self.starts = torch.tensor([*starts, len(order)])
-        self.fixed = torch.tensor([order, prompts, [length for _, length in places]])  # [3, B]
+        self.fixed = torch.tensor([order, lengths])  # [2, B]
+        self.tables = tables(spans)
 
 
 class NativeDecode:
-    """Runs decode steps on the rows of a memory."""
+    """Runs decode steps on the spans of a memory."""
 
     def __init__(self, functions: Any, model: CausalLM, memory: KVMemory) -> None:
         self._functions = functions
@@ -209,8 +211,7 @@ class NativeDecode:
         self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
 
     def hidden(self, lean: LeanDecoder, running: Sequence[LocalRequest]) -> Tensor:
-        """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests,
-        by row."""
+        """The hidden states ``[B, d]`` of each request's last token."""
         if self._decoder is None or self._decoder.decoder is not lean:
             self._decoder = _Decoder(lean)
         decoder = self._decoder
@@ -221,12 +222,12 @@ class NativeDecode:
             [[r.token_ids[-1] for r in running], written, positions, range(count)]
         )  # [4, B]
         embedded = lean.model.embed_tokens(numbers[0])
-        decoder.rotate_by(
-            tables := self._rotary(lean, embedded, numbers[2], max(positions), running)
-        )
+        rotary = self._rotary(lean, embedded, numbers[2], max(positions), running)
+        decoder.rotate_by(rotary)
         x = embedded.float() if embedded.dtype != torch.float32 else embedded
         dtype = lean.rows or embedded.dtype
-        step = self._step(running, numbers, lean.layers[0], dtype)
+        own = tables([r.span for r in running])
+        step = self._step(running, numbers, own, lean.layers[0], dtype)
         out = torch.empty(x.shape, dtype=dtype)
         places = x.data_ptr(), decoder.norm.address, out.data_ptr()
         if decoder.whole:
@@ -236,7 +237,7 @@ class NativeDecode:
                 )
         else:
             self._layer_by_layer(decoder, step, x, out)
-        del tables  # kept alive until here
+        del rotary  # kept alive until here
         return out
 
     def drawn(
@@ -299,11 +300,17 @@ class NativeDecode:
         self._functions.tunesmith_add_norm(step, width, x, place, own, norm.address, norm.eps, out)
 
     def _step(
-        self, running: Sequence[LocalRequest], numbers: Tensor, layer: Layer, dtype: torch.dtype
+        self,
+        running: Sequence[LocalRequest],
+        numbers: Tensor,
+        own: Tensor,
+        layer: Layer,
+        dtype: torch.dtype,
     ) -> StepData:
-        places = prompt_places(running)
-        if self._rows is None or self._rows.places != places:
-            self._rows = RowsData(places, layer.shape.heads // layer.shape.kv_heads)
+        spans = [r.prompt.span for r in running if r.prompt]
+        if self._rows is None or self._rows.spans != spans:
+            lengths = [len(r.prompt_ids) for r in running]
+            self._rows = RowsData(spans, lengths, layer.shape.heads // layer.shape.kv_heads)
         rows = self._rows
         memory = self._memory
         narrow = torch.bfloat16
@@ -320,10 +327,13 @@ class NativeDecode:
             memory.layout.dtype == narrow,
             rows.blocks,
             rows.starts.data_ptr(),
-            *(fixed + i * size for i in range(3)),
+            *(fixed + i * size for i in range(2)),
             *(changing + i * size for i in (1, 2 if self._model.lengths is None else 3)),
-            _bank(memory.prompts),
-            _bank(memory.completions),
+            rows.tables.data_ptr(),
+            own.data_ptr(),
+            rows.tables.shape[1],
+            own.shape[1],
+            _bank(memory.planes),
         )
 
     def _rotary(
@@ -338,7 +348,7 @@ class NativeDecode:
         by row."""
         kinds = dict.fromkeys(decoder.layer_types)
         if self._model.lengths is not None:
-            with rotated_by([r.prompt.rotary_length for r in running if r.prompt]):
+            with rotated_by([r.rotary_length for r in running]):
                 return {kind: _tables(decoder, like, positions, kind) for kind in kinds}
         if not self._tables or len(next(iter(self._tables.values()))[0]) <= most:
             places = torch.arange((most // TABLE + 1) * TABLE)
@@ -354,6 +364,5 @@ def _tables(
     return cos.float().contiguous(), sin.float().contiguous()
 
 
-def _bank(bank: Bank) -> BankData:
-    plane, row, head = bank.memory.stride()[:3]
-    return BankData(bank.memory.data_ptr(), plane, row, head)
+def _bank(planes: Tensor) -> BankData:
+    return BankData(planes.data_ptr(), *planes.stride()[:3], planes.shape[3])

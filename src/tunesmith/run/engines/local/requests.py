@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from tunesmith.run.engines.local.pool import KVSpan
 from tunesmith.run.engines.partial import RunningRequest
 from tunesmith.run.engines.step_thread import promise
 from tunesmith.types import Completion, FinishReason
@@ -40,20 +41,17 @@ class CachedPrompt:
     """A prompt whose keys and values are in the pool, shared by equal requests."""
 
     token_ids: tuple[int, ...]
-    rotary_length: int = 1
+    rotary_length: int
     """The length its keys are rotated for; see ``LengthRule.alike``."""
-    stale: bool = False
-    """Computed with old weights: no new request may use it."""
-    row: int = -1
-    """Place in the pool."""
+    span: KVSpan
     running: int = 0
     """Requests that use it now."""
-    used_at: int = 0
-    """When it was last used, in admissions."""
     last_hidden: Tensor | None = None
     """``[d]`` at its last token; every request of the group samples its first token from it."""
-    assistant_ready: bool = False
-    """Whether the assistant model's keys and values are in the pool too."""
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], int]:
+        return self.token_ids, self.rotary_length
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -68,15 +66,13 @@ class LocalRequest(RunningRequest):
     done: Future[Completion] = field(default_factory=promise)
     prompt: CachedPrompt | None = None
     """Set while it runs."""
-    row: int = -1
-    """Place in the pool, while it runs."""
+    span: KVSpan = field(default_factory=lambda: KVSpan([]))
+    """Of its generated tokens, while it runs."""
     cached: int = 0
     """Generated tokens whose keys and values are in the pool."""
-    assistant_cached: int = 0
-    """The same for the assistant model."""
     seen: Tensor | None = None
     """``[V]`` bool, if repetition is penalised: the prompt's tokens and the first ``marked``
-    generated ones. ``V`` is the main model's vocabulary, as it samples before an assistant does."""
+    generated ones."""
     marked: int = 0
 
     @property
@@ -84,10 +80,16 @@ class LocalRequest(RunningRequest):
         """The most slots that its generated tokens may need; the last token is never read."""
         return max(1, self.max_new_tokens - 1)
 
+    @property
+    def rotary_length(self) -> int:
+        assert self.prompt is not None, "only running requests are rotated"
+        return self.prompt.rotary_length
 
-def prompt_places(running: Sequence[LocalRequest]) -> list[tuple[int, int]]:
-    """The row and the length of each request's prompt."""
-    return [(r.prompt.row, len(r.prompt)) for r in running if r.prompt is not None]
+    def forget(self) -> None:
+        """It no longer runs: its blocks are released."""
+        self.prompt = None
+        self.span = KVSpan([])
+        self.cached = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,46 +143,29 @@ def split_pieces(pieces: Sequence[Piece], max_tokens: int) -> Iterator[list[Piec
 
 @dataclass(slots=True)
 class StepBatch:
-    """What one step computes: the requests that start, or the next tokens of all running ones, by
-    row."""
+    """What one step computes: the requests that start, or the next tokens of all running ones."""
 
     requests: Sequence[LocalRequest]
     prefill: Sequence[Piece] | None = None
     """Prompts and earlier tokens of the requests that start; None in a decode step."""
-    drafts: list[list[int]] = field(init=False)
-    """For each request, draft tokens that a decode step verifies."""
     sampled: int = 0
     """Tokens that were appended to the requests."""
-
-    def __post_init__(self) -> None:
-        self.drafts = [[] for _ in self.requests]
-
-    def states(self) -> tuple[list[LocalRequest], list[list[int]]]:
-        """The request of each hidden state that is sampled from, and the draft tokens that the
-        state has read."""
-        rows = zip(self.requests, self.drafts, strict=True)
-        requests = [request for request, draft in rows for _ in range(len(draft) + 1)]
-        return requests, [draft[:read] for draft in self.drafts for read in range(len(draft) + 1)]
+    drafted: int = 0
+    """Guessed tokens that were checked."""
 
     def append(
-        self, tokens: list[int], logprobs: list[float], version: int
+        self,
+        requests: Sequence[LocalRequest],
+        tokens: list[int],
+        logprobs: list[float],
+        version: int,
     ) -> dict[LocalRequest, FinishReason]:
-        """Append the tokens sampled from each request's states, up to the first that differs from
-        its draft.
-
-        Returns:
-            The requests that ended, and why.
-        """
+        """Append a token to each request; returns those that ended, and why."""
         ended: dict[LocalRequest, FinishReason] = {}
-        first = 0
-        for request, draft in zip(self.requests, self.drafts, strict=True):
-            for state, guess in enumerate([*draft, None], first):
-                self.sampled += 1
-                reason = request.append(tokens[state], logprobs[state], version)
-                if reason is not None:
-                    ended[request] = reason
-                if reason is not None or tokens[state] != guess:
-                    break
-            first += len(draft) + 1
+        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+            reason = request.append(token, logprob, version)
+            if reason is not None:
+                ended[request] = reason
             request.cached = len(request.token_ids) - 1
+        self.sampled += len(requests)
         return ended

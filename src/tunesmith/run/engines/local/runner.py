@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -9,21 +10,19 @@ import torch
 from torch import Tensor
 
 from tunesmith.costs import ForwardCost
-from tunesmith.errors import ModelError
+from tunesmith.errors import EngineError, ModelError
 from tunesmith.models.causal_lm import CausalLM, logit_scale
 from tunesmith.models.kernels.attention import AttentionRule
 from tunesmith.run.engines.local import native_decode
-from tunesmith.run.engines.local.decode_attention import DecodeAttention, Grouping
+from tunesmith.run.engines.local.attention import PoolAttention
 from tunesmith.run.engines.local.decode_model import DecodeModel
-from tunesmith.run.engines.local.kv_memory import KVLayout, KVMemory
 from tunesmith.run.engines.local.native_decode import NativeDecode
-from tunesmith.run.engines.local.prefill_attention import PrefillAttention
+from tunesmith.run.engines.local.pool import KVLayout, KVMemory
 from tunesmith.run.engines.local.requests import (
     CachedPrompt,
     LocalRequest,
     Piece,
     StepBatch,
-    prompt_places,
     split_pieces,
 )
 from tunesmith.run.engines.local.sampler import SamplingPlan, penalise, sample
@@ -86,22 +85,11 @@ def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
 
 
 class Runner:
-    """Runs the model on the rows of its memory; caches what depends only on the running rows.
-
-    Args:
-        vocabulary: size of the engine's model: an assistant samples no token beyond it.
-    """
+    """Runs the model on the spans of the pool."""
 
     def __init__(
-        self,
-        model: CausalLM,
-        memory: KVMemory,
-        max_prefill_tokens: int,
-        *,
-        compiled: bool,
-        vocabulary: int,
+        self, model: CausalLM, memory: KVMemory, max_prefill_tokens: int, *, compiled: bool
     ) -> None:
-        self._vocabulary = vocabulary
         self.model = model
         self._memory = memory
         self._max_prefill_tokens = max_prefill_tokens
@@ -110,29 +98,26 @@ class Runner:
         self._decode_model = DecodeModel(model, compiled=compiled)
         functions = native_decode.loaded() if compiled and native_decode.fits(model) else None
         self._native = NativeDecode(functions, model, memory) if functions is not None else None
-        self._grouping: Grouping | None = None
         self._plan: tuple[list[LocalRequest], SamplingPlan] | None = None
 
     def run(self, batch: StepBatch) -> Tensor:
-        """The hidden states ``[N, d]`` from which the batch samples (``StepBatch.states``)."""
-        if batch.prefill is not None:
-            return self._prefill(batch.requests, batch.prefill)
-        if any(batch.drafts):
-            rows = zip(batch.requests, batch.drafts, strict=True)
-            return self.read([Piece(r, r.cached, [r.token_ids[-1], *draft]) for r, draft in rows])
-        return self._decode(batch.requests)
+        """The hidden states ``[B, d]`` from which the requests' next tokens are sampled."""
+        if batch.prefill is None:
+            return self._decode(batch.requests)
+        ends = dict(self.fill(batch.prefill))
+        for owner, end in ends.items():
+            if isinstance(owner, CachedPrompt):
+                owner.last_hidden = end
+        states = [ends.get(r, r.prompt.last_hidden if r.prompt else None) for r in batch.requests]
+        return torch.stack([state for state in states if state is not None])
 
     def fill(self, pieces: Sequence[Piece]) -> Iterator[tuple[CachedPrompt | LocalRequest, Tensor]]:
         """Compute the pieces' keys and values; yields the hidden state ``[d]`` at the end of each,
         chunk by chunk."""
         for batch in split_pieces(pieces, self._max_prefill_tokens):
-            ends = (
-                torch.tensor([len(piece) for piece in batch], device=self.model.device).cumsum(0)
-                - 1
-            )
-            for piece, end in zip(
-                batch, self._read(batch, self.model).index_select(0, ends), strict=True
-            ):
+            lengths = torch.tensor([len(piece) for piece in batch], device=self.model.device)
+            ends = self._read(batch, self.model).index_select(0, lengths.cumsum(0) - 1)
+            for piece, end in zip(batch, ends, strict=True):
                 yield piece.owner, end
 
     def read(self, pieces: Sequence[Piece]) -> Tensor:
@@ -140,24 +125,31 @@ class Runner:
         return self._read(pieces, self._decode_model.decoder())
 
     def draw(
-        self, hidden: Tensor, requests: Sequence[LocalRequest], drafted: Sequence[Sequence[int]]
+        self, logits: Tensor, requests: Sequence[LocalRequest]
     ) -> tuple[list[int], list[float]]:
-        """Sample a token from each hidden state, and its log-probability.
+        """Sample the next token of each request, and its log-probability.
 
-        Args:
-            hidden: ``[N, d]``.
-            requests: the request of each state.
-            drafted: draft tokens that each state has read after its request's own tokens. The
-                sampled token depends on the state, the tokens before it, the request's seed and the
-                token's position.
+        A token depends on the logits, the tokens before it, the request's seed and its position.
+
+        Raises:
+            EngineError: logits are not finite.
         """
-        logits = penalise(self._logits(hidden)[:, : self._vocabulary], requests, drafted)
-        numbers = [
-            r.uniforms[len(r.token_ids) + len(ahead)]
-            for r, ahead in zip(requests, drafted, strict=True)
-        ]
+        numbers = [r.uniforms[len(r.token_ids)] for r in requests]
+        tokens, logprobs = self.sample(penalise(logits, requests), requests, numbers)
+        if any(map(math.isnan, logprobs)):
+            raise EngineError("the model's logits are not finite: the weights may have diverged")
+        return tokens, logprobs
+
+    def sample(
+        self, logits: Tensor, requests: Sequence[LocalRequest], numbers: Sequence[float]
+    ) -> tuple[list[int], list[float]]:
+        """Sample a token of each request by a number in [0, 1), and its log-probability."""
+        if self._plan is None or self._plan[0] != list(requests):
+            samplings = [r.sampling for r in requests]
+            plan = SamplingPlan.of(samplings, logits.shape[1], logits.device)
+            self._plan = (list(requests), plan)
+        plan = self._plan[1]
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
-        plan = self._sampling_plan(requests, logits)
         if self._native is not None and plan.cut_rows is None:
             tokens, logprobs = self._native.drawn(logits, plan.temperatures, uniforms)
         else:
@@ -170,32 +162,14 @@ class Runner:
         if self._native is not None:
             self._native.refresh()
 
-    def _prefill(self, requests: Sequence[LocalRequest], pieces: Sequence[Piece]) -> Tensor:
-        """The hidden states ``[B, d]`` at the end of each request, or of its prompt."""
-        ends = dict(self.fill(pieces))
-        for owner, end in ends.items():
-            if isinstance(owner, CachedPrompt):
-                owner.last_hidden = end
-        states = [ends.get(r, r.prompt.last_hidden if r.prompt else None) for r in requests]
-        return torch.stack([state for state in states if state is not None])
-
     def _decode(self, running: Sequence[LocalRequest]) -> Tensor:
-        """The hidden states ``[B, d]`` of each request's last token; ``running`` are all requests,
-        by row."""
+        """The hidden states ``[B, d]`` of each request's last token."""
         decoder = self._decode_model.decoder()
         if self._native is not None and decoder.lean is not None and decoder.lean.usable:
             return self._native.hidden(decoder.lean, running)
-        attention = DecodeAttention(self._memory, self._group(running), [r.cached for r in running])
-        tokens = torch.tensor([r.token_ids[-1] for r in running], device=self.model.device)
-        positions = torch.tensor(
-            [len(r.prompt_ids) + r.cached for r in running], device=self.model.device
-        )
-        lengths = (
-            [r.prompt.rotary_length for r in running if r.prompt] if self.model.lengths else None
-        )
-        return decoder.hidden(tokens, positions, attention, lengths)
+        return self._read([Piece(r, r.cached, r.token_ids[-1:]) for r in running], decoder)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """``[B, V]`` float32, never rounded to bfloat16: that would change log-probabilities by up
         to 0.03."""
         if hidden.device.type == "cpu":
@@ -223,20 +197,4 @@ class Runner:
             if self.model.lengths
             else None
         )
-        return model.hidden(tokens, positions, PrefillAttention(self._memory, pieces), lengths)
-
-    def _group(self, running: Sequence[LocalRequest]) -> Grouping:
-        places = prompt_places(running)
-        layout = self._memory.layout
-        if self._grouping is None or self._grouping.places != places:
-            self._grouping = Grouping(places, layout.kv_heads, layout.device)
-        return self._grouping
-
-    def _sampling_plan(self, requests: Sequence[LocalRequest], logits: Tensor) -> SamplingPlan:
-        if self._plan is None or self._plan[0] != list(requests):
-            samplings = [r.sampling for r in requests]
-            self._plan = (
-                list(requests),
-                SamplingPlan.of(samplings, logits.shape[1], logits.device),
-            )
-        return self._plan[1]
+        return model.hidden(tokens, positions, PoolAttention(self._memory, pieces), lengths)

@@ -63,22 +63,19 @@ class SamplingPlan:
         )
 
 
-def penalise(
-    logits: Tensor, requests: Sequence[LocalRequest], drafted: Sequence[Sequence[int]]
-) -> Tensor:
+def penalise(logits: Tensor, requests: Sequence[LocalRequest]) -> Tensor:
     """As transformers' ``RepetitionPenaltyLogitsProcessor``, then its
     ``MinNewTokensLengthLogitsProcessor``.
 
     Args:
         logits: ``[B, V]``.
-        requests: the request of each state.
-        drafted: draft tokens that each state has read after its request's own tokens.
+        requests: the request of each row.
     """
     repeating = [
         i for i, request in enumerate(requests) if request.sampling.repetition_penalty != 1
     ]
     if repeating:
-        seen = torch.stack([_seen(requests[i], drafted[i], logits) for i in repeating])
+        seen = torch.stack([_seen(requests[i], logits) for i in repeating])
         rows = torch.tensor(repeating, device=logits.device)
         penalties = [[requests[i].sampling.repetition_penalty] for i in repeating]
         penalty = torch.tensor(penalties, dtype=logits.dtype, device=logits.device)
@@ -87,8 +84,8 @@ def penalise(
         logits = logits.index_copy(0, rows, torch.where(seen, penalised, before))
     held_back = [
         (i, token)
-        for i, (request, ahead) in enumerate(zip(requests, drafted, strict=True))
-        if len(request.token_ids) + len(ahead) < request.sampling.min_new_tokens
+        for i, request in enumerate(requests)
+        if len(request.token_ids) < request.sampling.min_new_tokens
         for token in request.stop_token_ids
         if 0 <= token < logits.shape[1]
     ]
@@ -100,8 +97,8 @@ def penalise(
     return logits
 
 
-def _seen(request: LocalRequest, drafted: Sequence[int], logits: Tensor) -> Tensor:
-    """``[V]`` bool: the tokens of the prompt, of the completion and of the draft after it."""
+def _seen(request: LocalRequest, logits: Tensor) -> Tensor:
+    """``[V]`` bool: the tokens of the prompt and of the completion."""
     if request.seen is None:
         request.seen = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
         request.seen[torch.tensor(request.prompt_ids, device=logits.device)] = True
@@ -109,11 +106,7 @@ def _seen(request: LocalRequest, drafted: Sequence[int], logits: Tensor) -> Tens
     if new:
         request.seen[torch.tensor(new, device=logits.device)] = True
         request.marked = len(request.token_ids)
-    if not drafted:
-        return request.seen[: logits.shape[1]]  # an assistant may have fewer rows
-    return request.seen[: logits.shape[1]].index_fill(
-        0, torch.tensor(drafted, device=logits.device), True
-    )
+    return request.seen
 
 
 def sample(logits: Tensor, plan: SamplingPlan, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,12 +7,15 @@ from collections import deque
 from collections.abc import Sequence
 
 from tunesmith.models.rope import LengthRule
-from tunesmith.run.engines.local.kv_pool import KVPool
+from tunesmith.run.engines.local.pool import KVPool
 from tunesmith.run.engines.local.requests import CachedPrompt, LocalRequest, Piece, StepBatch
+
+HEADROOM = 64
+"""Tokens that every running request should have room for when a new one is admitted."""
 
 
 class Scheduler:
-    """The queue in front of a ``KVPool``; it computes nothing.
+    """The queue in front of a pool, and who has its blocks; it computes nothing.
 
     Args:
         max_running: limit of running requests.
@@ -33,88 +36,131 @@ class Scheduler:
         self._max_running = max_running
         self._max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[LocalRequest] = deque()
+        self.running: list[LocalRequest] = []
+        self._prompts: dict[tuple[tuple[int, ...], int], CachedPrompt] = {}
+        """Those computed with the current weights, least recently used first."""
         self.preemptions = 0
         self.reused_tokens = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.pool.running)
+        return bool(self.waiting or self.running)
 
     def schedule(self) -> StepBatch:
         """The next step: a prefill of the requests that can start; if there are none, a decode step
         of all running."""
         prompts, requests = self.admit()
         if requests:
-            pieces = [
-                Piece(owner, 0, owner.token_ids)
-                for owner in (*prompts, *requests)
-                if owner.token_ids
-            ]
-            return StepBatch(requests, pieces)
+            owners = (*prompts, *requests)
+            return StepBatch(requests, [Piece(o, 0, o.token_ids) for o in owners if o.token_ids])
         return StepBatch(self.grow())
 
     def admit(self) -> tuple[list[CachedPrompt], list[LocalRequest]]:
         """Start waiting requests, oldest first; returns the prompts to compute for them, and the
         requests."""
-        if self._lengths is not None:  # recompute keys that are rotated for shorter sequences
-            running = self.pool.running
-            self._requeue(
-                [
-                    r
-                    for r in running
-                    if r.prompt and r.prompt.rotary_length != self._rotary_length(r)
-                ]
-            )
-        admitted = self._choose()
-        if not admitted:
-            return [], []
-        try:
-            fresh = self.pool.admit(admitted, self.waiting)
-        except Exception:  # such as too little memory: they fail with the running ones
-            self.pool.running.extend(r for r in admitted if r not in self.pool.running)
-            raise
-        self.reused_tokens += sum(len(r.prompt_ids) for r in admitted) - sum(map(len, fresh))
+        # Keys that are rotated for shorter sequences are computed again.
+        self._requeue([r for r in self.running if r.rotary_length != self._rotary_length(r)])
+        fresh: list[CachedPrompt] = []
+        admitted: list[LocalRequest] = []
+        tokens = 0
+        while self.waiting and len(self.running) < self._max_running:
+            request = self.waiting[0]
+            key = request.prompt_ids, self._rotary_length(request)
+            prompt = self._prompts.pop(key, None)
+            if prompt is not None:
+                self._prompts[key] = prompt  # the most recently used is last
+            cost = len(request.token_ids) + (0 if prompt else len(request.prompt_ids))
+            if admitted and tokens + cost > self._max_prefill_tokens:
+                break
+            if not self._make_room(request, prompt):
+                break
+            if prompt is None:
+                prompt = CachedPrompt(*key, span=self.pool.admit(len(request.prompt_ids)))
+                self._prompts[key] = prompt
+                fresh.append(prompt)
+            else:
+                self.reused_tokens += len(prompt)
+            prompt.running += 1
+            request.prompt = prompt
+            self.pool.append(request.span, len(request.token_ids) + 1)
+            self.running.append(self.waiting.popleft())
+            admitted.append(request)
+            tokens += cost
         return fresh, admitted
 
     def grow(self) -> list[LocalRequest]:
         """The running requests, each with room for one more token; the youngest are preempted if
         memory is short."""
-        while not self.pool.grow(self.waiting):
-            self.preemptions += 1
-            self._requeue([max(self.pool.running, key=lambda r: r.id)])
-        return list(self.pool.running)
+        for request in sorted(self.running, key=lambda r: r.id):
+            while request.prompt and not self.pool.append(request.span, request.cached + 1):
+                if not self._evict():
+                    self.preemptions += 1
+                    self._requeue([max(self.running, key=lambda r: r.id)])
+        return list(self.running)
 
     def release(self, requests: Sequence[LocalRequest]) -> None:
-        """Remove requests, running or waiting."""
+        """Remove requests, running or waiting. Their prompts stay until space is needed."""
         gone = set(requests)
-        if not gone.isdisjoint(self.waiting):
-            self.waiting = deque(r for r in self.waiting if r not in gone)
-        self.pool.release([r for r in self.pool.running if r in gone])
+        self.waiting = deque(r for r in self.waiting if r not in gone)
+        for request in gone.intersection(self.running):
+            prompt = request.prompt
+            assert prompt is not None
+            prompt.running -= 1
+            if not prompt.running and self._prompts.get(prompt.key) is not prompt:
+                self.pool.release(prompt.span)
+            self.pool.release(request.span)
+            request.forget()
+        self.running = [r for r in self.running if r not in gone]
 
-    def _choose(self) -> list[LocalRequest]:
-        """The requests that start now, each with its prompt."""
-        admitted: list[LocalRequest] = []
-        fresh: dict[tuple[tuple[int, ...], int], CachedPrompt] = {}
-        tokens = 0
-        while self.waiting and len(self.pool.running) + len(admitted) < self._max_running:
-            request = self.waiting[0]
-            key = request.prompt_ids, self._rotary_length(request)
-            known = self.pool.prompt(*key) or fresh.get(key)
-            cost = len(request.token_ids) + (0 if known else len(request.prompt_ids))
-            if admitted and tokens + cost > self._max_prefill_tokens:
-                break
-            request.prompt = known or CachedPrompt(*key)
-            if not self.pool.can_admit([*admitted, request]):
-                request.prompt = None
-                break
-            if known is None:
-                fresh[key] = request.prompt
-            tokens += cost
-            admitted.append(self.waiting.popleft())
-        return admitted
+    def expire_prompts(self) -> None:
+        """After a change of weights: keep prompts only for the requests that use them now."""
+        while self._evict():
+            pass
+        self._prompts = {}
+
+    def clear(self) -> list[LocalRequest]:
+        """Drop everything and free the memory, until ``pool.allocate``; returns the requests that
+        were running."""
+        running = self.running
+        self.running = []
+        self._prompts = {}
+        self.pool.clear()
+        return running
+
+    def _make_room(self, request: LocalRequest, prompt: CachedPrompt | None) -> bool:
+        """Free the blocks that a request starts with, if it and the running ones can all go on for
+        a while."""
+        needed = self.pool.needed
+        fresh = 0 if prompt else needed(len(request.prompt_ids))
+        promised = fresh + sum(
+            max(0, needed(min(len(r.token_ids) + HEADROOM, r.kv_length)) - len(r.span.blocks))
+            for r in (*self.running, request)
+        )
+        unused = sum(
+            len(p.span.blocks) for p in self._prompts.values() if self._is_unused(p, prompt)
+        )
+        if promised > self.pool.free + unused:
+            return False
+        while self.pool.free < fresh + needed(len(request.token_ids) + 1):
+            self._evict(prompt)
+        return True
+
+    def _is_unused(self, prompt: CachedPrompt, wanted: CachedPrompt | None) -> bool:
+        return not prompt.running and prompt is not wanted
+
+    def _evict(self, wanted: CachedPrompt | None = None) -> bool:
+        """Release the unused prompt that was used longest ago, those of waiting requests last;
+        False if there is none."""
+        unused = [p for p in self._prompts.values() if self._is_unused(p, wanted)]
+        if not unused:
+            return False
+        waiting = {r.prompt_ids for r in self.waiting}
+        prompt = next((p for p in unused if p.token_ids not in waiting), unused[0])
+        self.pool.release(self._prompts.pop(prompt.key).span)
+        return True
 
     def _requeue(self, requests: Sequence[LocalRequest]) -> None:
-        self.pool.release(requests)
+        self.release(requests)
         self.waiting.extendleft(sorted(requests, key=lambda r: -r.id))
 
     def _rotary_length(self, request: LocalRequest) -> int:

@@ -1,136 +1,146 @@
-"""Speculative decoding: several tokens of a request in one pass, if a cheap draft of them was
-right.
+"""Speculative decoding: a smaller model guesses several tokens, and the model checks them in one
+pass.
 
-The model reads the draft tokens in one pass and samples its own token at each of their positions,
-with the random number that plain decoding would use there (``Uniforms``). The draft is kept up to
-the first token that differs from the sampled one. The tokens are therefore those of plain decoding:
-for a deterministic draft this is the rejection sampling of Leviathan et al. 2023
-(arXiv:2211.17192), with a point mass as the proposal. An assistant samples with the same random
-numbers.
+The model samples its own token at each position, with the random number that plain decoding would
+use there (``Uniforms``), up to the first that differs from the guess. The tokens are therefore
+those of plain decoding: for a deterministic guess this is the rejection sampling of Leviathan et
+al. 2023 (arXiv:2211.17192), with a point mass as the proposal. The assistant samples with the same
+random numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 import torch
 
 from tunesmith.errors import UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.rope import LengthRule
-from tunesmith.run.engines.local.requests import LocalRequest, Piece
+from tunesmith.run.engines.local.pool import KVPool, KVSpan
+from tunesmith.run.engines.local.requests import LocalRequest, Piece, StepBatch
 from tunesmith.run.engines.local.runner import Runner
+from tunesmith.types import FinishReason
 
 MOST_ROWS = 16
 MOST_ROWS_ON_CPU = 1
-"""With more requests, the cost of a pass grows with its tokens, and drafts gain nothing."""
+"""With more requests, the cost of a pass grows with its tokens, and guesses gain nothing."""
 
 
-@dataclass(frozen=True, slots=True)
 class Speculation:
-    """How tokens are drafted."""
+    """Decode steps with guesses of an assistant, whose keys and values are in the same blocks of
+    the pool as the model's.
 
-    assistant: CausalLM
-    """A smaller model that drafts."""
-    tokens: int
-    """Limit of draft tokens per request and step."""
-
-    @property
-    def at_once(self) -> int:
-        """With more requests decoded at once, nothing is drafted."""
-        return MOST_ROWS_ON_CPU if self.assistant.device.type == "cpu" else MOST_ROWS
-
-    def most(self, request: LocalRequest, capacity: int, lengths: LengthRule | None) -> int:
-        """Tokens to draft for a request: within its length limit and its row's ``capacity``, and
-        before its keys have to be recomputed; not positive: none."""
-        room = min(self.tokens, min(request.kv_length, capacity) - request.cached - 1)
-        if lengths is None:
-            return room
-        now = lengths.alike(request.length)
-        return next((n for n in range(room) if lengths.alike(request.length + n + 1) != now), room)
-
-    def check(self, model: CausalLM) -> None:
-        """Refuse an assistant that does not fit the model.
-
-        Raises:
-            UserError: ``tokens`` is below 1, or the assistant has a different vocabulary or a
-                shorter context.
-        """
-        if self.tokens < 1:
-            raise UserError(f"speculative_tokens = {self.tokens} guesses nothing: use at least 1")
-        problem = None
-        reads, needed = (
-            lm.module.config.get_text_config().max_position_embeddings
-            for lm in (self.assistant, model)
-        )
-        if self.assistant.tokenizer.get_vocab() != model.tokenizer.get_vocab():
-            problem = "has a different vocabulary from the model"
-        elif self.assistant.lengths not in (None, model.lengths):
-            problem = (
-                "changes its rotary frequencies at other lengths than the model (longrope, dynamic)"
-            )
-        elif reads < needed:
-            problem = f"reads at most {reads} tokens, but the model {needed}"
-        if problem:
-            raise UserError(
-                f"the draft model (system.draft_model) {problem}: use a smaller model of the same family",
-                keys=("system.draft_model",),
-            )
-
-
-class Drafter:
-    """A smaller model, whose keys and values are in the same rows of the pool as the model's.
-
-    Models with the same tokenizer may pad the vocabulary differently: it drafts nothing after a
-    token that it lacks.
+    Models with the same tokenizer may pad the vocabulary differently: a token that the assistant
+    lacks is its last one.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._reads = runner.model.head.out_features
+    def __init__(self, model: Runner, assistant: Runner, pool: KVPool, tokens: int) -> None:
+        self._model = model
+        self._assistant = assistant
+        self._pool = pool
+        self._tokens = tokens
+        on_cpu = model.model.device.type == "cpu"
+        self._most_rows = MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS
+        self._read: WeakKeyDictionary[KVSpan, int] = WeakKeyDictionary()
+        """The tokens of each span that the assistant has read."""
 
-    def propose(self, running: Sequence[LocalRequest], most: Sequence[int]) -> list[list[int]]:
-        """Draft the next tokens of each request: at most ``most[i]`` (none if that is not
-        positive), with the random numbers that the request's own tokens will use."""
-        drafts: list[list[int]] = [[] for _ in running]
-        most = [n if self._can_read(r) else 0 for r, n in zip(running, most, strict=True)]
-        read = [r.prompt for r, n in zip(running, most, strict=True) if n > 0]
-        new = {prompt: None for prompt in read if prompt and not prompt.assistant_ready}
-        for prompt, _ in self._runner.fill([Piece(prompt, 0, prompt.token_ids) for prompt in new]):
-            assert not isinstance(prompt, LocalRequest)
-            prompt.assistant_ready = True
-        for step in range(max(most)):
-            rows = [i for i, n in enumerate(most) if n > step]
-            requests = [running[i] for i in rows]
-            # The first pass reads the tokens generated since the last draft, later passes the
-            # previous draft token.
-            starts = [
-                r.assistant_cached if step == 0 else len(r.token_ids) + step - 1 for r in requests
-            ]
-            texts = [[*r.token_ids, *drafts[i]] for i, r in zip(rows, requests, strict=True)]
-            pieces = [
-                Piece(r, start, text[start:])
-                for r, start, text in zip(requests, starts, texts, strict=True)
-            ]
-            ends = torch.tensor(list(accumulate(map(len, pieces)))) - 1
-            hidden = self._runner.read(pieces)
-            drawn, _ = self._runner.draw(
-                hidden[ends.to(hidden.device)], requests, [drafts[i] for i in rows]
-            )
-            for i, request, token in zip(rows, requests, drawn, strict=True):
-                drafts[i].append(token)
-                request.assistant_cached = len(request.token_ids)
-        return drafts
+    def room(self, requests: Sequence[LocalRequest]) -> int:
+        """Tokens to guess: within all length limits and the pool, and before keys have to be
+        computed again."""
+        if len(requests) > self._most_rows:
+            return 0
+        tokens = min(self._tokens, *(r.kv_length - r.cached - 1 for r in requests))
+        lengths = self._model.model.lengths
+        if lengths is not None and any(
+            lengths.alike(r.length + tokens) != r.rotary_length for r in requests
+        ):
+            return 0
+        fits = all(self._pool.append(r.span, r.cached + 1 + tokens) for r in requests)
+        return tokens if fits else 0
 
-    def _can_read(self, request: LocalRequest) -> bool:
-        """Whether its vocabulary has all tokens that it has yet to read."""
-        prompt = (
-            request.prompt_ids
-            if request.prompt is None or not request.prompt.assistant_ready
-            else ()
+    def step(self, batch: StepBatch, tokens: int, version: int) -> dict[LocalRequest, FinishReason]:
+        """Guess ``tokens`` of each request, and append what the model samples; returns the requests
+        that ended, and why."""
+        requests = batch.requests
+        guesses = self._guess(requests, tokens)
+        batch.drafted = tokens * len(requests)
+        pieces = [
+            Piece(r, r.cached, [r.token_ids[-1], *guess])
+            for r, guess in zip(requests, guesses, strict=True)
+        ]
+        logits = self._model.logits(self._model.read(pieces))
+        logits = logits.view(len(requests), tokens + 1, -1)
+        ended: dict[LocalRequest, FinishReason] = {}
+        rows = list(range(len(requests)))
+        for at in range(tokens + 1):
+            sampling = [requests[row] for row in rows]
+            drawn, logprobs = self._model.draw(logits[rows, at], sampling)
+            ended |= batch.append(sampling, drawn, logprobs, version)
+            rows = [
+                row
+                for row, token in zip(rows, drawn, strict=True)
+                if [token] == guesses[row][at : at + 1] and requests[row] not in ended
+            ]
+            if not rows:
+                break
+        for request in requests:
+            self._read[request.span] = min(self._read[request.span], request.cached)
+        return ended
+
+    def _guess(self, requests: Sequence[LocalRequest], tokens: int) -> list[list[int]]:
+        prompts = dict.fromkeys(r.prompt for r in requests if r.prompt)
+        new = [prompt for prompt in prompts if prompt.span not in self._read]
+        for _ in self._assistant.fill([Piece(p, 0, self._known(p.token_ids)) for p in new]):
+            pass
+        self._read.update((prompt.span, len(prompt)) for prompt in new)
+        guesses: list[list[int]] = [[] for _ in requests]
+        for _ in range(tokens):
+            pieces: list[Piece] = []
+            numbers: list[float] = []
+            for request, guess in zip(requests, guesses, strict=True):
+                text = [*request.token_ids, *guess]
+                read = self._read.get(request.span, 0)
+                pieces.append(Piece(request, read, self._known(text[read:])))
+                numbers.append(request.uniforms[len(text)])
+                self._read[request.span] = len(text)
+            ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0) - 1
+            hidden = self._assistant.read(pieces)
+            logits = self._assistant.logits(hidden[ends.to(hidden.device)])
+            logits = logits[:, : self._model.model.head.out_features]
+            drawn, _ = self._assistant.sample(logits, requests, numbers)
+            for guess, token in zip(guesses, drawn, strict=True):
+                guess.append(token)
+        return guesses
+
+    def _known(self, token_ids: Sequence[int]) -> list[int]:
+        last = self._assistant.model.head.out_features - 1
+        return [min(token, last) for token in token_ids]
+
+
+def check_assistant(assistant: CausalLM, model: CausalLM, tokens: int) -> None:
+    """Refuse an assistant that does not fit the model.
+
+    Raises:
+        UserError: ``tokens`` is below 1, or the assistant has a different vocabulary or a shorter
+            context.
+    """
+    if tokens < 1:
+        raise UserError(f"speculative_tokens = {tokens} guesses nothing: use at least 1")
+    problem = None
+    reads, needed = (
+        lm.module.config.get_text_config().max_position_embeddings for lm in (assistant, model)
+    )
+    if assistant.tokenizer.get_vocab() != model.tokenizer.get_vocab():
+        problem = "has a different vocabulary from the model"
+    elif assistant.lengths not in (None, model.lengths):
+        problem = (
+            "changes its rotary frequencies at other lengths than the model (longrope, dynamic)"
         )
-        return (
-            max((*prompt, *request.token_ids[request.assistant_cached :]), default=0) < self._reads
+    elif reads < needed:
+        problem = f"reads at most {reads} tokens, but the model {needed}"
+    if problem:
+        raise UserError(
+            f"the draft model (system.draft_model) {problem}: use a smaller model of the same family",
+            keys=("system.draft_model",),
         )

@@ -1,0 +1,153 @@
+"""Attention of new tokens to the blocks of the pool: of one token per request, or of several per
+sequence (prompts, chunks of long ones, a request's earlier tokens, guesses).
+
+Shape legend: ``T`` new tokens of all pieces, ``n`` of one piece, ``B`` pieces, ``c`` context of a
+piece including itself, ``K`` key/value heads, ``G`` query heads per key/value head, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tunesmith.models.kernels.attention import AttentionRule
+from tunesmith.run.engines.local.pool import KVMemory, KVSpan, tables
+from tunesmith.run.engines.local.requests import Piece
+
+
+class PoolAttention:
+    """The ``AttentionContext`` of a pass over pieces: writes their keys and values, and attends."""
+
+    def __init__(self, memory: KVMemory, pieces: Sequence[Piece]) -> None:
+        self._memory = memory
+        self._pieces = pieces
+        self._lengths = [len(piece) for piece in pieces]
+        self._block_size = memory.planes.shape[3]
+        self._device = memory.layout.device
+        self._heads = torch.arange(memory.layout.kv_heads, device=self._device)
+        slots = [
+            piece.owner.span.blocks[at // self._block_size] * len(self._heads) * self._block_size
+            + at % self._block_size
+            for piece in pieces
+            for at in range(piece.start, piece.stop)
+        ]
+        self._slots = (
+            torch.tensor(slots, device=self._device).unsqueeze(1) + self._heads * self._block_size
+        ).flatten()  # [T * K]
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+        self._together = all(len(piece) == 1 and piece.prefix for piece in pieces)
+        if self._together:
+            self._tables = [
+                self._of_heads(spans)
+                for spans in ([p.prompt.span for p in pieces], [p.owner.span for p in pieces])
+            ]
+        else:
+            self._contexts = [self._of_piece(piece) for piece in pieces]
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        """See AttentionContext."""
+        dtype = self._memory.layout.dtype
+        for plane, new in ((2 * layer, key), (2 * layer + 1, value)):
+            slots = self._memory.planes[plane].view(-1, new.shape[-1])
+            slots.index_copy_(0, self._slots, new.reshape(-1, new.shape[-1]).to(dtype))
+        grouped = query.view(len(query), len(self._heads), -1, query.shape[-1]).to(dtype)
+        if self._together:
+            context = [
+                torch.cat([self._blocks(2 * layer + i, table) for table in self._tables], 2)
+                for i in range(2)
+            ]
+            mask = self._rows_see(rule[1])
+            rows = attend(grouped, context[0], context[1], mask, rule)
+            return rows.flatten(1, 2).to(query.dtype)
+        out: list[Tensor] = []
+        parts = zip(
+            self._pieces,
+            self._contexts,
+            *(t.split(self._lengths) for t in (grouped, key, value)),
+            strict=True,
+        )
+        for piece, context, queries, *new in parts:
+            keys, values = (
+                t.transpose(0, 1).to(dtype)
+                if piece.positions[0] == 0
+                else self._blocks(2 * layer + i, context[0])[:, context[1]]
+                for i, t in enumerate(new)
+            )
+            out.append(self._piece(queries.permute(1, 2, 0, 3), keys, values, rule))
+        return torch.cat(out).to(query.dtype)
+
+    def _of_heads(self, spans: Sequence[KVSpan]) -> Tensor:
+        """``[B, K, blocks]``: where each head of each block is among all of a plane."""
+        blocks = tables(spans).to(self._device).unsqueeze(1)
+        return blocks * len(self._heads) + self._heads.unsqueeze(1)
+
+    def _of_piece(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """The table ``[K, blocks]`` of a piece's prompt and own tokens, and ``[c]``, which of their
+        slots have the context up to the end of the piece."""
+        prompt = piece.prompt.span.blocks if piece.prefix else []
+        blocks = KVSpan([*prompt, *piece.owner.span.blocks])
+        first = len(prompt) * self._block_size
+        slots = (*range(piece.prefix), *range(first, first + piece.stop))
+        return self._of_heads([blocks])[0], torch.tensor(slots, device=self._device)
+
+    def _blocks(self, plane: int, table: Tensor) -> Tensor:
+        """The slots of the blocks of a table ``[..., blocks]``, in a row: ``[..., slots, D]``."""
+        heads = self._memory.planes[plane].flatten(0, 1)  # [N * K, C, D]
+        return heads.index_select(0, table.flatten()).view(*table.shape[:-1], -1, heads.shape[-1])
+
+    def _rows_see(self, window: int | None) -> Tensor:
+        """``[B, 1, 1, slots]`` bool: the slots of the prompts and of the own tokens, up to the new
+        one, within the window."""
+        key = (0, 0, window)
+        if key not in self._masks:
+            prompt = torch.tensor([[p.prefix] for p in self._pieces], device=self._device)
+            own = torch.tensor([[p.start] for p in self._pieces], device=self._device)
+            of_prompt, of_own = (
+                torch.arange(table.shape[-1] * self._block_size, device=self._device)
+                for table in self._tables
+            )
+            age = torch.cat((prompt + own - of_prompt, own - of_own), 1)
+            real = torch.cat((of_prompt < prompt, of_own <= own), 1)
+            seen = real if window is None else real & (age < window)
+            self._masks[key] = seen[:, None, None]
+        return self._masks[key]
+
+    def _piece(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
+        """``[K, G, n, D]`` queries at the end of ``[K, c, D]`` keys and values; returns ``[n, H,
+        D]``."""
+        new = query.shape[2]
+        context = keys.shape[1]
+        keys, values = (t.unsqueeze(1).expand(-1, query.shape[1], -1, -1) for t in (keys, values))
+        scale, window, softcap = rule
+        if softcap is None and new == context and (window is None or context <= window):
+            out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
+        else:
+            out = attend(query, keys, values, self._piece_sees(new, context, window), rule)
+        return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def _piece_sees(self, new: int, context: int, window: int | None) -> Tensor:
+        """``[n, c]`` bool: which context tokens each new token sees."""
+        shape = (new, context, window)
+        if shape not in self._masks:
+            places = torch.arange(context, device=self._device)
+            age = places[context - new :].unsqueeze(1) - places
+            seen = age >= 0
+            self._masks[shape] = seen if window is None else seen & (age < window)
+        return self._masks[shape]
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, rule: AttentionRule
+) -> Tensor:
+    scale, _, softcap = rule
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
+    # Scores rounded to 16 bits would be off by up to 0.03.
+    scores = query.float() @ keys.float().transpose(-1, -2) * scale
+    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~seen, float("-inf"))
+    return torch.softmax(scores, -1).to(values.dtype) @ values

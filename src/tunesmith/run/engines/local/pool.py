@@ -1,0 +1,147 @@
+"""Memory for keys and values, in blocks, within a hard budget.
+
+The scheduler decides who gets blocks; only the pool and the attention that reads it know where
+tokens are. Blocks never move, and no two spans share one: requests with one prompt share its span.
+
+Shape legend: ``P`` planes (the keys and the values of each layer), ``N`` blocks, ``K`` key/value
+heads, ``C`` slots of a block, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tunesmith.errors import UserError
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The keys and values of one token of a model."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def planes(self) -> int:
+        return 2 * self.layers
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return self.planes * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class KVMemory:
+    """One model's keys and values."""
+
+    def __init__(self, layout: KVLayout, blocks: int, block_size: int) -> None:
+        self.layout = layout
+        self._shape = (layout.planes, blocks, layout.kv_heads, block_size, layout.head_dim)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocate the memory, zeroed: a masked slot must be finite too, because 0 times NaN is
+        NaN.
+
+        On a CPU, pages are allocated on first write, so unused slots take no memory.
+        """
+        dtype = self.layout.dtype
+        device = self.layout.device
+        if device.type != "cpu" or sys.platform == "win32":
+            self.planes = torch.zeros(self._shape, dtype=dtype, device=device)
+            return
+        size = torch.Size(self._shape).numel() * dtype.itemsize
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.planes = torch.frombuffer(pages, dtype=dtype).view(self._shape)  # [P, N, K, C, D]
+
+    def free(self) -> None:
+        self.planes = self.planes.new_zeros(self._shape[0], 0, *self._shape[2:])
+
+    @property
+    def nbytes(self) -> int:
+        return self.planes.untyped_storage().nbytes()
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class KVSpan:
+    """Consecutive tokens in the pool: a prompt, or what a request generated after it."""
+
+    blocks: list[int]
+
+
+class KVPool:
+    """Blocks of one size, the same for each of its models (``memories``).
+
+    Raises:
+        UserError: ``kv_bytes`` hold less than two blocks.
+    """
+
+    def __init__(
+        self, layouts: Sequence[KVLayout], kv_bytes: int, *, block_size: int = BLOCK_SIZE
+    ) -> None:
+        self.block_size = block_size
+        block_bytes = block_size * sum(layout.token_bytes for layout in layouts)
+        self.blocks = kv_bytes // block_bytes
+        if self.blocks < 2:
+            raise UserError(
+                f"a KV budget of {kv_bytes} bytes holds {self.blocks * block_size} tokens: this "
+                f"model needs at least {2 * block_bytes} bytes, two blocks of {block_size} tokens "
+                "(system.kv_memory)",
+                keys=("system.kv_memory",),
+            )
+        self.memories = [KVMemory(layout, self.blocks, block_size) for layout in layouts]
+        self._free = list(reversed(range(self.blocks)))
+
+    @property
+    def free(self) -> int:
+        """Blocks that no span has."""
+        return len(self._free)
+
+    def needed(self, tokens: int) -> int:
+        """Blocks of this many tokens."""
+        return -(-tokens // self.block_size)
+
+    def admit(self, tokens: int) -> KVSpan:
+        """A span with room for ``tokens``; there must be enough free blocks."""
+        span = KVSpan([])
+        assert self.append(span, tokens), "the caller makes room first"
+        return span
+
+    def append(self, span: KVSpan, tokens: int) -> bool:
+        """Make room for ``tokens`` in all; False, and nothing changes, if blocks are short."""
+        missing = self.needed(tokens) - len(span.blocks)
+        if missing > len(self._free):
+            return False
+        span.blocks.extend(self._free.pop() for _ in range(missing))
+        return True
+
+    def release(self, span: KVSpan) -> None:
+        self._free.extend(reversed(span.blocks))
+        span.blocks.clear()
+
+    def clear(self) -> None:
+        """Take all blocks back and free the memory, until ``allocate``."""
+        self._free = list(reversed(range(self.blocks)))
+        for memory in self.memories:
+            memory.free()
+
+    def allocate(self) -> None:
+        for memory in self.memories:
+            memory.allocate()
+
+
+def tables(spans: Sequence[KVSpan]) -> Tensor:
+    """``[spans, most blocks]`` int64: the blocks of each span, filled up with block 0."""
+    most = max(len(span.blocks) for span in spans)
+    return torch.tensor([span.blocks + [0] * (most - len(span.blocks)) for span in spans])
