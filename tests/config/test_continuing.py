@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.tiny import CHATML, save_model
 from tests.support.tiny_runs import rl_settings, sft_settings, sums, write_lines
+from tunesmith.config.changing import with_values
 from tunesmith.config.commands import KINDS, OfflineDistillConfig, SampledDistillConfig, all_keys
 from tunesmith.config.continuing import Content, changes
 from tunesmith.config.load import load_config
@@ -21,7 +22,6 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.config.verdicts import CONTENTS, SETTINGS, verdict_of
 from tunesmith.errors import CheckpointError
 from tunesmith.learn.algorithms.kl import KLController
-from tunesmith.plan.filling import with_values
 from tunesmith.run import placement
 from tunesmith.run.placement.contents import contents_of
 

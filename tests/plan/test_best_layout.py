@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.hardware_table import MODELS, TOKENS
+from tunesmith.config.changing import with_values
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.errors import CapacityError
@@ -18,7 +19,6 @@ from tunesmith.plan.cost.memory import LIMIT, host_problem, planned_devices
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.plan import draft
 from tunesmith.plan.report import plan_of
 from tunesmith.plan.resolve import resolve

@@ -13,6 +13,7 @@ import pytest
 from tests.support.clusters import FILES, SIZES, cases
 from tests.support.documents import ROOT
 from tests.support.hub_of_sizes import serve
+from tunesmith.config.changing import with_values
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig
@@ -20,7 +21,6 @@ from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.guide.simulate.dry_run import dry_run
 from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.cost.memory import planned_devices
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.plan import draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.toml import toml_value

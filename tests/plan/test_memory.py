@@ -31,6 +31,7 @@ from tests.support.planned_memory import (
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.cli.main import app
+from tunesmith.config.changing import with_values
 from tunesmith.config.commands import (
     DistillConfig,
     DPOConfig,
@@ -56,7 +57,6 @@ from tunesmith.plan.cost.price import (
 from tunesmith.plan.facts import hub
 from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.plan import draft
 from tunesmith.plan.report import memory_of, memory_rows
 from tunesmith.plan.resolve import resolve

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.hardware_table import MODELS
 from tests.support.tiny import save_model
+from tunesmith.config.changing import with_values
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RLConfig
@@ -22,7 +23,6 @@ from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.plan import devices_of, draft
 from tunesmith.plan.report import layout_of_run
 from tunesmith.plan.resolve import resolve

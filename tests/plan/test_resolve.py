@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.support.machine_facts import CPU, GB, SMALL, facts
+from tunesmith.config.changing import with_values
 from tunesmith.config.commands import (
     DistillConfig,
     GenerateConfig,
@@ -31,7 +32,6 @@ from tunesmith.plan.cost.memory import planned
 from tunesmith.plan.facts import hardware
 from tunesmith.plan.facts.hardware import Gpu, Hardware, parse_gpus, read_hardware
 from tunesmith.plan.facts.model import ModelFacts, read_model_facts
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.plan import devices_of, draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check

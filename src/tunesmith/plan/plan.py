@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from tunesmith.config.changing import with_values
 from tunesmith.config.resolved import Derived
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
@@ -253,10 +254,19 @@ class Reasons:
 
     def __init__(self) -> None:
         self.entries: list[Derived] = []
+        self.assumed: dict[str, Any] = {}
+        """Values that follow without a reason of their own, and do not count as given."""
+        self.lowered: set[str] = set()
+        """Keys whose earlier reason no longer holds."""
 
     def add(self, key: str, value: T, reason: str) -> T:
         self.entries.append(Derived(key, value, reason))
         return value
+
+    def lower(self, key: str, value: T, reason: str) -> T:
+        """As ``add``, in place of an earlier reason."""
+        self.lowered.add(key)
+        return self.add(key, value, reason)
 
     def fill(self, key: str, said: T | None, value: T, reason: str) -> T:
         """What was said, or else the value, for the reason."""
@@ -266,6 +276,7 @@ class Reasons:
         return iter(self.entries)
 
 
-def values(reasons: Reasons) -> Mapping[str, Any]:
-    """The derived settings by dotted key."""
-    return {entry.key: entry.value for entry in reasons}
+def settled(said: C, reasons: Reasons) -> C:
+    """What was said, with what was derived."""
+    said = with_values(said, {entry.key: entry.value for entry in reasons})
+    return with_values(said, reasons.assumed, given=False)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tunesmith.config.changing import with_values
 from tunesmith.config.resolved import Derived, Resolved, settings
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.values import format_size
@@ -14,7 +15,6 @@ from tunesmith.plan.cost.device import PARTS, Price
 from tunesmith.plan.cost.memory import planned_devices, planned_roles
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.kind import RunKind
 from tunesmith.plan.layout.alternatives import cost, limits, next_best
 from tunesmith.plan.plan import AnyPlan, draft

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from tests.support import tiny
 from tests.support.tiny_runs import sft_settings
 from tunesmith.cli.main import app
+from tunesmith.config.changing import with_values
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, SFTConfig
@@ -48,7 +49,6 @@ from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.measured import remembered
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.plan import draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.progress import duration

@@ -24,6 +24,7 @@ from tests.support.pool_bench import PoolBench, each_check, lose_patience
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings
 from tests.support.training import learner_of
+from tunesmith.config.changing import with_values
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.system import SystemSection
@@ -44,7 +45,6 @@ from tunesmith.plan.cluster import Bundle, bundles, missing, processes
 from tunesmith.plan.facts.hardware import Gpu, read_hardware
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.plan import devices_of
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check

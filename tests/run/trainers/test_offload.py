@@ -14,6 +14,7 @@ from torch import nn
 from tests.support import training
 from tests.support.planned_memory import A100, LLAMA_70B, QWEN_7B, SMALL, on, refusal, resolved
 from tests.support.tiny import save_model
+from tunesmith.config.changing import with_values
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
@@ -27,7 +28,6 @@ from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import LIMIT, planned_devices
 from tunesmith.plan.cost.price import PINNED, price
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.plan import draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.run.trainers import optimizer

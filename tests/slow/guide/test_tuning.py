@@ -17,6 +17,7 @@ from tests.support import tiny
 from tests.support.tiny_preferences import preference_settings
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.cli.main import app
+from tunesmith.config.changing import with_values
 from tunesmith.config.commands import DPOConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
@@ -24,7 +25,6 @@ from tunesmith.guide.tune.arms import Arm, TrialEnded
 from tunesmith.guide.tune.intervals import Interval
 from tunesmith.guide.tune.proof import compare_gradients
 from tunesmith.guide.tune.setup import proof_config, trial_config
-from tunesmith.plan.filling import with_values
 
 pytestmark = pytest.mark.slow
 

@@ -18,6 +18,7 @@ from math import ceil
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from tunesmith.config.changing import with_values
 from tunesmith.config.commands import DistillConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
@@ -41,7 +42,6 @@ from tunesmith.plan.cost.memory import (
     planned_elsewhere,
 )
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.plan import devices_of, draft, longest_sample
 from tunesmith.run.placement.processes import remote_reward_model
 from tunesmith.run.placement.rewards import load_reward_model

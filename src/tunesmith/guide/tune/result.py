@@ -10,6 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from tunesmith.config.changing import with_values
 from tunesmith.config.load import load_run
 from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.errors import ConfigError
@@ -19,7 +20,6 @@ from tunesmith.guide.tune.proof import Proof
 from tunesmith.guide.tune.search import TrialOutcome
 from tunesmith.guide.tune.setup import without_tuned
 from tunesmith.plan.facts.measured import remember, remembered
-from tunesmith.plan.filling import with_values
 from tunesmith.records.storage import check_output, write_output
 from tunesmith.records.toml import toml_value
 

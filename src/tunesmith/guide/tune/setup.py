@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+from tunesmith.config.changing import with_values
 from tunesmith.config.reading.overriding import parse_override
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import (
@@ -18,7 +19,6 @@ from tunesmith.config.schema import (
 )
 from tunesmith.errors import ConfigError
 from tunesmith.guide.tune.knobs import TUNED, Values
-from tunesmith.plan.filling import with_values
 
 C = TypeVar("C", bound=RunConfig)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tunesmith.config.changing import with_values
 from tunesmith.config.load import load_run
 from tunesmith.config.reading.places import placed
 from tunesmith.config.resolved import settings
@@ -49,7 +50,6 @@ from tunesmith.plan.cost.seconds import expected_seconds
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.measured import tuned_file
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
 from tunesmith.plan.plan import draft
 from tunesmith.plan.resolve import resolve

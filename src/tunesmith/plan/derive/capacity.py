@@ -32,7 +32,7 @@ def device_problem(device: str, gpus: tuple[Gpu, ...]) -> str | None:
     return None
 
 
-def derive_device(said: RunConfig, facts: Facts) -> tuple[str, str, Reasons]:
+def derive_device(said: RunConfig, facts: Facts) -> Reasons:
     """Device and dtype.
 
     Raises:
@@ -67,8 +67,8 @@ def derive_device(said: RunConfig, facts: Facts) -> tuple[str, str, Reasons]:
         number = ("float16", f"{why}{scaled}")
     else:
         number = ("float32", why)
-    dtype = reasons.fill("model.dtype", known(said.model, "dtype"), *number)
-    return device, dtype, reasons
+    reasons.fill("model.dtype", known(said.model, "dtype"), *number)
+    return reasons
 
 
 def with_capacity(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> Plan[C]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.commands import RFTConfig, SamplingConfig
-from tunesmith.config.engines import ENGINES
-from tunesmith.config.resolved import settings
+from tunesmith.config.commands import GenerateConfig, RFTConfig, SamplingConfig
+from tunesmith.config.resolved import Derived, settings
+from tunesmith.config.schema import RunConfig
 from tunesmith.config.section import known
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import Filling
 from tunesmith.plan.length import draws, steps_of_passes
+from tunesmith.plan.plan import Reasons
 
 TEMPLATE = "{prompt} <rm_score>: {reward} "
 SEPARATOR = "\n\n"
@@ -35,49 +35,57 @@ def profile_values(name: str) -> dict[str, tuple[Any, str]]:
     return {key: (value, reason) for key, (value, reason) in profiles[name].items()}
 
 
-def derive_sampling(filling: Filling, facts: Facts) -> None:
-    """Derive number of samples and temperature; for RFT, everything in its profile."""
-    config: SamplingConfig = filling.config
-    _derive_together(filling, facts)
-    if isinstance(config, RFTConfig):
-        _derive_profile(filling, config)
-        return
-    if not config.samples:
-        return
-    filling.fill("sampling.n", 1, "one completion per prompt")
-    greedy = filling.get("sampling.n") == 1
-    reason = "one completion: greedy" if greedy else "the model's own distribution"
-    filling.fill("sampling.temperature", 0.0 if greedy else 1.0, reason)
-    if config.output.kind == "conditional":
-        filling.fill("output.reward_template", TEMPLATE, "the prompt, then the reward")
-    if config.output.kind == "pairs":
-        filling.fill("output.min_margin", 0.0, "any difference makes a pair")
+def derive_sampling(said: RunConfig, facts: Facts) -> Reasons:
+    """Number of samples and temperature; for RFT, everything in its profile."""
+    reasons = _together(said, facts)
+    if isinstance(said, RFTConfig):
+        for entry in _of_profile(said):
+            reasons.add(entry.key, entry.value, entry.reason)
+        return reasons
+    if not isinstance(said, GenerateConfig) or not said.samples:
+        return reasons
+    sampling = said.sampling
+    count = reasons.fill("sampling.n", known(sampling, "n"), 1, "one completion per prompt")
+    greedy = count == 1
+    why = "one completion: greedy" if greedy else "the model's own distribution"
+    temperature: float | None = known(sampling, "temperature")
+    reasons.fill("sampling.temperature", temperature, 0.0 if greedy else 1.0, why)
+    output = said.output
+    if output.kind == "conditional":
+        why = "the prompt, then the reward"
+        reasons.fill("output.reward_template", output.reward_template, TEMPLATE, why)
+    if output.kind == "pairs":
+        why = "any difference makes a pair"
+        reasons.fill("output.min_margin", output.min_margin, 0.0, why)
+    return reasons
 
 
-def _derive_together(filling: Filling, facts: Facts) -> None:
+def _together(said: RunConfig, facts: Facts) -> Reasons:
     """On a CPU, fewer completions at once, so that the first ones are finished early."""
-    system = filling.config.system
+    reasons = Reasons()
+    system = said.system
     on_cpu = not facts.hardware.gpus or known(system, "device") == "cpu"
-    given = "max_running" in system.model_fields_set or ENGINES[system.engine].third_party
-    if on_cpu and filling.config.samples and not given:
+    given = "max_running" in system.model_fields_set or system.engine_kind.third_party
+    if on_cpu and isinstance(said, SamplingConfig) and said.samples and not given:
         parameters = facts.model.parameters if facts.model else None
         together = TOGETHER_LARGE if parameters and parameters > LARGE else TOGETHER
-        filling.set(
-            "system.max_running", together, "on a CPU more at once are no faster, and end later"
-        )
+        why = "on a CPU more at once are no faster, and end later"
+        reasons.add("system.max_running", together, why)
+    return reasons
 
 
-def _derive_profile(filling: Filling, config: RFTConfig) -> None:
-    given = settings(config, given_only=True)
-    name = config.rft.profile
+def _of_profile(said: RFTConfig) -> Iterator[Derived]:
+    given = settings(said, given_only=True)
+    now = settings(said)
+    name = said.rft.profile
     values = profile_values(name)
-    if config.lora.on:
+    if said.lora.on:
         values = values | {"train.lr": (LORA_LR, "for an adapter")}
     for key, (value, reason) in values.items():
-        if key not in given and filling.get(key) != value:
-            filling.set(key, value, f"profile {name}: {reason}")
-    if config.rft.few_shot is not None:
-        filling.fill("rft.few_shot_separator", SEPARATOR, "a blank line")
+        if key not in given and now.get(key) != value:
+            yield Derived(key, value, f"profile {name}: {reason}")
+    if said.rft.few_shot is not None and said.rft.few_shot_separator is None:
+        yield Derived("rft.few_shot_separator", SEPARATOR, "a blank line")
 
 
 def derive_rft_warmup(

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from tunesmith.config.changing import with_values
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.values import megabytes
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import fits, planned_devices
 from tunesmith.plan.cost.seconds import step_seconds, whole_step
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.layouts import layouts, with_given_system
 from tunesmith.plan.layout.process_layout import KEYS
 from tunesmith.plan.layout.search import fastest, on_all_gpus

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
+from tunesmith.config.changing import with_values
 from tunesmith.config.resolved import settings
 from tunesmith.config.section import known
 from tunesmith.config.values import format_size
@@ -27,7 +28,6 @@ from tunesmith.plan.derive.savings import (
     lacking_on_the_host,
     with_savings_as_said,
 )
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.layouts import layouts, with_given_system, without_layout
 from tunesmith.plan.layout.process_layout import KEYS, plain
 from tunesmith.plan.layout.search import fastest_layout

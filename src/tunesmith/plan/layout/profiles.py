@@ -8,16 +8,17 @@ rollout.max_staleness).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.config.resolved import Derived, settings
-from tunesmith.config.schema import RLConfig
-from tunesmith.plan.filling import with_values
+from tunesmith.config.changing import with_values
+from tunesmith.config.resolved import settings
+from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
 from tunesmith.plan.layout.search import lack
-from tunesmith.plan.plan import AnyPlan, draft
+from tunesmith.plan.plan import AnyPlan, Reasons, draft, settled
 from tunesmith.plan.rules.situation import Situation
 
 CHECKPOINTING = "system.gradient_checkpointing"
@@ -107,28 +108,28 @@ SYSTEM_PROFILES: Mapping[str, tuple[ProfileValue, ...]] = {
 # fmt: on
 
 
-def profile_values(plan: AnyPlan) -> Iterator[Derived]:
+def derive_profile(said: RunConfig, facts: Facts) -> Reasons:
     """The values of the run's profile, or those measured to be fastest; the run file's values
     stay."""
-    said = plan.said
+    reasons = Reasons()
     given = settings(said, given_only=True)
-    tuned = plan.facts.tuned
-    if tuned:
-        for key, value in tuned.values.items():
+    if facts.tuned:
+        for key, value in facts.tuned.values.items():
             if key not in given:
-                yield Derived(key, value, tuned.reason)
-        plan = draft(with_values(said, tuned.values), plan.facts)
+                reasons.add(key, value, facts.tuned.reason)
     profile = said.system.profile
     if profile is None:
-        return
-    s = Situation(said, plan.facts)
+        return reasons
+    plan = draft(settled(said, reasons), facts)
+    s = Situation(said, facts)
     gpus = gpus_of_run(plan) if plan.devices.on_gpu else 0
     for entry in SYSTEM_PROFILES[profile]:
         wanted = entry.key not in given and entry.when(s, gpus)
-        there = draft(with_values(plan.said, {entry.key: entry.value}), plan.facts)
+        there = draft(with_values(plan.said, {entry.key: entry.value}), facts)
         if wanted and (not entry.if_fits or _fits(there)):
             plan = there
-            yield Derived(entry.key, entry.value, f"profile {profile}: {entry.why}")
+            reasons.add(entry.key, entry.value, f"profile {profile}: {entry.why}")
+    return reasons
 
 
 def _fits(plan: AnyPlan) -> bool:

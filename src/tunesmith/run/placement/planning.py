@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tunesmith.config.changing import with_values
 from tunesmith.config.commands import ScoreConfig
 from tunesmith.config.engines import FASTEST_ENGINE
 from tunesmith.config.resolved import Derived, Resolved
@@ -14,14 +15,14 @@ from tunesmith.config.section import known
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cluster import bundles, missing
 from tunesmith.plan.cost.seconds import measurable
+from tunesmith.plan.derive.lengths import sequence_limits
 from tunesmith.plan.facts.machines import THIS, machine
 from tunesmith.plan.facts.measured import read_rates
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.filling import with_values
 from tunesmith.plan.layout.alternatives import costly
 from tunesmith.plan.layout.fitting import layout_that_fits
 from tunesmith.plan.plan import devices_of, draft
-from tunesmith.plan.resolve import resolve, sequence_limits
+from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import said_contradictions, unread_problems
 from tunesmith.run.placement.checking import check_inputs, facts_of_run
 
