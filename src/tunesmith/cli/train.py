@@ -1,5 +1,5 @@
-"""The commands that train; they call ``assembly/train.py``, then ``loop/rl.py:run`` or
-``loop/supervised.py:run``."""
+"""The commands that train; they call ``run/placement/train.py``, then ``run/loop/rl.py:run`` or
+``run/loop/supervised.py:run``."""
 
 from __future__ import annotations
 
