@@ -171,7 +171,8 @@ class ClusterReport:
             )
         if least is not None and self.bandwidth is not None and self.bandwidth < least * 1e9:
             found.append(
-                f"the ranks sum at {self.bandwidth / 1e9:.3g} GB/s, and --bandwidth asks for {least:g}"
+                f"the ranks sum at {self.bandwidth / 1e9:.3g} GB/s, and --bandwidth asks for "
+                f"{least:g}"
             )
         return found
 

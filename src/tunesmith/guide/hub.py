@@ -41,7 +41,8 @@ def open_hub(config: RunConfig, run_dir: RunDir, report: Callable[[str], None]) 
         api.create_repo(section.push_to_hub, private=section.hub_private, exist_ok=True)
     except Exception as error:
         raise ConfigError(
-            f"checkpoint.push_to_hub = '{section.push_to_hub}' cannot be written to: {_one_line(error)}. Log in with "
+            f"checkpoint.push_to_hub = '{section.push_to_hub}' cannot be written to: "
+            f"{_one_line(error)}. Log in with "
             "`hf auth login` or set HF_TOKEN, with the right to write there; or leave the key out",
             keys=("checkpoint.push_to_hub",),
         ) from None
@@ -77,7 +78,8 @@ class Hub:
             )
         except Exception as error:
             self.report(
-                f"{model} could not be put on the hub: {_one_line(error)}. It is whole on disk; put it there with: "
+                f"{model} could not be put on the hub: {_one_line(error)}. It is whole on disk; "
+                "put it there with: "
                 f"hf upload {section.push_to_hub} {model}"
             )
         else:

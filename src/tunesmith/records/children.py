@@ -47,9 +47,8 @@ def remove_at_end(directory: Path) -> None:
     if remover is None:
         # It waits until the kernel closes its input, in a separate session that signals to ours do
         # not reach.
-        script = (
-            'while IFS= read -r path; do set -- "$@" "$path"; done; [ $# -eq 0 ] || rm -rf -- "$@"'
-        )
+        read = 'while IFS= read -r path; do set -- "$@" "$path"; done'
+        script = f'{read}; [ $# -eq 0 ] || rm -rf -- "$@"'
         remover = _removers[os.getpid()] = subprocess.Popen(
             ["/bin/sh", "-c", script, "remover"],
             stdin=subprocess.PIPE,
@@ -103,9 +102,8 @@ def _started(process: int) -> str:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "here" if process == os.getpid() or _is_there(process) else "gone"
-    return text.rpartition(")")[2].split()[
-        19
-    ]  # field 22 of proc(5); the name before it may hold anything
+    # Field 22 of proc(5); the name before it may hold anything.
+    return text.rpartition(")")[2].split()[19]
 
 
 def _is_there(process: int) -> bool:

@@ -52,9 +52,8 @@ async def request_json(
             body += part
             if longest is not None and len(body) > longest:
                 response.close()
-                raise BadAnswer(
-                    f"{url} answered more than {longest} bytes, the limit of this request"
-                )
+                limit = f"{longest} bytes, the limit of this request"
+                raise BadAnswer(f"{url} answered more than {limit}")
     text = body.decode(errors="replace")
     if response.status >= 500 or response.status in RETRIED:
         raise Unavailable(f"{url} answered {response.status}: {one_line(text)}")

@@ -61,13 +61,9 @@ async def listen(
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # negative if unlimited
     most = limits.connections if files < 0 else min(limits.connections, files // 2)
     opened = dict[_Connection, None]()
+    at_once = max(1, min(100, most // 4))  # asyncio accepts so many before they are counted
     return await asyncio.get_running_loop().create_server(
-        lambda: _Connection(factory(), limits, opened, most),
-        host,
-        port,
-        backlog=max(
-            1, min(100, most // 4)
-        ),  # asyncio accepts this many at once, before they are counted
+        lambda: _Connection(factory(), limits, opened, most), host, port, backlog=at_once
     )
 
 
@@ -104,9 +100,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         made = cast("asyncio.Transport", transport)
         if len(self._opened) >= self._most:
-            idle = next(
-                (connection for connection in self._opened if connection._timer is not None), None
-            )
+            idle = next((one for one in self._opened if one._timer is not None), None)
             if idle is None:
                 made.write(BUSY)
                 made.close()
@@ -152,29 +146,23 @@ def guarded(
         try:
             if token is None and not is_loopback(host_name(request)):
                 raise web.HTTPMisdirectedRequest(text=f"this server is not {request.host!a}")
-            if (
-                token is not None
-                and request.path not in open_paths
-                and not has_token(request, token)
-            ):
-                raise web.HTTPUnauthorized(
-                    text="send the server's token, as Authorization: Bearer TOKEN"
-                )
+            needed = None if request.path in open_paths else token
+            if needed is not None and not has_token(request, needed):
+                how = "send the server's token, as Authorization: Bearer TOKEN"
+                raise web.HTTPUnauthorized(text=how)
             close_after = _closing_after(request)
             close_after(limits.body_seconds + REFUSAL_SECONDS)
             try:
                 async with asyncio.timeout(limits.body_seconds):
                     await request.read()
             except TimeoutError:
-                raise web.HTTPRequestTimeout(
-                    text=f"the request did not arrive within {limits.body_seconds:g} s"
-                ) from None
+                late = f"the request did not arrive within {limits.body_seconds:g} s"
+                raise web.HTTPRequestTimeout(text=late) from None
             except (web.HTTPException, ConnectionError):
                 raise
             except Exception as error:  # such as a broken encoding
-                raise web.HTTPBadRequest(
-                    text=f"the request's body cannot be read: {error!a}"
-                ) from None
+                unreadable = f"the request's body cannot be read: {error!a}"
+                raise web.HTTPBadRequest(text=unreadable) from None
             close_after(None)
             try:
                 return await handler(request)
@@ -244,15 +232,14 @@ async def serve(app: web.Application, host: str, port: int, ready: Callable[[str
     """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
-    loop.set_exception_handler(
-        lambda _, context: print(
-            f"{context.get('message')}: {context.get('exception')}", file=sys.stderr
-        )
-    )
+
+    def on_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        print(f"{context.get('message')}: {context.get('exception')}", file=sys.stderr)
+
+    loop.set_exception_handler(on_error)
     async with AsyncExitStack() as serving:
-        with boundary(
-            ConfigError, f"cannot listen on {host}:{port}; choose another --host or --port", OSError
-        ):
+        refused = f"cannot listen on {host}:{port}; choose another --host or --port"
+        with boundary(ConfigError, refused, OSError):
             listens = listening(app, host, port, limits=LIMITS, shutdown=SHUTDOWN_SECONDS)
             port = await serving.enter_async_context(listens)
         for number in (signal.SIGTERM, signal.SIGINT):

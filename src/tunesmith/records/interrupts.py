@@ -180,10 +180,8 @@ def handled() -> Generator[None]:
 
     No effect inside another ``handled`` or outside the main thread.
     """
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) == _on_signal
-    ):
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) == _on_signal:
         yield
         return
     global _state
@@ -232,18 +230,16 @@ def _watch(reading: int, state: _State) -> None:
         for number in iter(lambda: pipe.read(1), b""):
             if number[0] not in SIGNALS or signal.getsignal(number[0]) != _on_signal:
                 continue
-            counted += (
-                number[0] != signal.SIGHUP or counted == 0
-            )  # a terminal that closes sends several
+            # A terminal that closes sends several.
+            counted += number[0] != signal.SIGHUP or counted == 0
             first = state.asked is None or counted == 1
             _record(state, number[0])
             if counted > 1 and _own:
                 _exit(state, "ended at once")
             if first:
                 say(f"{signal.Signals(number[0]).name}: stopping; once more ends this at once")
-                threading.Thread(
-                    target=_wait_for_main, args=(state,), name="signals", daemon=True
-                ).start()
+                wait = threading.Thread(target=_wait_for_main, args=(state,), daemon=True)
+                wait.start()
 
 
 def _wait_for_main(state: _State) -> None:
@@ -253,9 +249,8 @@ def _wait_for_main(state: _State) -> None:
             return
         patience = GRACE * (2 if state.committed else 1)
         if _own and not (state.held or state.kept) and time.monotonic() - state.since > patience:
-            message = (
-                None if state.committed else keep_now()
-            )  # the main thread is busy, and changes no weights
+            # Where no step is committed, the busy main thread changes no weights.
+            message = None if state.committed else keep_now()
             _exit(state, message or "interrupted: the step in progress did not end")
     while time.monotonic() - state.closing_since < TEARDOWN:
         time.sleep(0.1)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
 
 from tunesmith.errors import StorageError, boundary
 from tunesmith.records.plain import plain
@@ -44,10 +44,8 @@ class JsonLines:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file.close()
                 self._file = self._open()
-                print(
-                    f"warning: {self.path} was deleted or replaced; the rest goes into a new file",
-                    flush=True,
-                )
+                why = "was deleted or replaced; the rest goes into a new file"
+                print(f"warning: {self.path} {why}", flush=True)
             self._file.write(line + "\n")
             self._file.flush()
 
@@ -157,11 +155,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
-        return [
-            json.loads(line)
-            for line in path.read_bytes().splitlines(keepends=True)
-            if line.endswith(b"\n")
-        ]
+        lines = path.read_bytes().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def newest_objects(file: Path, most_bytes: int | None) -> list[dict[str, Any]]:
@@ -212,8 +207,8 @@ def _finite(value: Any) -> Any:
         case float() if not math.isfinite(value):
             return None
         case dict():
-            return {k: _finite(v) for k, v in value.items()}  # pyright: ignore[reportUnknownVariableType]
+            return {k: _finite(v) for k, v in cast("dict[str, Any]", value).items()}
         case list():
-            return [_finite(v) for v in value]  # pyright: ignore[reportUnknownVariableType]
+            return [_finite(v) for v in cast("list[Any]", value)]
         case _:
             return value

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from decimal import Decimal
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from tunesmith.errors import shortened
 
@@ -29,22 +29,21 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, int):
-        return (
-            int(value)
-            if abs(value) < LARGEST_INTEGER
-            else f"a whole number of {value.bit_length()} bits"
-        )
+        large = f"a whole number of {value.bit_length()} bits"
+        return int(value) if abs(value) < LARGEST_INTEGER else large
     try:
         if isinstance(value, Real | Decimal):
             return float(value)
         if depth >= DEEPEST:
             return shown(value)
         if isinstance(value, Mapping):
-            return {_text(str(key)): plain(item, depth + 1) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        if isinstance(value, list | tuple):
-            return [plain(item, depth + 1) for item in value]  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(value, Set):
-            return [plain(item, depth + 1) for item in sorted(value, key=shown)]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            items = cast("Mapping[Any, Any]", value).items()
+            return {_text(str(key)): plain(item, depth + 1) for key, item in items}
+        if isinstance(value, list | tuple | Set):
+            several = cast("Iterable[Any]", value)
+            if isinstance(value, Set):
+                several = sorted(several, key=shown)
+            return [plain(item, depth + 1) for item in several]
         to_list = getattr(value, "tolist", None)
         if callable(to_list):
             return plain(to_list(), depth + 1)

@@ -90,9 +90,8 @@ def _shown(
     columns: Mapping[str, tuple[str, Callable[[float], str]]] = COLUMNS,
 ) -> list[tuple[str, str]]:
     """Label and text of every column that the metrics have a value for."""
-    return [
-        (label, show(metrics[name])) for name, (label, show) in columns.items() if name in metrics
-    ]
+    known = {name: column for name, column in columns.items() if name in metrics}
+    return [(label, show(metrics[name])) for name, (label, show) in known.items()]
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -104,9 +103,8 @@ def sparkline(values: Sequence[float]) -> str:
     low = min(finite)
     high = max(finite)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(
-        _BARS[round((v - low) * scale)] if abs(v) < float("inf") else " " for v in values
-    )
+    bars = [round((v - low) * scale) if abs(v) < float("inf") else None for v in values]
+    return "".join(" " if bar is None else _BARS[bar] for bar in bars)
 
 
 def _eta(left: float | None, at_most: bool) -> list[str]:
@@ -241,15 +239,13 @@ class LivePanel(Progress):
         )
         numbers = Text()
         for label, shown in _shown(self._metrics, self._columns):
-            numbers.append(f"{label}\xa0", style="dim").append(shown, style="bold").append(
-                "   "
-            )  # wraps between two
+            numbers.append(f"{label}\xa0", style="dim").append(shown, style="bold")
+            numbers.append("   ")  # wraps between two
         course = Text()
         if self._watched is not None and len(self._course) > 1:
             course.append(f"{self._watched} ", style="dim").append(f"{number(self._course[0])} ")
-            course.append(sparkline(list(self._course)), style="green").append(
-                f" {number(self._course[-1])}"
-            )
+            course.append(sparkline(list(self._course)), style="green")
+            course.append(f" {number(self._course[-1])}")
         panel = Table.grid()
         for row in (top, numbers, course):
             panel.add_row(row)
@@ -290,11 +286,8 @@ def time_table(totals: Mapping[str, float]) -> list[str]:
         totals: seconds by phase, as ``Clock.totals`` gives them.
     """
     whole = sum(totals.values())
-    rows = [
-        (n, s)
-        for n, s in sorted(totals.items(), key=lambda row: -row[1])
-        if s >= 0.0005 * whole and s > 0
-    ]
+    longest = sorted(totals.items(), key=lambda row: -row[1])
+    rows = [(name, s) for name, s in longest if s > 0 and s >= 0.0005 * whole]
     width = max((len(name) for name, _ in rows), default=0)
     lines: list[str] = []
     for name, seconds in rows:

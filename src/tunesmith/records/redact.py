@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 HIDDEN = "***"
 
@@ -17,7 +17,8 @@ _URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
 _TOKEN = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|xox[abp]-|AKIA|glpat-)[\w-]{12,}")
 _SECRET_NAME = re.compile(
-    r"(?i)(^|[_.-])(token|api[_-]?key|apikey|secret|password|passwd|credentials?|authorization|private[_-]?key)$"
+    r"(?i)(^|[_.-])(token|api[_-]?key|apikey|secret|password|passwd|credentials?|"
+    r"authorization|private[_-]?key)$"
 )
 
 
@@ -51,12 +52,11 @@ def redact_values(value: Any, name: str = "") -> Any:
     if isinstance(value, str):
         return HIDDEN if value and _SECRET_NAME.search(name) else redact(value)
     if isinstance(value, Mapping):
-        return {
-            key: redact_values(item, "secret" if name == "env_vars" else str(key))
-            for key, item in value.items()
-        }  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        items = cast("Mapping[Any, Any]", value).items()
+        hides = name == "env_vars"
+        return {k: redact_values(item, "secret" if hides else str(k)) for k, item in items}
     if isinstance(value, list | tuple):
-        return [redact_values(item, name) for item in value]  # pyright: ignore[reportUnknownVariableType]
+        return [redact_values(item, name) for item in cast("Sequence[Any]", value)]
     return value
 
 

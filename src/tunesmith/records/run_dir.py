@@ -33,6 +33,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -48,9 +49,9 @@ LATEST = "latest"
 LOCK = "run.lock"
 _OURS = (
     "config.toml", "resolved.json", "plan.json", "facts.json", "metrics.jsonl", "rollouts.jsonl",
-    "rollouts-older.jsonl", "sinks.json", "skipped.jsonl", "checkpoints", "trace", "profile", "tensorboard",
-    "completions.jsonl", "scores.jsonl", "best.jsonl", "pairs.jsonl", "conditional.jsonl", "report.json",
-    "report.html", "base", "round-1",
+    "rollouts-older.jsonl", "sinks.json", "skipped.jsonl", "checkpoints", "trace", "profile",
+    "tensorboard", "completions.jsonl", "scores.jsonl", "best.jsonl", "pairs.jsonl",
+    "conditional.jsonl", "report.json", "report.html", "base", "round-1",
 )  # fmt: skip
 """What runs write into their directories."""
 
@@ -103,14 +104,12 @@ def open_run_dir(
     if run_dir is not None:
         check_run_dir(run_dir, resume)
     with boundary(StorageError, f"cannot create the run directory {run_dir or 'runs'}", OSError):
-        path = (
-            numbered_directory(Path("runs").absolute(), name)
-            if run_dir is None
-            else run_dir.resolve()
-        )
-        path.mkdir(parents=True, exist_ok=True)
         if run_dir is None:
+            path = numbered_directory(Path("runs").absolute(), name)
             point(path.parent / LATEST, path)
+        else:
+            path = run_dir.resolve()
+            path.mkdir(parents=True, exist_ok=True)
     with _locked(path):
         _refuse_another_run(path, resume)
         try:
@@ -190,12 +189,12 @@ def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
 
 
 def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> None:
-    continued = resume in (True, "auto") or (
-        isinstance(resume, Path) and resume.resolve().is_relative_to(path)
-    )
+    inside = isinstance(resume, Path) and resume.resolve().is_relative_to(path)
+    continued = inside or resume in (True, "auto")
     if not continued and holds_run(path):
         raise ConfigError(
-            f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another run_dir, or delete "
+            f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another "
+            "run_dir, or delete "
             "it",
             keys=("run_dir",),
         )
@@ -204,7 +203,8 @@ def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> No
     found = [name for name in _OURS if os.path.lexists(path / name)]
     if found or (path / "model").is_symlink():
         raise ConfigError(
-            f"{path} has {', '.join(found or ['a link model'])}, which no run wrote there, and a run would write over; "
+            f"{path} has {', '.join(found or ['a link model'])}, which no run wrote there, and a "
+            "run would write over; "
             "choose another run_dir",
             keys=("run_dir",),
         )
@@ -247,15 +247,13 @@ def numbered_directory(parent: Path, name: str) -> Path:
     """
     with boundary(StorageError, f"cannot create a run directory in {parent}", OSError):
         parent.mkdir(parents=True, exist_ok=True)
-        number = 1
         name = re.sub(r"[^\w.\-]+", "-", name)[:100].strip(".-") or "run"
-        while True:
-            try:
-                (path := parent / f"{name}-{number}").mkdir()
-            except FileExistsError:
-                number += 1
-            else:
+        for number in count(1):
+            path = parent / f"{name}-{number}"
+            with suppress(FileExistsError):
+                path.mkdir()
                 return path
+    raise AssertionError("some number is free")
 
 
 def is_running(path: Path) -> bool:
@@ -297,7 +295,8 @@ def _open_lock(lock: Path) -> int:
         if handle is not None:
             os.close(handle)
         raise ConfigError(
-            f"{lock} is there already and is not the lock of a run; choose another run_dir, or remove it",
+            f"{lock} is there already and is not the lock of a run; choose another run_dir, or "
+            "remove it",
             keys=("run_dir",),
         )
     assert handle is not None

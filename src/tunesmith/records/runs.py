@@ -111,13 +111,11 @@ def read_run(path: Path) -> RunSummary:
         raise ConfigError(f"{path} is not the directory of a run. Name one, such as runs/{LATEST}")
     lines = last_lines(path)
     settings = read_settings(path)
-    last = dict[str, Any]()
-    if read_standing(
-        path
-    ):  # each line has what was measured then: samples, a round's yield, an evaluation
+    if read_standing(path):
+        # Each line has what was measured then: samples, a round's yield, an evaluation.
         last = {name: value for line in lines for name, value in line.items() if value is not None}
-    elif steps := [line for line in lines if not is_evaluation(line)]:
-        last = steps[-1]
+    else:
+        last = next((line for line in reversed(lines) if not is_evaluation(line)), {})
     return RunSummary(path, settings, last, progress_of(path, settings, int(last.get("step", 0))))
 
 
@@ -163,16 +161,14 @@ def late_means(path: Path) -> dict[str, float]:
     lines = [numbers(line) for line in last_lines(path, None)]
     steps = [line for line in lines if not is_evaluation(line)]
     late = steps[-max(1, len(steps) // 5) :]
-    means = {
-        name: fmean(values)
-        for name in dict.fromkeys(
-            name for line in late for name in line if name not in NOT_COMPARED
-        )
-        if (values := [line[name] for line in late if name in line])
-    }
-    evaluated = (line for line in lines if is_evaluation(line))
-    last = {name: value for line in evaluated for name, value in line.items()}
-    return means | {name: value for name, value in last.items() if name not in NOT_COMPARED}
+    columns: dict[str, list[float]] = {}
+    for line in late:
+        for name, value in line.items():
+            columns.setdefault(name, []).append(value)
+    means = {name: fmean(values) for name, values in columns.items()}
+    for line in filter(is_evaluation, lines):
+        means |= line
+    return {name: value for name, value in means.items() if name not in NOT_COMPARED}
 
 
 def _changed(path: Path) -> float:

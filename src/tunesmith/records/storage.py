@@ -125,11 +125,8 @@ def write_output(path: Path, content: bytes, *, private: bool) -> None:
     with boundary(StorageError, f"cannot write {path}", OSError):
         found = _status(path)
         own = None if found is None else _own_descriptor(found)
-        if own is not None:
-            with open(os.dup(own), "wb") as file:
-                file.write(content)
-        elif found is not None and _is_stream(found):
-            with path.open("wb") as file:
+        if own is not None or (found is not None and _is_stream(found)):
+            with open(path if own is None else os.dup(own), "wb") as file:
                 file.write(content)
         else:
             opener = open_private if private else None
@@ -144,9 +141,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         StorageError: it cannot be written.
     """
     with boundary(StorageError, f"cannot write {path}", OSError), replacing(path) as unfinished:
-        unfinished.write_text(
-            json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(value, indent=1, ensure_ascii=False)
+        unfinished.write_text(f"{text}\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -63,20 +63,15 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Rows of texts as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        yield "  ".join(
-            printable(text).ljust(width) for text, width in zip(row, widths, strict=True)
-        ).rstrip()
+        cells = zip(map(printable, row), widths, strict=True)
+        yield "  ".join(text.ljust(width) for text, width in cells).rstrip()
 
 
 def last_message(prompt: str | list[Mapping[str, Any]]) -> str:
     """A prompt's text, or the last message of a conversation."""
-    return (
-        prompt
-        if isinstance(prompt, str)
-        else str(prompt[-1].get("content") or "")
-        if prompt
-        else ""
-    )
+    if isinstance(prompt, str):
+        return prompt
+    return str(prompt[-1].get("content") or "") if prompt else ""
 
 
 def first_and_last(

@@ -140,26 +140,15 @@ class Timeline:
             # A span that ends while this runs counts as open in this step, and continues in the
             # next.
             spans = [(span, span.stop) for span in self._spans]
-            cut = tuple(
-                replace(
-                    span,
-                    start=max(span.start, start),
-                    stop=stop if end is None else max(start, min(end, stop)),
-                    details=dict(span.details),
-                )
-                for span, end in spans
-            )
-            step = FinishedStep(
-                number,
-                start,
-                stop,
-                cut,
-                {name: list(changes) for name, changes in self._levels.items()},
-            )
+            cut: list[Span] = []
+            for span, end in spans:
+                until = stop if end is None else max(start, min(end, stop))
+                begun = max(span.start, start)
+                cut.append(replace(span, start=begun, stop=until, details=dict(span.details)))
+            levels = {name: list(changes) for name, changes in self._levels.items()}
+            step = FinishedStep(number, start, stop, tuple(cut), levels)
             self._spans = [span for span, end in spans if end is None]
-            self._levels = {
-                name: [(stop, changes[-1][1])] for name, changes in self._levels.items()
-            }
+            self._levels = {name: [(stop, each[-1][1])] for name, each in levels.items()}
             self._since = stop
             return step, set(self._engines)
 
@@ -183,12 +172,13 @@ def activity_metrics(step: FinishedStep, engines: Sequence[str]) -> dict[str, fl
         return metrics
     metrics["idle/trainer"] = 1 - busy(TRAINER) / seconds
     worked = {lane: busy(lane) for lane in engines}
-    tokens = {
-        lane: sum(_tokens(s, excluded) for s in step.spans if s.lane == lane) for lane in engines
-    }
-    if engines:
-        metrics["idle/engine"] = 1 - sum(worked.values()) / (seconds * len(engines))
+    tokens = dict.fromkeys(engines, 0.0)
+    for span in step.spans:
+        if span.lane in tokens:
+            tokens[span.lane] += _tokens(span, excluded)
     total = sum(worked.values())
+    if engines:
+        metrics["idle/engine"] = 1 - total / (seconds * len(engines))
     if total:
         metrics["engine_tokens_per_second"] = sum(tokens.values()) / total
     for lane in engines if len(engines) > 1 else ():

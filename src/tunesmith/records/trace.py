@@ -79,11 +79,8 @@ def chrome_trace(step: FinishedStep) -> dict[str, Any]:
             tid += 1
     for name, changes in step.levels.items():
         for moment, value in changes:
-            events.append(
-                _event(
-                    "C", name, 0, 0, ts=round((moment - step.start) * 1e6, 3), args={"value": value}
-                )
-            )
+            at = round((moment - step.start) * 1e6, 3)
+            events.append(_event("C", name, 0, 0, ts=at, args={"value": value}))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step.number}}
 
 
@@ -104,11 +101,9 @@ def in_rows(spans: Sequence[Span]) -> list[list[Span]]:
 def _complete(span: Span, start: float, pid: int, tid: int) -> Event:
     assert span.stop is not None, "a span of a finished step is cut at its end"
     begin = round((span.start - start) * 1e6, 3)
-    args = (
-        dict(span.details)
-        if span.waits_for is None
-        else {**span.details, "waits for": span.waits_for}
-    )
+    args = dict(span.details)
+    if span.waits_for is not None:
+        args["waits for"] = span.waits_for
     # The end is rounded, not the duration, so that consecutive spans do not overlap.
     duration = round((span.stop - start) * 1e6 - begin, 3)
     return _event("X", span.name, pid, tid, cat=span.lane, ts=begin, dur=duration, args=args)
@@ -120,8 +115,5 @@ def _event(phase: str, name: str, pid: int, tid: int, **more: Any) -> Event:
 
 def _place(lane: str) -> tuple[int, str, int]:
     kind, _, number = lane.partition(" ")
-    return (
-        _ORDER.index(kind) if kind in _ORDER else len(_ORDER),
-        kind,
-        int(number) if number.isdigit() else -1,
-    )
+    place = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
+    return place, kind, int(number) if number.isdigit() else -1

@@ -76,9 +76,8 @@ def stall_report(spans: Sequence[Span], now: float, still: float) -> str:
             oldest = min(at_work, key=lambda s: s.start)
             which = f"{len(at_work)} in flight, the oldest: " if len(at_work) > 1 else ""
             details = "".join(f", {name} {value}" for name, value in oldest.details.items())
-            lines.append(
-                f"  {lane}: {which}{oldest.name}{details} ({duration(now - oldest.start)})"
-            )
+            since = duration(now - oldest.start)
+            lines.append(f"  {lane}: {which}{oldest.name}{details} ({since})")
     if len(lines) == 1:
         lines.append("  no work and no wait is on record")
     return "\n".join([*lines, *threads_at(), "  The run keeps waiting (monitor.stall_after)."])
@@ -93,13 +92,10 @@ def threads_at() -> list[str]:
         frame = frames.get(thread.ident or 0)
         if frame is None or frame.f_code.co_filename == executor.__file__:
             continue
-        if thread.daemon and (
-            thread.name != "reward" or frame.f_code.co_name == "_work"
-        ):  # which waits for a call
+        waits = thread.name != "reward" or frame.f_code.co_name == "_work"  # for a call
+        if thread.daemon and waits:
             continue
         calls = traceback.extract_stack(frame)[-_FRAMES:]
         lines.append(f"  Thread {thread.name} is here, innermost call last:")
-        lines += [
-            f"    {call.filename}:{call.lineno} in {call.name}: {call.line}" for call in calls
-        ]
+        lines += [f"    {c.filename}:{c.lineno} in {c.name}: {c.line}" for c in calls]
     return lines

@@ -87,7 +87,8 @@ def _check_cluster(shared: Path, bandwidth: float | None) -> None:
         )
     if report.seconds is None:
         print(
-            "one process; start it with torchrun on all machines to compare them and time what is between them"
+            "one process; start it with torchrun on all machines to compare them and time what is "
+            "between them"
         )
 
 

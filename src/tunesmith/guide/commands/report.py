@@ -65,7 +65,8 @@ def report(
     )
     write_output(path, document, private=True)
     held = "; ".join(
-        f"{len(groups)} of {len(run.rollouts.groups())} groups of rollouts of {shown_path(run.path)}"
+        f"{len(groups)} of {len(run.rollouts.groups())} groups of rollouts of "
+        f"{shown_path(run.path)}"
         for run, groups in zip(opened, sampled, strict=True)
         if run.rollouts.size
     )

@@ -79,7 +79,8 @@ def init(
     if task in complete:
         if model or tiny_model:
             raise ConfigError(
-                f"'{task}' is an example that makes its own model; leave --model and --tiny-model out"
+                f"'{task}' is an example that makes its own model; leave --model and --tiny-model "
+                "out"
             )
         for file in copy_example(task, directory):
             print(f"wrote {file}")
@@ -89,5 +90,6 @@ def init(
         print(f"wrote {file}")
     run = directory / "run.toml"
     print(
-        f"check it with  tunesmith config {run}\nrun it with    tunesmith {STARTS[task].command} {run}"
+        f"check it with  tunesmith config {run}\nrun it with    tunesmith {STARTS[task].command} "
+        f"{run}"
     )

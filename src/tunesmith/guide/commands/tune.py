@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 commands = typer.Typer()
 
-NOTHING = "Nothing was measured, so this says nothing about faster settings; give it more time with --minutes"
+NOTHING = (
+    "Nothing was measured, so this says nothing about faster settings; give it more time with "
+    "--minutes"
+)
 
 
 @commands.command()

@@ -126,7 +126,10 @@ def metric_in_run(run_dir: Path, metric: Metric) -> Iterator[str]:
         (first, start), (last, end) = points[0], points[-1]
         least = min(value for _, value in points)
         most = max(value for _, value in points)
-        yield f"{name}: {start:.4g} in step {first}, {end:.4g} in step {last}; from {least:.4g} to {most:.4g}"
+        yield (
+            f"{name}: {start:.4g} in step {first}, {end:.4g} in step {last}; from {least:.4g} to "
+            f"{most:.4g}"
+        )
     if not found:
         yield f"no {metric.name}"
 
@@ -141,7 +144,10 @@ def _meant(name: str, meaning: Meaning) -> str:
     ]
     rule = rule_of(meaning)
     here = " and ".join(meaning.keys) or f"there is no such setting here: {meaning.why}"
-    return f"{name} ({', '.join(of) or 'earlier versions'}): {here}{f': {rule}' if rule and meaning.keys else ''}"
+    return (
+        f"{name} ({', '.join(of) or 'earlier versions'}): "
+        f"{here}{f': {rule}' if rule and meaning.keys else ''}"
+    )
 
 
 def meaning_of(metric: Metric) -> str:

@@ -19,8 +19,8 @@ from tunesmith.guide.migrate.script.values import Function, Named, Object
 _PEFT = ("r", "target_modules", "modules_to_save")
 """Names in ``LoraConfig`` that have the prefix ``lora_`` in TRL's ``ModelConfig``."""
 _PARTS = (
-    "args", "config", "peft_config", "processing_class", "tokenizer", "quantization_config", "callbacks",
-    "data_collator", "optimizers", "compute_metrics", "reward_processing_classes",
+    "args", "config", "peft_config", "processing_class", "tokenizer", "quantization_config",
+    "callbacks", "data_collator", "optimizers", "compute_metrics", "reward_processing_classes",
 )  # fmt: skip
 """Arguments of a trainer that are objects, whose settings are read where they are made."""
 _SUPPORT = (
@@ -31,8 +31,8 @@ _SUPPORT = (
 _ALONE = ("AgentConfig", "create_vllm_backend")
 """What is a program where no configuration and no trainer is made."""
 _OF_MODEL = (
-    "torch_dtype", "dtype", "attn_implementation", "load_in_4bit", "load_in_8bit", "trust_remote_code",
-    "max_seq_length",
+    "torch_dtype", "dtype", "attn_implementation", "load_in_4bit", "load_in_8bit",
+    "trust_remote_code", "max_seq_length",
 )  # fmt: skip
 """Arguments of ``from_pretrained`` that are settings."""
 _PATHS = ("pretrained_model_name_or_path", "model_name", "model_name_or_path")
@@ -49,8 +49,8 @@ _PLACES: Mapping[str, Sequence[str]] = {
     "KTOTrainer": ("model", "ref_model", *_START[1:]),
     "GKDTrainer": ("model", "teacher_model", *_START[1:]),
     "PPOTrainer": (
-        "args", "processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model",
-        "data_collator", "eval_dataset",
+        "args", "processing_class", "model", "ref_model", "reward_model", "train_dataset",
+        "value_model", "data_collator", "eval_dataset",
     ),
 }  # fmt: skip
 """Names of positional arguments of TRL's trainers; of the other ones ``_START``."""

@@ -4,9 +4,10 @@ Assignments, arrays, here-documents, arithmetic and conditions on known values a
 that only the shell knows stay in the text: ``${NAME}`` for a variable without a value,
 ``$(command)`` for a command's output.
 
-The reader is our own. bashlex is licensed under the GPLv3, which an Apache-2.0 project cannot depend
-on; tree-sitter's grammar is compiled code, and its tree has the same cases of expansion to evaluate.
-What is read is often not a whole script either: commands of docstrings, with ``<placeholders>``.
+The reader is our own. bashlex is licensed under the GPLv3, which an Apache-2.0 project cannot
+depend on; tree-sitter's grammar is compiled code, and its tree has the same cases of expansion to
+evaluate. What is read is often not a whole script either: commands of docstrings, with
+``<placeholders>``.
 """
 
 from __future__ import annotations

@@ -164,7 +164,8 @@ def _section_of_others(kind: type[RunConfig], word: str) -> str | None:
     if word in kind.model_fields or not (commands := commands_with(word)):
         return None
     return (
-        f"[{word}] has no meaning in a run file of tunesmith {kind.command}: it belongs to {_commands(commands)}. "
+        f"[{word}] has no meaning in a run file of tunesmith {kind.command}: it belongs to "
+        f"{_commands(commands)}. "
         f"Remove it, or use {'that command' if len(commands) == 1 else 'one of those commands'}."
     )
 
@@ -186,7 +187,10 @@ def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
         return f" Did you mean '{close}'?"
     words = {key: key.rpartition(".")[2] for key in all_keys(kind)}
     if not similar and (close := closest(word, words.values(), OTHER_SECTION)):
-        return f" Did you mean {' or '.join(repr(key) for key, last in words.items() if last == close)}?"
+        return (
+            " Did you mean "
+            f"{' or '.join(repr(key) for key, last in words.items() if last == close)}?"
+        )
     return f" Valid: {', '.join(sorted(valid))}." + (
         f" Similar: {', '.join(similar)}." if similar else ""
     )

@@ -93,7 +93,8 @@ def run_demo(
     share = pace.share(sft_steps + RL_COST * rl_steps)
     if share < 1:
         print(
-            f"A step takes {pace.clock:.2f} s on this machine, which is slow or busy: the demo does {share:.0%} of its"
+            f"A step takes {pace.clock:.2f} s on this machine, which is slow or busy: the demo "
+            f"does {share:.0%} of its"
         )
         print("steps, and the accuracy rises less than it would.")
     sft_steps = round(share * sft_steps)

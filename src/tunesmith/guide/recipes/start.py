@@ -158,10 +158,16 @@ def _line(rng: random.Random) -> Line:
     more = rng.randint(2, 30)
     who = rng.choice(("Ann", "Ben", "Mia", "Tom"))
     what = rng.choice(("apples", "cards", "pens", "shells"))
-    question = f"{who} has {boxes} boxes of {each} {what} and {more} more {what}. How many {what} are there?"
+    question = (
+        f"{who} has {boxes} boxes of {each} {what} and {more} more {what}. How many {what} are "
+        "there?"
+    )
     total = boxes * each + more
     wrong = boxes + each + more
-    good = f"{boxes} * {each} = {boxes * each}, and {boxes * each} + {more} = {total}. The answer is {total}"
+    good = (
+        f"{boxes} * {each} = {boxes * each}, and {boxes * each} + {more} = {total}. The answer is "
+        f"{total}"
+    )
     bad = f"{boxes} + {each} + {more} = {wrong}. The answer is {wrong}"
     return {
         "prompt": f"{question} End with the number.",

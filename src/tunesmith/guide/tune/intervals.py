@@ -56,7 +56,8 @@ def interval(log_ratios: Sequence[float]) -> Interval:
     martingale, is below ``1/α`` (Wang and Ramdas 2023, "Anytime-valid t-tests and confidence
     sequences for Gaussian means with unknown variance", arXiv:2310.03722, Gaussian mixture):
 
-        K⁻¹ᐟ² · ((1 + t²/ν) / (1 + t²/(νK)))^((ν + 1)/2) < 1/α,   t² = n (mean − m)²/s²,   ν = n − 1,   K = 1 + n c²
+        K⁻¹ᐟ² · ((1 + t²/ν) / (1 + t²/(νK)))^((ν + 1)/2) < 1/α,
+        t² = n (mean − m)²/s²,   ν = n − 1,   K = 1 + n c²
     """
     n = len(log_ratios)
     mean = fmean(log_ratios)

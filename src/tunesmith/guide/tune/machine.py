@@ -81,7 +81,8 @@ def probes(seed: int, count: int) -> list[Probe]:
     free = memory()[1]
     if needed > free:
         raise CapacityError(
-            f"the {count} small models that are measured need {format_size(needed)} of memory, and {format_size(free)} "
+            f"the {count} small models that are measured need {format_size(needed)} of memory, "
+            f"and {format_size(free)} "
             "are free; end other programs first"
         )
     return [Probe(work) for work in works]

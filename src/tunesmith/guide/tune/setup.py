@@ -32,7 +32,8 @@ def check_tunable(config: RunConfig, command: str = "tune") -> None:
     """Reject (ConfigError) a run whose steps ``command`` cannot measure here."""
     if not config.trains or config.command == "rft":
         raise ConfigError(
-            f"tunesmith {command} is for runs that train step by step, and this is one of tunesmith {config.command}; "
+            f"tunesmith {command} is for runs that train step by step, and this is one of "
+            f"tunesmith {config.command}; "
             "take the run file of its training instead"
         )
     if config.system.cluster != "none":
@@ -49,7 +50,8 @@ def check_tunable(config: RunConfig, command: str = "tune") -> None:
         )
     if "RANK" in os.environ:
         raise ConfigError(
-            f"tunesmith {command} starts the processes itself; call it without torchrun or accelerate"
+            f"tunesmith {command} starts the processes itself; call it without torchrun or "
+            "accelerate"
         )
 
 

@@ -33,11 +33,8 @@ class Answers(Signs):
         assert record.standing is not None
         self.standing = record.standing
         self.done = f"{self.standing.answered} of {self.standing.total} prompts are answered"
-        shares = {
-            name: tuple(r["evaluation"]["accuracy"])
-            for name, r in record.rounds.items()
-            if "evaluation" in r
-        }
+        evaluated = {name: r for name, r in record.rounds.items() if "evaluation" in r}
+        shares = {name: tuple(r["evaluation"]["accuracy"]) for name, r in evaluated.items()}
         self.before: Share = shares.get("base", UNKNOWN_SHARE)
         self.after: Share = list(shares.values())[-1] if len(shares) > 1 else UNKNOWN_SHARE
         first = record.rounds.get("round-1", {}).get("yield")
@@ -66,9 +63,8 @@ class SampledRound:
 
     @property
     def counted(self) -> str:
-        return (
-            f"{self.name}: {self.counts['correct']} of {self.counts['samples']} samples are right, "
-        )
+        right = f"{self.counts['correct']} of {self.counts['samples']}"
+        return f"{self.name}: {right} samples are right, "
 
     def samples_for(self, answers: int) -> str | None:
         """Samples per question that give so many right answers; None if that is out of reach, or
@@ -118,7 +114,8 @@ def few_kept(this: SampledRound) -> Evidence:
     kept, solved, questions = (this.counts[name] for name in ("kept", "solved", "questions"))
     if kept < this.batch:  # an epoch over it is one optimizer step
         yield (
-            f"{this.counted}{_shown(this.right)}; {kept} answers to {solved} of {questions} questions are kept, and "
+            f"{this.counted}{_shown(this.right)}; {kept} answers to {solved} of {questions} "
+            "questions are kept, and "
             f"train.batch_size is {this.batch}"
         )
 
@@ -135,7 +132,8 @@ def low_yield(this: SampledRound) -> Evidence:
     """
     if this.right[2] * this.per_question < 1:
         yield (
-            f"{this.counted}{_shown(this.right)}, which is less than one per question; {this.counts['solved']} of "
+            f"{this.counted}{_shown(this.right)}, which is less than one per question; "
+            f"{this.counts['solved']} of "
             f"{this.counts['questions']} questions are solved"
         )
 
@@ -180,7 +178,10 @@ def greedy_answers_differ(run: Answers) -> Evidence:
     is learned.
     """
     if run.before[0] - run.sampled >= 0.25:
-        yield f"before training greedy answers were right in {run.before[0]:.1%}, samples in {run.sampled:.1%}"
+        yield (
+            f"before training greedy answers were right in {run.before[0]:.1%}, samples in "
+            f"{run.sampled:.1%}"
+        )
 
 
 @RUN.add("warning")

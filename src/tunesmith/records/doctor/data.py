@@ -19,7 +19,10 @@ def too_long_left_out(run: Signs) -> Evidence:
     They stay, shortened; a higher limit keeps them whole.
     """
     if run.facts.too_long > 0.05:
-        yield f"{run.facts.too_long:.0%} of the training data's lines were left out because they are too long"
+        yield (
+            f"{run.facts.too_long:.0%} of the training data's lines were left out because they "
+            "are too long"
+        )
 
 
 @RULES.add("warning")
@@ -29,7 +32,10 @@ def bad_lines_left_out(run: Signs) -> Evidence:
     Repaired, they count.
     """
     if run.facts.bad > 0.05:
-        yield f"{run.facts.bad:.0%} of the training data's lines were left out because they cannot be used"
+        yield (
+            f"{run.facts.bad:.0%} of the training data's lines were left out because they cannot "
+            "be used"
+        )
 
 
 @RULES.add(
@@ -99,4 +105,7 @@ def eval_too_small(run: Signs) -> Evidence:
     variance = max(accuracy.mean * (1 - accuracy.mean), 1 / size)
     error = 2 * math.sqrt(2 * variance / size)  # two standard errors of a difference
     if accuracy.count >= 2 and error > 0.1:
-        yield f"with {size} held-out prompts an accuracy of {accuracy.last:.2f} differs by up to {error:.2f} by chance"
+        yield (
+            f"with {size} held-out prompts an accuracy of {accuracy.last:.2f} differs by up to "
+            f"{error:.2f} by chance"
+        )

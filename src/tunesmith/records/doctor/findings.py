@@ -26,12 +26,8 @@ from tunesmith.records.doctor.signs import Signs
 
 LEARNED = 0.2
 """Rise of the reward, in standard deviations, above which a run has learned something."""
-RULES = [
-    *chain.from_iterable(
-        topic.RULES
-        for topic in (gradients, rewards, updates, data, policy, held_out, speed, memory)
-    )
-]
+_TOPICS = (gradients, rewards, updates, data, policy, held_out, speed, memory)
+RULES = [*chain.from_iterable(topic.RULES for topic in _TOPICS)]
 """In the order in which findings of a severity are listed."""
 
 

@@ -27,7 +27,10 @@ def not_finite(run: Signs) -> Evidence:
     format.
     """
     if run.dropped > 0.05:
-        yield f"{run.dropped:.0%} of the optimizer steps were dropped ({run['skipped_steps'].sum:.0f})"
+        yield (
+            f"{run.dropped:.0%} of the optimizer steps were dropped "
+            f"({run['skipped_steps'].sum:.0f})"
+        )
 
 
 @RULES.add("warning", times("train.lr", 0.5))
@@ -66,7 +69,8 @@ def spikes(run: Signs) -> Evidence:
     count = sum(jump.times > JUMP for jump in norm.jumps)
     if count >= 3 and count / norm.count > 0.02:
         yield (
-            f"the gradient's norm was more than {JUMP} times that of the steps before in {count} steps, and "
+            f"the gradient's norm was more than {JUMP} times that of the steps before in {count} "
+            "steps, and "
             f"{norm.jump.value} in step {norm.jump.step:.0f}, where {norm.jump.usual} was usual"
         )
 
@@ -79,7 +83,10 @@ def spike(run: Signs) -> Evidence:
     """
     jump = run["grad_norm"].jump
     if jump.times > JUMP:
-        yield f"the gradient's norm was {jump.value} in step {jump.step:.0f}, and {jump.usual} in the steps before"
+        yield (
+            f"the gradient's norm was {jump.value} in step {jump.step:.0f}, and {jump.usual} in "
+            "the steps before"
+        )
 
 
 @RULES.add("note", twice_the_usual_norm)

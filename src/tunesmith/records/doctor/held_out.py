@@ -30,7 +30,8 @@ def overfitting(run: Signs) -> Evidence:
     rise = held_out.last - held_out.min
     if held_out.count >= 3 and rise > max(0.02, 0.05 * held_out.min) and loss.rise < 0:
         yield (
-            f"the held-out loss rose from {held_out.min} (step {held_out.min_step:.0f}) to {held_out.last}, "
+            f"the held-out loss rose from {held_out.min} (step {held_out.min_step:.0f}) to "
+            f"{held_out.last}, "
             f"while the training loss fell to {loss.last}"
         )
 
@@ -62,7 +63,10 @@ def no_preference(run: Signs) -> Evidence:
     held_out = run["eval/accuracy"]
     judged = held_out.last if held_out.count else run["accuracy"].last
     if not run.rl and run.steps >= 20 and judged < 0.55 and run["margin"].count:
-        yield f"{judged:.0%} of the pairs are judged rightly, after {run.last_step} steps (held-out ones, if any)"
+        yield (
+            f"{judged:.0%} of the pairs are judged rightly, after {run.last_step} steps (held-out "
+            "ones, if any)"
+        )
 
 
 @RULES.add("note", times("train.lr", 0.5))
@@ -75,7 +79,10 @@ def chosen_unlikelier(run: Signs) -> Evidence:
     chosen = run["rewards/chosen"]
     rejected = run["rewards/rejected"]
     if not run.rl and chosen.last < -1 and chosen.rise < -1 and run["margin"].last > 0:
-        yield f"the reward of chosen answers fell to {chosen.last}, that of rejected ones to {rejected.last}"
+        yield (
+            f"the reward of chosen answers fell to {chosen.last}, that of rejected ones to "
+            f"{rejected.last}"
+        )
 
 
 @RULES.add("note", put("eval.samples = 4"), put("eval.pass_at = [1]"))
@@ -91,7 +98,10 @@ def greedy_differs(run: Signs) -> Evidence:
     greedy = run["eval/accuracy"].first
     sampled = run.right.first
     if greedy - sampled >= 0.25 and run.number("eval.samples") == 1:
-        yield f"greedy answers to held-out prompts were right in {greedy:.1%}, samples in training in {sampled:.1%}"
+        yield (
+            f"greedy answers to held-out prompts were right in {greedy:.1%}, samples in training "
+            f"in {sampled:.1%}"
+        )
 
 
 @RULES.add("note", put("checkpoint.resume = true"))

@@ -63,17 +63,7 @@ class LearningWatch:
 
 
 _READ = (
-    *(
-        "step",
-        "loss",
-        "grad_norm",
-        "optimizer_steps",
-        "skipped_steps",
-        "reward",
-        "reward/std",
-        "rollouts",
-        "correct",
-    ),
-    *("rollouts/failed", "groups_equal", "groups_kept", "truncated", "entropy", "policy_kl"),
-    *("completion_tokens_max", "nonfinite_tokens"),
-)
+    "step", "loss", "grad_norm", "optimizer_steps", "skipped_steps", "reward", "reward/std",
+    "rollouts", "correct", "rollouts/failed", "groups_equal", "groups_kept", "truncated",
+    "entropy", "policy_kl", "completion_tokens_max", "nonfinite_tokens",
+)  # fmt: skip

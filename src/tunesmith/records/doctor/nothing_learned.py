@@ -84,15 +84,18 @@ def lr_without_effect(run: Recent) -> Evidence:
     # optimizer steps.
     if run.facts.reach < 1e-6:
         yield (
-            f"the learning rate {run.facts.lr:g} moves no weight by more than about {run.facts.reach:.1g} in the whole "
+            f"the learning rate {run.facts.lr:g} moves no weight by more than about "
+            f"{run.facts.reach:.1g} in the whole "
             "run, and weights are about 0.02"
         )
 
 
 @HARMFUL.add(
     "problem",
-    explains="not_finite steps_dropped tokens_not_finite spikes spike loss_spike always_clipped large_updates "
-    "much_clipped entropy_explosion entropy_collapse truncated no_answer_found overfitting policy_drifts "
+    explains="not_finite steps_dropped tokens_not_finite spikes spike loss_spike always_clipped "
+    "large_updates "
+    "much_clipped entropy_explosion entropy_collapse truncated no_answer_found overfitting "
+    "policy_drifts "
     "length_explosion no_preference",
 )
 def lr_too_high(run: Recent) -> Evidence:
@@ -103,7 +106,10 @@ def lr_too_high(run: Recent) -> Evidence:
     kl = run["policy_kl"]
     first = run.history[0].get("loss")
     if kl.count >= STEPS and kl.min > 1:
-        yield f"with train.lr = {run.facts.lr:g} the policy moves by {kl.mean} nats per token within a step"
+        yield (
+            f"with train.lr = {run.facts.lr:g} the policy moves by {kl.mean} nats per token "
+            "within a step"
+        )
     if run.facts.rollouts or first is None or len(run.history) < 2 * STEPS:
         return
     if run.loss > first + max(1.0, abs(first) / 2):
@@ -129,13 +135,18 @@ def not_finite(run: Recent) -> Evidence:
     cause.
     """
     if all(map(_skipped, run.last)):
-        yield f"the gradient was not finite and every optimizer step was dropped (train.lr = {run.facts.lr:g})"
+        yield (
+            "the gradient was not finite and every optimizer step was dropped (train.lr = "
+            f"{run.facts.lr:g})"
+        )
 
 
 @NOTHING.add(
     "problem",
-    explains="length_explosion length_is_rewarded longer_scores_higher critic_useless critic_explains_nothing "
-    "large_updates much_clipped tokens_not_finite spikes spike truncated no_answer_found few_contrasts "
+    explains="length_explosion length_is_rewarded longer_scores_higher critic_useless "
+    "critic_explains_nothing "
+    "large_updates much_clipped tokens_not_finite spikes spike truncated no_answer_found "
+    "few_contrasts "
     "entropy_collapse entropy_explosion reward_hacking policy_drifts always_clipped",
 )
 def ruined(run: Recent) -> Evidence:
@@ -144,15 +155,15 @@ def ruined(run: Recent) -> Evidence:
     Lower train.lr by a factor of 10, or hold the policy back with algorithm.kl.coef, and start
     again or from an earlier checkpoint.
     """
-    differing = [
-        step for step in run.history[: 1 - STEPS] if "reward" in step and step.get("reward/std")
-    ]
+    rewarded = [step for step in run.history[: 1 - STEPS] if "reward" in step]
+    differing = [step for step in rewarded if step.get("reward/std")]
     if not differing:
         return
     best = max(differing, key=lambda step: step["reward"])
     if best["reward"] - run.reward >= 0.5 * max(abs(best["reward"]), best["reward/std"]):
         yield (
-            f"the reward is {run.reward} for every answer, and was {best['reward']:.3g} in step {best['step']:.0f}: "
+            f"the reward is {run.reward} for every answer, and was {best['reward']:.3g} in step "
+            f"{best['step']:.0f}: "
             f"training has ruined the policy (train.lr = {run.facts.lr:g})"
         )
 
@@ -164,7 +175,10 @@ def unknown_prompts(run: Recent) -> Evidence:
     Use the tokenizer that belongs to the data's language and characters, or another model.
     """
     if run.facts.unknown >= 0.5:
-        yield f"{run.facts.unknown:.0%} of the prompts' tokens are unknown to the tokenizer, so prompts look alike"
+        yield (
+            f"{run.facts.unknown:.0%} of the prompts' tokens are unknown to the tokenizer, so "
+            "prompts look alike"
+        )
 
 
 @NOTHING.add("problem", explains="reward_flat saturated_reward too_easy solved")
@@ -189,7 +203,10 @@ def truncated(run: Recent) -> Evidence:
     cut = run["truncated"].mean
     rewarded = run.reward > 0 and run.correct != 0
     if cut >= 0.9 and not rewarded:
-        yield f"{cut:.0%} of the answers reach the limit of {run.facts.max_new_tokens} tokens before they end"
+        yield (
+            f"{cut:.0%} of the answers reach the limit of {run.facts.max_new_tokens} tokens "
+            "before they end"
+        )
 
 
 @NOTHING.add("problem", explains="constant_reward reward_flat")
@@ -200,7 +217,10 @@ def always_wrong(run: Recent) -> Evidence:
     (tunesmith sft), give easier prompts, raise rollout.group_size, or reward partial success.
     """
     if run.reward == 0 and not run.correct > 0:
-        yield f"no answer to any prompt is right (reward 0 for all {run['rollouts'].last:.0f} rollouts of a step)"
+        yield (
+            f"no answer to any prompt is right (reward 0 for all {run['rollouts'].last:.0f} "
+            "rollouts of a step)"
+        )
 
 
 @NOTHING.add("problem", explains="saturated_reward reward_flat")
@@ -222,7 +242,10 @@ def equal_answers(run: Recent) -> Evidence:
     """
     if run.always("groups_equal", 1) and (run.facts.temperature < 0.1 or run.entropy < 0.01):
         known = f", entropy {run.entropy:.2g} nats per token" if run["entropy"].count else ""
-        yield f"the answers to a prompt are all the same (rollout.temperature {run.facts.temperature:.3g}{known})"
+        yield (
+            "the answers to a prompt are all the same (rollout.temperature "
+            f"{run.facts.temperature:.3g}{known})"
+        )
 
 
 @NOTHING.add("problem")
@@ -263,12 +286,8 @@ def no_gradient(run: Recent) -> Evidence:
     See reward/std, groups_equal and clip_low in metrics.jsonl, or without rewards data.loss_on and
     the data.
     """
-    norm = run["grad_norm"].mean
-    yield (
-        f"the gradient is {norm:.1g}"
-        if run.facts.rollouts
-        else f"the gradient is zero at a loss of {run.loss}"
-    )
+    size = f"{run['grad_norm'].mean:.1g}"
+    yield f"the gradient is {size if run.facts.rollouts else f'zero at a loss of {run.loss}'}"
 
 
 @AT_THE_END.add("problem", explains="no_preference loss_flat always_clipped")
@@ -281,7 +300,8 @@ def loss_does_not_fall(run: Recent) -> Evidence:
     loss = Columns((run.history, quarter))["loss"]
     if not run.facts.rollouts and loss.count >= 20 and loss.rise >= 0:
         yield (
-            f"the loss has not fallen: {loss.first} in the first {quarter} steps, {loss.last} in the last {quarter}"
+            f"the loss has not fallen: {loss.first} in the first {quarter} steps, {loss.last} in "
+            f"the last {quarter}"
         )
 
 

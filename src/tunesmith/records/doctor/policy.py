@@ -108,7 +108,8 @@ def reward_hacking(run: Signs) -> Evidence:
     fall_in_errors = fall * math.sqrt((run.facts.eval_size or 0) / 2)
     if held_out.count >= 3 and run.reward_rise > 0.5 and fall > 0.2 and fall_in_errors > 3:
         yield (
-            f"the reward rose {_change(reward)}, while on held-out prompts it fell from {held_out.max} "
+            f"the reward rose {_change(reward)}, while on held-out prompts it fell from "
+            f"{held_out.max} "
             f"(step {held_out.max_step:.0f}) to {held_out.last}"
         )
 
@@ -142,7 +143,10 @@ def large_updates(run: Signs) -> Evidence:
     """
     kl = run["policy_kl"]
     if run.steps >= 3 and 0.1 < kl.mean <= 1:
-        yield f"the policy moves by {kl.mean} nats per token within a step, {kl.max} at most (step {kl.max_step:.0f})"
+        yield (
+            f"the policy moves by {kl.mean} nats per token within a step, {kl.max} at most (step "
+            f"{kl.max_step:.0f})"
+        )
 
 
 @RULES.add("warning", times("train.lr", 0.5), put("train.passes_per_batch = 1"))
@@ -189,7 +193,10 @@ def sampler_disagrees(run: Signs) -> Evidence:
     """
     kl = run["policy_kl"].median
     if run.on_policy and run.steps >= 3 and kl > 0.005:
-        yield f"sampler and trainer differ by {kl} nats per token before any optimizer step on the batch"
+        yield (
+            f"sampler and trainer differ by {kl} nats per token before any optimizer step on the "
+            "batch"
+        )
 
 
 @RULES.add("note", put("rollout.max_staleness = 1"))
@@ -223,4 +230,7 @@ def critic_explains_nothing(run: Signs) -> Evidence:
     """
     explained = run["value_explained"].last
     if run.steps >= 20 and -0.1 <= explained < 0.02:
-        yield f"the critic explains {explained:.2f} of the returns' variance, as little as a constant does"
+        yield (
+            f"the critic explains {explained:.2f} of the returns' variance, as little as a "
+            "constant does"
+        )

@@ -53,6 +53,7 @@ def read_record(path: Path) -> RunRecord:
     finite = [line for line in finite if "step" in line]
     evaluations = [line for line in finite if is_evaluation(line)]
     steps = [line for line in finite if not is_evaluation(line)]
+    rollouts = newest_objects(path / "rollouts.jsonl", MOST_BYTES)
     if not steps and not standing:
         raise ConfigError(f"{path} has no completed step yet, so that there is nothing to judge")
     return RunRecord(
@@ -60,11 +61,7 @@ def read_record(path: Path) -> RunRecord:
         settings=read_settings(path),
         steps=steps,
         evaluations=evaluations,
-        rollouts=[
-            row
-            for row in newest_objects(path / "rollouts.jsonl", MOST_BYTES)
-            if row.get("kind") == "train"
-        ],
+        rollouts=[row for row in rollouts if row.get("kind") == "train"],
         facts=read_facts(path),
         running=running,
         standing=standing and standing.seen(running=running),

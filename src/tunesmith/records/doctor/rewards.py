@@ -75,7 +75,10 @@ def truncated(run: Signs) -> Evidence:
     cut = run["truncated"]
     if cut.last > 0.3:
         limit = run.shown("rollout.max_new_tokens")
-        yield f"{cut.last:.0%} of the completions end at rollout.max_new_tokens = {limit} ({cut.first:.0%} at first)"
+        yield (
+            f"{cut.last:.0%} of the completions end at rollout.max_new_tokens = {limit} "
+            f"({cut.first:.0%} at first)"
+        )
 
 
 @RULES.add("warning", explains="saturated_reward reward_flat")
@@ -103,7 +106,10 @@ def saturated_reward(run: Signs) -> Evidence:
 def _equal_groups(run: Signs) -> str:
     equal = run["groups_equal"].last
     right = run.right.last
-    return f"in {equal:.0%} of the groups all rollouts have the same reward; {right:.0%} of the answers are right"
+    return (
+        f"in {equal:.0%} of the groups all rollouts have the same reward; {right:.0%} of the "
+        "answers are right"
+    )
 
 
 @RULES.add(

@@ -14,11 +14,8 @@ LEAST_SECONDS = 60
 def _share(run: Signs, phase: str) -> Figure:
     """Of the time; 0 if it does not count."""
     seconds = run[f"seconds/{phase}"].sum
-    return (
-        ratio(seconds, run["seconds"].sum)
-        if run.steps >= 3 and seconds > LEAST_SECONDS
-        else Figure(0)
-    )
+    counts = run.steps >= 3 and seconds > LEAST_SECONDS
+    return ratio(seconds, run["seconds"].sum) if counts else Figure(0)
 
 
 @RULES.add("note")
@@ -48,7 +45,10 @@ def stragglers(run: Signs) -> Evidence:
     share = _share(run, "rollout")
     longest = ratio(run["completion_tokens_max"].mean, run["completion_tokens"].mean)
     if share > 0.5 and longest > 4 and run.number("rollout.max_staleness") <= 0:
-        yield f"{share:.0%} of the time is rollouts, and the longest completion is {longest:.1f} times the mean"
+        yield (
+            f"{share:.0%} of the time is rollouts, and the longest completion is {longest:.1f} "
+            "times the mean"
+        )
 
 
 def _waits(run: Signs, name: str, things: str) -> Evidence:
@@ -91,7 +91,10 @@ def engines_idle(run: Signs) -> Evidence:
     share = _share(run, "train")
     idle = run["idle/engine"].mean
     if share > 0.6 and idle > 0.6 and run.settings.get("system.engine_process") is True:
-        yield f"{share:.0%} of the time is training, and engines are idle {idle:.0%} of the whole time"
+        yield (
+            f"{share:.0%} of the time is training, and engines are idle {idle:.0%} of the whole "
+            "time"
+        )
 
 
 @RULES.add("note", put('system.engine = "vllm"'))
@@ -122,7 +125,8 @@ def preempted(run: Signs) -> Evidence:
     memory = run.shown("system.kv_memory")
     if requests.mean > 0.5:
         yield (
-            f"{requests.sum:.0f} requests were interrupted because the memory for keys and values ran out "
+            f"{requests.sum:.0f} requests were interrupted because the memory for keys and values "
+            "ran out "
             f"(system.kv_memory = {memory})"
         )
 
@@ -159,7 +163,10 @@ def slow_checkpoints(run: Signs) -> Evidence:
     """
     share = _share(run, "checkpoint")
     if share > 0.15:
-        yield f"{share:.0%} of the time is writing checkpoints ({run['seconds/checkpoint'].sum:.0f} s)"
+        yield (
+            f"{share:.0%} of the time is writing checkpoints ({run['seconds/checkpoint'].sum:.0f} "
+            "s)"
+        )
 
 
 @RULES.add("note", times("eval.every", 4))
@@ -187,11 +194,12 @@ def too_many_threads(run: Signs) -> Evidence:
     per_core = run.facts.threads_per_core
     if per_core > 1.5 and threads > 1:
         yield (
-            f"{per_core:.1f} threads compute for each processor that the run may use (system.threads = {threads})"
+            f"{per_core:.1f} threads compute for each processor that the run may use "
+            f"(system.threads = {threads})"
         )
 
 
-@RULES.add("warning", put("leave system.draft_model out"))
+@RULES.add("warning", put("system.draft_model = none"))
 def drafts_rejected(run: Signs) -> Evidence:
     """Guesses cost more than they save.
 

@@ -24,8 +24,10 @@ def reward_flat(run: Signs) -> Evidence:
     change = abs(ratio(entropy.rise, entropy.first))
     if run.rl and run.steps >= 15 and equal < 0.7 and rise_in_errors < 2 and change < 0.03:
         yield (
-            f"the reward was {reward.first:.3f} at first and is {reward.last:.3f}, the entropy {entropy.first:.3f} "
-            f"and {entropy.last:.3f} nats per token, while only {equal:.0%} of the groups lack contrast"
+            f"the reward was {reward.first:.3f} at first and is {reward.last:.3f}, the entropy "
+            f"{entropy.first:.3f} "
+            f"and {entropy.last:.3f} nats per token, while only {equal:.0%} of the groups lack "
+            "contrast"
         )
 
 
@@ -61,7 +63,10 @@ def many_small_steps(run: Signs) -> Evidence:
     if run.rl and steps >= 16:
         size = run.shown("train.batch_size")
         rollouts = run["rollouts"].mean
-        yield f"{steps:.0f} optimizer steps of {size} samples on each batch of {rollouts:.0f} rollouts"
+        yield (
+            f"{steps:.0f} optimizer steps of {size} samples on each batch of {rollouts:.0f} "
+            "rollouts"
+        )
 
 
 @RULES.add(
@@ -76,4 +81,7 @@ def long_warmup(run: Signs) -> Evidence:
     share = ratio(run.number("train.warmup_steps"), planned)
     if planned > 1 and share > 0.5:
         steps = run.shown("train.warmup_steps")
-        yield f"the learning rate rises over {share:.0%} of the optimizer steps (train.warmup_steps = {steps})"
+        yield (
+            f"the learning rate rises over {share:.0%} of the optimizer steps (train.warmup_steps "
+            f"= {steps})"
+        )

@@ -97,20 +97,14 @@ def curves(table: Table, most: int = POINTS) -> dict[str, Any]:
         return {"step": [], "time": [], "metrics": {}}
     points = min(table.rows, most)
     starts = np.linspace(0, table.rows, points, endpoint=False).astype(np.int64)
-    metrics = {
-        name: _points(table.column(name), starts)
-        for name in sorted(table.columns)
-        if name not in ("step", "time")
-    }
+    names = sorted(table.columns.keys() - {"step", "time"})
+    curves = {name: _points(table.column(name), starts) for name in names}
+    known = {name: c for name, c in curves.items() if any(v is not None for v in c["mean"])}
     stops = np.append(starts[1:], table.rows) - 1
     return {
         "step": [int(step) for step in table.column("step")[stops]],
         "time": shown(table.column("time")[stops], digits=13),
-        "metrics": {
-            name: curve
-            for name, curve in metrics.items()
-            if any(v is not None for v in curve["mean"])
-        },
+        "metrics": known,
     }
 
 
@@ -134,9 +128,6 @@ def shown(values: Floats | Sequence[float], digits: int = 6) -> list[float | Non
 
 def totals(table: Table, prefix: str) -> dict[str, float]:
     """The sums of all columns with a prefix, by the rest of their names, largest first."""
-    sums = {
-        name.removeprefix(prefix): float(np.nansum(table.column(name)))
-        for name in table.columns
-        if name.startswith(prefix)
-    }
+    names = [name for name in table.columns if name.startswith(prefix)]
+    sums = {name.removeprefix(prefix): float(np.nansum(table.column(name))) for name in names}
     return dict(sorted(sums.items(), key=lambda pair: -pair[1]))

@@ -106,10 +106,10 @@ class RolloutIndex:
                     known = _File()  # a resumed run has truncated it
                 for start, line in known.place.lines(file):
                     _add(known, start, line)
-                found[key], self._paths[key] = known, path
-        self.dropped += sum(
-            len(file.groups) for key, file in self._files.items() if key not in found
-        )
+                found[key] = known
+                self._paths[key] = path
+        gone = [file for key, file in self._files.items() if key not in found]
+        self.dropped += sum(len(file.groups) for file in gone)
         self._files = found
 
     @property
@@ -176,9 +176,8 @@ def _add(file: _File, start: int, line: bytes) -> None:
     last = file.groups[-1] if file.groups else None
     if last is None or (last.step, last.kind, last.number) != (step, kind, number):
         task = str(head.get("task", ""))[:200]
-        file.groups.append(
-            LineGroup(start, stop, step, kind, number, task, 1, int(failed), reward, reward, reward)
-        )
+        counts = (1, int(failed), reward, reward, reward)
+        file.groups.append(LineGroup(start, stop, step, kind, number, task, *counts))
         return
     known = [value for value in (last.low, last.high, reward) if value is not None]
     scored = last.rollouts - last.failed
@@ -239,15 +238,14 @@ def sample(index: RolloutIndex, most: int) -> list[int]:
     A group that exceeds the remaining bytes for its kind is left out.
     """
     groups = list(enumerate(index.groups(), index.dropped))
-    failed = [(place, group) for place, group in groups if group.failed]
-    shown = [(place, group) for place, group in groups if group.kind == "eval" and not group.failed]
-    others = [
-        (place, group) for place, group in groups if group.kind != "eval" and not group.failed
-    ]
+    kinds: dict[str, list[tuple[int, LineGroup]]] = {"failed": [], "eval": [], "other": []}
+    for place, group in groups:
+        kind = "failed" if group.failed else "eval" if group.kind == "eval" else "other"
+        kinds[kind].append((place, group))
     chosen = list[int]()
     left = most
-    for number, kind in enumerate((failed, shown, others)):
-        picked = list(_spread(kind, left // (3 - number)))
+    for number, members in enumerate(kinds.values()):
+        picked = list(_spread(members, left // (3 - number)))
         left -= sum(group.stop - group.start for _, group in picked)
         chosen += [place for place, _ in picked]
     return sorted(chosen)

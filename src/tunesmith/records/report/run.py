@@ -68,9 +68,8 @@ def open_run(path: Path) -> GrowingRun:
     """
     with boundary(StorageError, f"cannot read {path}", OSError):
         check_holds(path, FILES)
-    run = GrowingRun(
-        path, MetricsFile(path / "metrics.jsonl"), RolloutIndex(path / "rollouts.jsonl")
-    )
+    rollouts = RolloutIndex(path / "rollouts.jsonl")
+    run = GrowingRun(path, MetricsFile(path / "metrics.jsonl"), rollouts)
     run.read_on()
     return run
 
@@ -89,15 +88,13 @@ def run_json(run: GrowingRun, name: str) -> Json:
     """Everything about a run except its rollouts."""
     settings, notes, problems = read_settings(run.path / "resolved.json")
     steps = run.metrics.steps
-    if run.metrics.damaged:
-        places = ", ".join(map(str, run.metrics.damaged[:5]))
-        problems.append(
-            f"{len(run.metrics.damaged)} lines of metrics.jsonl are no records and are left out: {places}"
-        )
+    damaged = run.metrics.damaged
+    if damaged:
+        what = f"{len(damaged)} lines of metrics.jsonl are no records and are left out"
+        problems.append(f"{what}: {', '.join(map(str, damaged[:5]))}")
     if run.rollouts.damaged:
-        problems.append(
-            f"{run.rollouts.damaged} lines of the rollout files are no rollouts and are left out"
-        )
+        what = f"{run.rollouts.damaged} lines of the rollout files are no rollouts"
+        problems.append(f"{what} and are left out")
     if not steps.rows:
         problems.append("no step is complete yet")
     findings, why_none = run.findings()
@@ -136,10 +133,8 @@ def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:
         kept = {key: dict(entry) for key, entry in saved["settings"].items() if "value" in entry}
         return kept, [str(note) for note in saved.get("notes", ())], []
     except (StorageError, ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = (
-            f"{path.name} cannot be read, or is of another version: {type(error).__name__}: {error}"
-        )
-        return {}, [], [problem]
+        why = f"{type(error).__name__}: {error}"
+        return {}, [], [f"{path.name} cannot be read, or is of another version: {why}"]
 
 
 def read_plan(path: Path) -> Json | None:
@@ -158,66 +153,56 @@ def evaluations(run: GrowingRun) -> Json:
     facts = read_facts(run.path)
     size = facts.eval_size if facts else None
     for name, curve in found["metrics"].items():
-        if size and "low" not in curve and unit(name) == "share":
-            bounds = [
-                None if v is None or not 0 <= v <= 1 else wilson(v, size) for v in curve["mean"]
-            ]
-            curve["low"] = [None if b is None else round(b[0], 4) for b in bounds]
-            curve["high"] = [None if b is None else round(b[1], 4) for b in bounds]
+        metric = find(name)
+        if size and "low" not in curve and metric and metric.unit == "share":
+            shares = [v if v is not None and 0 <= v <= 1 else None for v in curve["mean"]]
+            bounds = [(None, None) if v is None else wilson(v, size) for v in shares]
+            curve["low"], curve["high"] = (
+                [end if end is None else round(end, 4) for end in ends]
+                for ends in zip(*bounds, strict=True)
+            )
     return {**found, "prompts": size}
 
 
 def examples(index: RolloutIndex) -> list[Json]:
     """The first and last answers to the same held-out prompts."""
-    groups = [
-        (place, group)
-        for place, group in enumerate(index.groups(), index.dropped)
-        if group.kind == "eval"
-    ]
-    if not groups:
+    groups = enumerate(index.groups(), index.dropped)
+    steps = {place: group.step for place, group in groups if group.kind == "eval"}
+    if not steps:
         return []
-    ends = {min(group.step for _, group in groups), max(group.step for _, group in groups)}
-    places = [place for place, group in groups if group.step in ends]
+    ends = {min(steps.values()), max(steps.values())}
+    places = [place for place, step in steps.items() if step in ends]
     pairs = first_and_last(line for place in places for line in index.lines(place))[:EXAMPLES]
     return [{"before": before, "after": after} for before, after in pairs]
-
-
-def unit(name: str) -> str:
-    """The unit of a metric; empty if it has none or is not in the catalogue."""
-    metric = find(name)
-    return metric.unit if metric else ""
 
 
 def described(metrics: Sequence[str]) -> dict[str, Json]:
     """Each metric's group in the catalogue, unit and meaning."""
     kinds = {metric.name: kind for kind, table in CATALOGUE.items() for metric in table}
-    found = {name: find(name) for name in metrics}
-    return {
-        name: {"group": kinds[m.name], "unit": m.unit, "meaning": m.meaning}
-        if m
-        else {"group": "other"}
-        for name, m in found.items()
-    }
+    texts: dict[str, Json] = {}
+    for name in metrics:
+        metric = find(name)
+        texts[name] = {"group": "other"}
+        if metric:
+            group = kinds[metric.name]
+            texts[name] = {"group": group, "unit": metric.unit, "meaning": metric.meaning}
+    return texts
 
 
 def model(runs: Sequence[GrowingRun]) -> Json:
     """All runs for the page, without rollouts."""
-    made = [
-        run_json(run, name)
-        for run, name in zip(runs, names([run.path for run in runs]), strict=True)
-    ]
-    seen = dict.fromkeys(
-        n for run in made for part in ("curves", "evaluations") for n in run[part]["metrics"]
-    )
-    return {"runs": made, "metrics": described(list(seen))}
+    named = zip(runs, names([run.path for run in runs]), strict=True)
+    made = [run_json(run, name) for run, name in named]
+    parts = [run[part]["metrics"] for run in made for part in ("curves", "evaluations")]
+    metrics = dict.fromkeys(name for part in parts for name in part)
+    return {"runs": made, "metrics": described(list(metrics))}
 
 
 def embedded_rollouts(run: GrowingRun, most: int) -> list[Json]:
     """A sample of the groups with their lines, of at most ``most`` bytes in the files."""
     index = run.rollouts
-    return [
-        {**group_json(index, place), "lines": index.lines(place)} for place in sample(index, most)
-    ]
+    places = sample(index, most)
+    return [{**group_json(index, place), "lines": index.lines(place)} for place in places]
 
 
 def group_json(index: RolloutIndex, place: int) -> Mapping[str, Any]:

@@ -28,36 +28,30 @@ def step_timelines(steps: Table, traced: Collection[int]) -> list[dict[str, Any]
 def _timeline(steps: Table, row: int) -> dict[str, Any]:
     """Phases follow each other. An engine's or a reward's share of the step is put at the beginning
     of the rollouts, because its actual times are unknown."""
-    line = {
-        name: column[row] for name, column in steps.columns.items() if not math.isnan(column[row])
-    }
+    cells = {name: column[row] for name, column in steps.columns.items()}
+    line = {name: value for name, value in cells.items() if not math.isnan(value)}
     phases = {
         name.removeprefix("seconds/"): s
         for name, s in line.items()
         if name.startswith("seconds/") and s > 0
     }
-    starts = dict[str, float]()
-    now = 0.0
-    for name in sorted(phases, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
-        starts[name], now = now, now + phases[name]
     lanes: dict[str, list[list[Any]]] = {}
-    for name, start in starts.items():
+    now = begin = 0.0
+    for name in sorted(phases, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
+        begin = now if name == "rollout" else begin
         lane = "trainer" if name == "train" or name in TRAINER_WAITS else "loop"
-        lanes.setdefault(lane, []).append(
-            [name, round(start, 6), round(phases[name], 6), TRAINER_WAITS.get(name)]
-        )
+        span = [name, round(now, 6), round(phases[name], 6), TRAINER_WAITS.get(name)]
+        lanes.setdefault(lane, []).append(span)
+        now += phases[name]
     inside = sum(s for name, s in phases.items() if name not in OUTSIDE_STEPS)
-    begin = starts.get("rollout", 0.0)
     for name, share in sorted(line.items()):
-        if name.startswith("idle/engine") and share < 1:
-            lane = name.removeprefix("idle/").replace("/", " ")
-            lanes[lane] = [
-                ["requests in flight", round(begin, 6), round((1 - share) * inside, 6), None]
-            ]
-        elif name.startswith("waiting/") and share > 0:
-            lanes[name.removeprefix("waiting/")] = [
-                ["only this works", round(begin, 6), round(share * inside, 6), None]
-            ]
+        kind, _, lane = name.partition("/")
+        if lane.startswith("engine") and kind == "idle" and share < 1:
+            busy = round((1 - share) * inside, 6)
+            lanes[lane.replace("/", " ")] = [["requests in flight", round(begin, 6), busy, None]]
+        elif kind == "waiting" and share > 0:
+            alone = round(share * inside, 6)
+            lanes[lane] = [["only this works", round(begin, 6), alone, None]]
     if any(lane.startswith("engine ") for lane in lanes):
         lanes.pop("engine", None)  # the mean of all
     rows = [{"lane": lane, "spans": spans} for lane, spans in lanes.items()]

@@ -17,11 +17,7 @@ SPANS = 4000
 def read_traces(folder: Path) -> list[Json]:
     """``step`` and ``rows``, each with its ``lane`` and ``spans``: (name, start, seconds, what it
     waits for)."""
-    return [
-        trace
-        for path in sorted(folder.glob("step-*.json"))[-TRACES:]
-        if (trace := read_trace(path))
-    ]
+    return [*filter(None, map(read_trace, sorted(folder.glob("step-*.json"))[-TRACES:]))]
 
 
 def read_trace(path: Path) -> Json | None:
@@ -30,23 +26,16 @@ def read_trace(path: Path) -> Json | None:
         document = json.loads(path.read_text(encoding="utf-8"))
         step = document["otherData"]["step"]
         events = document["traceEvents"]
-        lanes = {
-            event["pid"]: str(event["args"]["name"])
-            for event in events
-            if event["name"] == "process_name"
-        }
+        named = [event for event in events if event["name"] == "process_name"]
+        lanes = {event["pid"]: str(event["args"]["name"]) for event in named}
         spans = [event for event in events if event["ph"] == "X"]
         longest = sorted(spans, key=lambda event: -event["dur"])[:SPANS]
         rows: dict[tuple[int, int], Json] = {}
         for event in sorted(longest, key=lambda event: (event["pid"], event["tid"], event["ts"])):
-            row = rows.setdefault(
-                (event["pid"], event["tid"]), {"lane": lanes.get(event["pid"], ""), "spans": []}
-            )
-            start = event["ts"] / 1e6
-            seconds = event["dur"] / 1e6
-            row["spans"].append(
-                [event["name"], round(start, 6), round(seconds, 6), event["args"].get("waits for")]
-            )
+            empty: Json = {"lane": lanes.get(event["pid"], ""), "spans": []}
+            row = rows.setdefault((event["pid"], event["tid"]), empty)
+            start, seconds = (round(event[name] / 1e6, 6) for name in ("ts", "dur"))
+            row["spans"].append([event["name"], start, seconds, event["args"].get("waits for")])
         return {"step": step, "left_out": len(spans) - len(longest), "rows": list(rows.values())}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

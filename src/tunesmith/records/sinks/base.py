@@ -121,7 +121,8 @@ class Background:
         if not self._broken:
             self._broken = True
             self._report(
-                f"monitor.sinks: {self.name} is no longer written: {why}. The run continues; metrics.jsonl is whole"
+                f"monitor.sinks: {self.name} is no longer written: {why}. The run continues; "
+                "metrics.jsonl is whole"
             )
 
 
@@ -133,7 +134,8 @@ def require(module: str) -> Any:
     except ImportError as error:
         extra = module.partition(".")[0]
         raise ConfigError(
-            f"monitor.sinks asks for {extra}, which is not installed: pip install 'tunesmith[{extra}]', or leave it "
+            f"monitor.sinks asks for {extra}, which is not installed: pip install "
+            f"'tunesmith[{extra}]', or leave it "
             "out",
             keys=("monitor.sinks",),
         ) from error

@@ -34,10 +34,8 @@ class MLflow:
             self._client.update_run(self._id, status="RUNNING")
         # A parameter cannot change: one that a resumed run sets to another value keeps its first.
         kept = self._client.get_run(self._id).data.params
-        new = {
-            name: value for key, value in run.settings.items() if (name := _name(key)) not in kept
-        }
-        params = [self._entities.Param(name, str(value)[:LONGEST]) for name, value in new.items()]
+        named = {_name(key): str(value)[:LONGEST] for key, value in run.settings.items()}
+        params = [self._entities.Param(*item) for item in named.items() if item[0] not in kept]
         for start in range(0, len(params), AT_ONCE):
             self._client.log_batch(self._id, params=params[start : start + AT_ONCE])
 

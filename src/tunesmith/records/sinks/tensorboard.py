@@ -23,9 +23,8 @@ class TensorBoard:
     """Writes ``tensorboard/`` in the run's directory."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._pb = pb = SimpleNamespace(
-            **{name: require(module) for name, module in _MODULES.items()}
-        )
+        modules = {name: require(module) for name, module in _MODULES.items()}
+        self._pb = pb = SimpleNamespace(**modules)
         self._writer = pb.writer.EventFileWriter(str(run.directory / "tensorboard"))
         if run.resume_step is not None:
             # TensorBoard drops what an interrupted run wrote from this step on.
@@ -33,13 +32,10 @@ class TensorBoard:
             self._add(run.resume_step + 1, session_log=start)
             return
         facts = {"name": run.name, "project": run.project, "tags": ", ".join(run.tags)}
-        self._text(
-            "run", 0, as_markdown([{k: v for k, v in {**facts, **run.settings}.items() if v}])
-        )
-        plain = {
-            k: v if isinstance(v, bool | int | float | str) else str(v)
-            for k, v in run.settings.items()
-        }
+        known = {key: value for key, value in {**facts, **run.settings}.items() if value}
+        self._text("run", 0, as_markdown([known]))
+        kinds = (bool, int, float, str)
+        plain = {k: v if isinstance(v, kinds) else str(v) for k, v in run.settings.items()}
         self._add(0, summary=pb.hparams.hparams_pb(plain, trial_id=run.name))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -14,12 +14,11 @@ from tunesmith.records.sinks.base import Row, RunInfo, require
 def check_key() -> None:
     """Refuse (ConfigError) a run online without a key, for which wandb would ask."""
     wandb: Any = require("wandb")
-    if (
-        os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared")
-        and not wandb.api.api_key
-    ):
+    online = os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared")
+    if online and not wandb.api.api_key:
         raise ConfigError(
-            "monitor.sinks asks for wandb, which has no key: run `wandb login`, set WANDB_API_KEY, or set "
+            "monitor.sinks asks for wandb, which has no key: run `wandb login`, set "
+            "WANDB_API_KEY, or set "
             "WANDB_MODE=offline and send the run later with `wandb sync`",
             keys=("monitor.sinks",),
         )
