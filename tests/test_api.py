@@ -223,18 +223,26 @@ PROCESS = {"reward": lambda completions: completions, "reward__isolation": "proc
         (ConfigError, "reward.functions is empty", {}),
         (ConfigError, "rollout.group_size", {"reward": share, "num_generations": 8}),
         (ConfigError, "train.lr", {"reward": share, "learning_rate": 1e-6}),
-        (ConfigError, "Settings of .train. are written train__lr", {"reward": share, "train": {"lr": 1e-6}}),
+        (
+            ConfigError,
+            "Settings of .train. are written train__lr",
+            {"reward": share, "train": {"lr": 1e-6}},
+        ),
         (ConfigError, "splits train, test", {"train": DatasetDict(train=ROWS, test=ROWS)}),
         (ConfigError, "of type int; give a path", {"reward": share, "train": 3}),
         (DataError, "train has no rows", {"reward": "math", "train": []}),
-        (DataError, "row 2 of train is of type str", {"reward": "math", "train": [{"prompt": "1"}, "2"]}),
+        (
+            DataError,
+            "row 2 of train is of type str",
+            {"reward": "math", "train": [{"prompt": "1"}, "2"]},
+        ),
         (DataError, "x", {"reward": "math", "train": [{"x": "1"}]}),
         (ConfigError, "train.lr is of type object", {"reward": "math", "train__lr": object()}),
         (ConfigError, "does not exist", {"reward": "math", "train": "nowhere.jsonl"}),
         (ConfigError, "on_step is of type int", {"reward": share, "on_step": 3}),
         (ConfigError, "needs functions that another process can import", PROCESS),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused_as_by_the_commands(
     error: type[UserError], words: str, arguments: dict[str, Any], model: Path
 ) -> None:

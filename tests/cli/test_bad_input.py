@@ -26,7 +26,8 @@ def test_what_settings_and_the_first_lines_show_is_refused_without_torch(
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"\n')
     (tmp_path / "syntax.py").write_text("def f(:\n")
     (tmp_path / "run.toml").write_text(
-        f'[model]\npath = "{model}"\n\n[data]\ntrain = "train.jsonl"\n\n[reward]\nfunctions = ["rewards.py:share"]\n\n'
+        f'[model]\npath = "{model}"\n\n[data]\ntrain = "train.jsonl"\n\n[reward]\n'
+        f'functions = ["rewards.py:share"]\n\n'
         "[rollout]\ngroup_siez = 4\n"
     )
     changes: list[tuple[list[str], list[str]]] = [

@@ -23,9 +23,15 @@ from tunesmith.errors import ConfigError, ModelError, Problem, TunesmithError, U
 from tunesmith.guide.names.unknown import all_keys
 
 MODEL = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 300,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 RUN = """\
 run_dir = "runs/one"
 
@@ -265,7 +271,8 @@ def test_an_adapter_with_pickled_weights_is_refused_before_it_is_opened(folder: 
     (folder / "adapter").mkdir()
     (folder / "adapter/adapter_config.json").write_text("{}")
     (folder / "adapter/adapter_model.bin").touch()
-    assert "lora.path" in (told := refusal("lora.path=adapter")) and "safetensors" in told
+    message = refusal("lora.path=adapter")
+    assert "lora.path" in message and "safetensors" in message
 
 
 def test_a_hub_name_without_a_hub_is_refused_after_one_try(monkeypatch: pytest.MonkeyPatch) -> None:

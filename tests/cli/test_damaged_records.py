@@ -36,25 +36,40 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "binary": _written(bytes(range(256)) * 50),
     "deep": _written(DEEP),
     "deep objects": _written('{"settings": ' * 50_000),
-    "deep inside": _written('{"step": 1, "kind": "train", "settings": {"train.lr": {"value": ' + DEEP + "\n"),
+    "deep inside": _written(
+        '{"step": 1, "kind": "train", "settings": {"train.lr": {"value": ' + DEEP + "\n"
+    ),
     "null": _written("null\n"),
     "number": _written(HUGE + "\n"),
     "list": _written("[]\n"),
-    "words": _written('{"settings": "a", "memory": 1, "seconds": [], "step": "x", "threads_per_core": "many"}\n'),
-    "lists": _written('{"settings": [], "step": [1], "kind": "train", "reward": [2], "tokens": {}, "reach": []}\n'),
-    "no entries": _written('{"settings": {"train.lr": 1, "train.steps": null, "model.path": []}, "notes": 3}\n'),
-    "other types": _written(json.dumps({"settings": {key: {"value": v} for key, v in ODD.items()}}) + "\n"),
+    "words": _written(
+        '{"settings": "a", "memory": 1, "seconds": [], "step": "x", "threads_per_core": "many"}\n'
+    ),
+    "lists": _written(
+        '{"settings": [], "step": [1], "kind": "train", "reward": [2], "tokens": {}, "reach": []}\n'
+    ),
+    "no entries": _written(
+        '{"settings": {"train.lr": 1, "train.steps": null, "model.path": []}, "notes": 3}\n'
+    ),
+    "other types": _written(
+        json.dumps({"settings": {key: {"value": v} for key, v in ODD.items()}}) + "\n"
+    ),
     "out of range": _written(
         f'{{"step": {HUGE[:400]}, "kind": "train", "group": [], "reward": 1e999, "tokens": {HUGE[:400]}, '
-        f'"settings": {{"train.steps": {{"value": {HUGE[:400]}, "source": "said"}}}}, "reach": {HUGE[:400]}}}\n'
+        f'"settings": {{"train.steps": {{"value": {HUGE[:400]}, "source": "said"}}}}, "reach": '
+        f"{HUGE[:400]}}}\n"
     ),
-    "not text": _written('{"step": 1, "time": NaN, "settings": {"model.path": {"value": "\\ud800", "source": ""}}}\n'),
-    "rows of others": _written('{"step": 1, "kind": "train", "group": [1], "reward": 1, "tokens": 2, "rewards": 5}\n'),
+    "not text": _written(
+        '{"step": 1, "time": NaN, "settings": {"model.path": {"value": "\\ud800", "source": ""}}}\n'
+    ),
+    "rows of others": _written(
+        '{"step": 1, "kind": "train", "group": [1], "reward": 1, "tokens": 2, "rewards": 5}\n'
+    ),
     "directory": lambda path: path.mkdir(),
     "pipe": os.mkfifo,
     "dangling": lambda path: path.symlink_to("nowhere"),
     "loop": lambda path: path.symlink_to(path.name),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

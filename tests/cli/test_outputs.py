@@ -25,7 +25,10 @@ from tunesmith.run.placement import run_rl
 SCRIPT = (
     "python -m openrlhf.cli.train_sft --pretrain org/model --dataset train.jsonl --max_len 64\n"
 )
-RUN = '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\nchat = false\n[reward]\nfunctions = ["math"]\n'
+RUN = (
+    '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\nchat = false\n[reward]\n'
+    'functions = ["math"]\n'
+)
 
 WRITERS: dict[str, Callable[[str], list[str]]] = {
     "report": lambda to: ["report", "done", "--out", to],

@@ -47,9 +47,15 @@ def broken_row(row):
 VALUE = 3
 """
 RL: dict[str, Any] = {
-    "model.path": "model", "data.train": "train.jsonl", "data.chat": False, "reward.functions": ["rewards.py:share"],
-    "rollout.max_new_tokens": 8, "rollout.prompts_per_step": 2, "rollout.group_size": 2, "train.steps": 1,
-}  # fmt: skip
+    "model.path": "model",
+    "data.train": "train.jsonl",
+    "data.chat": False,
+    "reward.functions": ["rewards.py:share"],
+    "rollout.max_new_tokens": 8,
+    "rollout.prompts_per_step": 2,
+    "rollout.group_size": 2,
+    "train.steps": 1,
+}
 SFT: dict[str, Any] = {
     "model.path": "model",
     "data.train": "examples.jsonl",
@@ -64,9 +70,13 @@ RFT: dict[str, Any] = {
 }
 DISTILL: dict[str, Any] = {**SFT, "teacher.path": "model", "distill.mode": "offline"}
 BASES = {
-    "rl": RL, "sft": SFT, "dpo": {**SFT, "dpo.beta": 0.1, "data.train": "pairs.jsonl"}, "rft": RFT, "distill": DISTILL,
+    "rl": RL,
+    "sft": SFT,
+    "dpo": {**SFT, "dpo.beta": 0.1, "data.train": "pairs.jsonl"},
+    "rft": RFT,
+    "distill": DISTILL,
     "rm": {**SFT, "rm.loss": "sigmoid", "data.train": "pairs.jsonl"},
-}  # fmt: skip
+}
 COMMANDS: dict[str, Callable[[Path], Any]] = {
     "rl": placement.run_rl,
     "sft": placement.run_sft,

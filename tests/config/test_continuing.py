@@ -203,9 +203,14 @@ def test_what_changes_from_now_on_is_told_and_happens(
     )
     told = {line.strip().partition(": ")[0] for line in lines if line.startswith("  ")}
     assert told == {
-        "algorithm.kl.coef", "rollout.temperature", "train.lr", "train.steps", "system.threads", "reward.functions",
+        "algorithm.kl.coef",
+        "rollout.temperature",
+        "train.lr",
+        "train.steps",
+        "system.threads",
+        "reward.functions",
         "eval.every",
-    }  # fmt: skip
+    }
     steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert next(step["lr"] for step in steps if step["step"] == 2 and "lr" in step) == 1e-3
 

@@ -329,7 +329,8 @@ def test_a_problem_inside_a_union_names_its_place_only(folder: Path) -> None:
 def test_unknown_keys_of_a_source(folder: Path) -> None:
     message = refused(folder, 'data.eval={path="train.jsonl", wight=1}')
     assert message == (
-        "override 'data.eval={path=\"train.jsonl\", wight=1}': unknown key data.eval.wight. Did you mean 'weight'?"
+        "override 'data.eval={path=\"train.jsonl\", wight=1}': unknown key data.eval.wight. "
+        "Did you mean 'weight'?"
     )
 
 
@@ -348,7 +349,10 @@ def test_a_reward_has_no_meaning_for_supervised_training(folder: Path) -> None:
         load_config(SFTConfig, folder / "run.toml", [])
     with pytest.raises(
         ConfigError,
-        match=r"'algorithm.name=ppo': \[algorithm\] has no meaning in a run file of tunesmith generate",
+        match=(
+            r"'algorithm.name=ppo': \[algorithm\] has no meaning in a run file of tunesmith "
+            r"generate"
+        ),
     ):
         load_config(GenerateConfig, folder / "run.toml", ["algorithm.name=ppo"])
     assert find_kind(folder / "run.toml") is RLConfig
@@ -587,10 +591,15 @@ def test_an_override_takes_the_place_of_what_excludes_it_in_the_file(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("train.epochs", 2), ("train.lr", 0.1), ("lora.rank", 8), ("data.eval", "org/x"), ("data.system_prompt", "x"),
-        ("train", {"seed": 3}), ("lora", {"rank": 3}),
+        ("train.epochs", 2),
+        ("train.lr", 0.1),
+        ("lora.rank", 8),
+        ("data.eval", "org/x"),
+        ("data.system_prompt", "x"),
+        ("train", {"seed": 3}),
+        ("lora", {"rank": 3}),
     ],
-)  # fmt: skip
+)
 def test_none_leaves_a_setting_of_the_file_out(tmp_path: Path, key: str, value: Any) -> None:
     run = file_with(tmp_path, key, value)
     given = resolved_settings(load_config(SFTConfig, run, [f"{key}=none"]), given_only=True)

@@ -72,9 +72,16 @@ def test_the_table_of_the_ablation_has_every_arm() -> None:
     }
     arms["padded, TF32"] = {"failed": "no GPU"}
     results = {
-        "date": "2026-01-01", "machine": {"where": "a CPU", "bf16": False}, "model": "m", "epochs": 1.0, "lr": 1e-3,
-        "seed": 0, "kept": 10, "before": shares, "arms": arms,
-    }  # fmt: skip
+        "date": "2026-01-01",
+        "machine": {"where": "a CPU", "bf16": False},
+        "model": "m",
+        "epochs": 1.0,
+        "lr": 1e-3,
+        "seed": 0,
+        "kept": 10,
+        "before": shares,
+        "arms": arms,
+    }
     table = markdown(results)
     assert "| tunesmith | 2.0 | 2.00 | 300 MB | 50.0% (40.0% to 60.0%) |" in table
     assert "| padded, TF32 | failed: no GPU |" in table

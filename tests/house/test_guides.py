@@ -26,9 +26,17 @@ from tunesmith.records.doctor.answers import ROUND, RUN
 from tunesmith.records.doctor.findings import RULES
 
 KINDS = (
-    RLConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, PRMConfig, SampledDistillConfig, OfflineDistillConfig,
-    GenerateConfig, RFTConfig,
-)  # fmt: skip
+    RLConfig,
+    SFTConfig,
+    RMConfig,
+    DPOConfig,
+    KTOConfig,
+    PRMConfig,
+    SampledDistillConfig,
+    OfflineDistillConfig,
+    GenerateConfig,
+    RFTConfig,
+)
 GUIDES = [
     ROOT / "docs" / f"{name}.md"
     for name in ("start", "choosing", "curves", "troubleshooting", "models", "runs")

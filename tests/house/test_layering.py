@@ -37,9 +37,20 @@ LAYOUT = ("forest", "openmp")
 """What rooms of ``models/`` may import of the files beside them."""
 ADAPTER_ROOMS = ("engines", "trainers", "weights")
 SHARED = (
-    "base", "flat", "loss_scale", "masters", "memory", "muon", "partial", "passes", "rounds", "spread", "state_files",
-    "step_thread", "timed",
-)  # fmt: skip
+    "base",
+    "flat",
+    "loss_scale",
+    "masters",
+    "memory",
+    "muon",
+    "partial",
+    "passes",
+    "rounds",
+    "spread",
+    "state_files",
+    "step_thread",
+    "timed",
+)
 """Ports of those rooms, and parts that several adapters use."""
 HEAVY = ("torch", "transformers")
 LIGHT = ("config/", "plan/", "records/", "guide/", "cli/", "learn/algorithms/", "learn/usercode/")
@@ -126,7 +137,10 @@ def test_every_module_has_a_floor() -> None:
 
 def test_imports_point_downward() -> None:
     upward = [
-        f"{relative(path)}:{line} (floor {floor(dotted(path))}) imports {'.'.join(name)} (floor {floor(name)})"
+        (
+            f"{relative(path)}:{line} (floor {floor(dotted(path))}) imports {'.'.join(name)} "
+            f"(floor {floor(name)})"
+        )
         for path in modules()
         for line, name in own_imports(path)
         if (not name or name[0] in FLOORS) and floor(name) > floor(dotted(path))
@@ -260,7 +274,10 @@ def test_low_floors_load_neither_torch_nor_transformers() -> None:
 def test_these_load_without_torch_in_a_real_process() -> None:
     code = "import sys\n"
     for module in ("cli.main", "run.placement", "config.load", "plan.resolve", "records.progress"):
-        code += f"import tunesmith.{module}\nif {{*{HEAVY}}} & sys.modules.keys(): sys.exit('{module} loads it')\n"
+        code += (
+            f"import tunesmith.{module}\n"
+            f"if {{*{HEAVY}}} & sys.modules.keys(): sys.exit('{module} loads it')\n"
+        )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
@@ -334,7 +351,8 @@ def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.Mo
         "run/engines/other.py": "",
         "plan/heavy.py": "if True:\n    import torch.nn\n",
         "plan/light.py": (
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import torch\n"
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\ndef f():\n"
+            "    import torch\n"
         ),
         "models/parallel/up.py": "from tunesmith.models import decoder\n",
         "run/door.py": "from tunesmith.records.doctor import findings\n",

@@ -1,4 +1,5 @@
-"""The tests stand where what they test stands, and share by ``tests/support`` and ``conftest.py``."""
+"""The tests stand where what they test stands, and share by ``tests/support`` and
+``conftest.py``."""
 
 from __future__ import annotations
 

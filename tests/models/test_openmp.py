@@ -52,7 +52,10 @@ def test_a_team_ends_with_its_work() -> None:
 
 
 def test_nothing_is_ended_without_torch() -> None:
-    program = "import sys, tunesmith.models.openmp as openmp; openmp.end_team(); assert 'torch' not in sys.modules"
+    program = (
+        "import sys, tunesmith.models.openmp as openmp; openmp.end_team(); assert "
+        "'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -75,7 +78,8 @@ def test_workers_spin_briefly_unless_the_environment_says_how_they_wait(
 
 def test_the_command_sets_it_before_torch_is_loaded() -> None:
     program = (
-        "import os, sys; sys.argv = ['tunesmith', '--version']; from tunesmith.cli.main import main\n"
+        "import os, sys; sys.argv = ['tunesmith', '--version']; from tunesmith.cli.main import "
+        "main\n"
         "try: main()\n"
         "except SystemExit: print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
     )

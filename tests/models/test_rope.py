@@ -349,7 +349,8 @@ def test_generation_past_the_switch_is_hugging_faces(
 ) -> None:
     """Beside longer and shorter ones, sharing prompts, in little memory, and several tokens at a
     time."""
-    model, (likelihoods, written) = phi[0], plainly
+    model = phi[0]
+    (likelihoods, written) = plainly
     options: dict[str, Any] = {}
     monkeypatch.setattr(speculation, "MOST_ROWS_ON_CPU", speculation.MOST_ROWS)
     if speculative != "off":

@@ -189,7 +189,8 @@ def differ_gpg_scale(seed: int) -> None:
     """One group of three without spread, one rollout of twelve with a reward of zero."""
     rewards = random_rewards(seed)
     reward = rewards.reward.clone()
-    reward[:4], reward[5] = 1.0, 0.0
+    reward[:4] = 1.0
+    reward[5] = 0.0
     rewards = replace(rewards, reward=reward)
     theirs = group_relative("gpg", rewards)
     found = our_advantages("gpg", rewards)

@@ -318,7 +318,8 @@ def differ_log_ratio_is_clamped() -> None:
     """A token that became possible: exp(1000) is no loss to take a gradient of."""
     case = random_case(0)
     old = case["old_logprobs"].clone()
-    old[0, 0], case["advantages"][0, 0] = -1000.0, -1.0
+    old[0, 0] = -1000.0
+    case["advantages"][0, 0] = -1.0
     case = case.with_columns(old_logprobs=old)
     found = ours(case, section(loss="ppo", aggregation="token_mean"))
     assert found[0].isfinite() and found[1].isfinite().all()
@@ -330,7 +331,8 @@ def differ_non_finite_token() -> None:
     case = random_case(0)
     old = case["old_logprobs"].clone()
     mask = case.mask.clone()
-    old[0, 0], mask[0, 0] = float("nan"), 0.0
+    old[0, 0] = float("nan")
+    mask[0, 0] = 0.0
     algorithm = section(loss="ppo", aggregation="token_mean")
     spoiled = case.with_columns(old_logprobs=old)
     without = verl_loss("vanilla", Case(mask, case.logprobs, case.columns, case.group))

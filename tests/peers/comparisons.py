@@ -212,7 +212,10 @@ DIFFERENCES = (
         "verl",
         "subtracts the mean and divides by 1e-6",
         "exactly zero, found by comparing",
-        "the mean of equal floats is not their value; the residue divided by 1e-6 becomes an advantage",
+        (
+            "the mean of equal floats is not their value; the residue divided by 1e-6 becomes an "
+            "advantage"
+        ),
         "differ_equal_rewards",
     ),
     Difference(
@@ -252,13 +255,19 @@ DIFFERENCES = (
         "verl",
         "what is still to come, token by token, less the baseline",
         "the whole reward less the baseline, the same for all tokens",
-        "the baseline is the greedy rollout's whole reward; a part of a reward is not comparable with it",
+        (
+            "the baseline is the greedy rollout's whole reward; a part of a reward is not "
+            "comparable with it"
+        ),
         "differ_remax_of_token_rewards",
     ),
     Difference(
         "`gae`, `vapo` with `bootstrap_truncated`",
         "verl",
-        "the value after the last token is 0, wherever it ended; so in TRL and OpenRLHF, and here without the key",
+        (
+            "the value after the last token is 0, wherever it ended; so in TRL and OpenRLHF, and "
+            "here without the key"
+        ),
         "it is the critic's (`final_value`) where a limit cut",
         "an episode that is paid on its way did not end where its limit cut it",
         "differ_gae_bootstrap",
@@ -308,7 +317,10 @@ DIFFERENCES = (
         "verl",
         "clips each token by the sign of its own advantage",
         "clips by the sign of the sequence's mean advantage",
-        "the loss is one ratio and one advantage per sequence; what is clipped has to hold that product back",
+        (
+            "the loss is one ratio and one advantage per sequence; what is clipped has to hold "
+            "that product back"
+        ),
         "differ_gmpo_of_advantages_per_token",
     ),
     Difference(
@@ -332,7 +344,10 @@ DIFFERENCES = (
         "TRL",
         "multiplies k3 by the ratio (`use_bias_correction_kl`, on by default)",
         "no weight; `k3+` has the same value and gradient on policy",
-        "the estimator is the one that is named; a weight without bound multiplies what should hold back",
+        (
+            "the estimator is the one that is named; a weight without bound multiplies what should "
+            "hold back"
+        ),
         "differ_weight_of_the_kl_in_the_loss",
     ),
     Difference(
@@ -356,7 +371,10 @@ DIFFERENCES = (
         "verl",
         "leave the mask and with it the denominators",
         "weigh zero and stay in the denominators, as in OpenRLHF",
-        "rejecting more makes the step smaller, not the rest louder; denominators are known beforehand",
+        (
+            "rejecting more makes the step smaller, not the rest louder; denominators are known "
+            "beforehand"
+        ),
         "differ_denominator_of_rejected_tokens",
     ),
     Difference(

@@ -103,8 +103,10 @@ def check(model: str, on: str, way: str, sample: int | None = None) -> None:
         ours = seconds_if_it_fits(chosen.config, facts)
         assert ours or chosen.notes, "a layout that may not fit has a note"
     tried = [*everything(config, facts)]
-    found = [(seconds_if_it_fits(with_values(base, each), facts), each) for each in
-             (tried if sample is None else Random(0).sample(tried, min(sample, len(tried))))]  # fmt: skip
+    found = [
+        (seconds_if_it_fits(with_values(base, each), facts), each)
+        for each in (tried if sample is None else Random(0).sample(tried, min(sample, len(tried))))
+    ]
     fitting = sorted(
         ((seconds, each) for seconds, each in found if seconds), key=lambda pair: pair[0]
     )

@@ -20,9 +20,18 @@ from tunesmith.plan.report import plan_of
 from tunesmith.plan.resolve import resolve
 
 MODEL = ModelFacts(
-    parameters=7_615_000_000, context=32768, vocab_size=152064, hidden_size=3584, intermediate_size=18944, layers=28,
-    heads=28, kv_heads=4, head_dim=128, tied=False, family="qwen2",
-)  # fmt: skip
+    parameters=7_615_000_000,
+    context=32768,
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    layers=28,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    tied=False,
+    family="qwen2",
+)
 CAPS = ("max_tokens_per_microbatch", "scoring_max_tokens", "critic_max_tokens", "reward_max_tokens")
 WITH_REFERENCE = ("algorithm.name=ppo", "algorithm.kl.coef=0.1")
 

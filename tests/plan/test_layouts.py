@@ -29,10 +29,14 @@ SMALL = ModelFacts(500_000_000, 24, 896, 4864, 14, 2, 64, 151936, 32768, tied=Tr
 QWEN_7B = MODELS["7B (Qwen 2.5)"]
 LLAMA_70B = MODELS["70B (Llama 3)"]
 KINDS: dict[Any, list[str]] = {
-    SFTConfig: [], RMConfig: [], DPOConfig: [], GenerateConfig: [],
-    RLConfig: ['reward.functions=["math"]'], RFTConfig: ['reward.functions=["math"]', "rft.threshold=1"],
+    SFTConfig: [],
+    RMConfig: [],
+    DPOConfig: [],
+    GenerateConfig: [],
+    RLConfig: ['reward.functions=["math"]'],
+    RFTConfig: ['reward.functions=["math"]', "rft.threshold=1"],
     DistillConfig: ["teacher.path=org/t"],
-}  # fmt: skip
+}
 THREE = replace(QWEN_7B, parameters=3_000_000_000, layers=16)
 VLLM = ("system.engine=vllm",)
 

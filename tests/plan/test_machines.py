@@ -72,9 +72,16 @@ def test_a_listed_gpu_is_found_in_the_table() -> None:
 """
     names = [kind.name if (kind := kind_of(gpu)) else None for gpu in parse_gpus(listing, None)]
     assert names == [
-        "H100-80GB", "H100-PCIe-80GB", "A100-40GB", "L4-24GB", "T4-16GB", "L40S-48GB", "RTX4090-24GB", "A10G-24GB",
+        "H100-80GB",
+        "H100-PCIe-80GB",
+        "A100-40GB",
+        "L4-24GB",
+        "T4-16GB",
+        "L40S-48GB",
+        "RTX4090-24GB",
+        "A10G-24GB",
         None,
-    ]  # fmt: skip
+    ]
 
 
 def test_the_table_is_plausible() -> None:

@@ -456,9 +456,15 @@ def test_memory_for_less_than_one_request_is_refused_as_the_engine_would(
 def test_experts_are_counted_under_each_familys_name() -> None:
     """DeepSeek-V3 has 671 billion parameters."""
     config = {
-        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280,
-        "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
-    }  # fmt: skip
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "vocab_size": 129280,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+    }
     facts = facts_of(config)
     assert facts is not None and hub.estimated_parameters(config, facts) == pytest.approx(
         671e9, rel=0.06

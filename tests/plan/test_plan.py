@@ -26,22 +26,35 @@ from tunesmith.plan.report import plan_of
 from tunesmith.run.placement.planning import plan_run
 
 QWEN_7B = {
-    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 QWEN_72B = QWEN_7B | {
-    "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
     "num_key_value_heads": 8,
-}  # fmt: skip
+}
 TINY = QWEN_7B | {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 512,
 }  # fmt: skip
 ON_RAY = (
-    'system.cluster="ray"', 'system.engine="vllm"', "system.trainer_ranks=4", "system.zero_stage=3", "system.engines=2",
+    'system.cluster="ray"',
+    'system.engine="vllm"',
+    "system.trainer_ranks=4",
+    "system.zero_stage=3",
+    "system.engines=2",
     "system.vllm.tensor_parallel_size=2",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)

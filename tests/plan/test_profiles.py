@@ -23,9 +23,17 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.run.placement.checking import facts_of_run
 
 MODEL = ModelFacts(
-    parameters=1_500_000_000, layers=28, hidden_size=1536, intermediate_size=8960, heads=12, kv_heads=2, head_dim=128,
-    vocab_size=151936, context=32768, tied=True,
-)  # fmt: skip
+    parameters=1_500_000_000,
+    layers=28,
+    hidden_size=1536,
+    intermediate_size=8960,
+    heads=12,
+    kv_heads=2,
+    head_dim=128,
+    vocab_size=151936,
+    context=32768,
+    tied=True,
+)
 MACHINES = ("this", "A10G", "H100-80GB", "8xH100-80GB")
 
 

@@ -163,7 +163,8 @@ def test_ranks_on_several_machines(name: str, monkeypatch: pytest.MonkeyPatch) -
     """Each machine has its cores and GPUs for its own ranks, which share a copy of the model,
     whatever GPUs they are: inside a machine they reach each other sooner."""
     launched(monkeypatch, WORLD_SIZE="16", LOCAL_WORLD_SIZE="8", RANK="9", LOCAL_RANK="1")
-    assert (launch := Launch.of()) and launch.several_machines and launch.local_rank == 1
+    launch = Launch.of()
+    assert launch and launch.several_machines and launch.local_rank == 1
     said = with_launched_ranks(config(SFTConfig, "system.zero_stage=2"))
     gpu = replace(GPU, name=name)
     facts = Facts(replace(CPU, gpus=(gpu,) * 8), MODEL, train_size=100, longest=40, ranks_here=8)
@@ -194,8 +195,10 @@ def test_views_of_machines_are_compared_with_both_values() -> None:
         "peft": "0.21",
     }
     assert differences(ours, theirs) == [
-        "torch: '2.13.0' and '2.12.1'", "run file run.toml line 2: 'b = 2' and 'b = 3'", "peft: 'none' and '0.21'",
-    ]  # fmt: skip
+        "torch: '2.13.0' and '2.12.1'",
+        "run file run.toml line 2: 'b = 2' and 'b = 3'",
+        "peft: 'none' and '0.21'",
+    ]
     assert differences({"text": "a\n"}, {"text": "a\nb\n"}) == ["text line 2: 'nothing' and 'b'"]
 
 

@@ -274,9 +274,17 @@ def test_what_does_not_fit_is_refused_with_what_does(tmp_path: Path) -> None:
     ):
         resolved("8xA100-80GB", LLAMA_70B, *VLLM, "system.offload_optimizer=false")
     config = load_config(
-        RLConfig, None, [*BASE[1:], f"model.path={save_model(tmp_path / 'model')}", "system.cluster=ray",
-                         "system.trainer_ranks=12", "system.engines=5", "rollout.max_new_tokens=64"]
-    )  # fmt: skip
+        RLConfig,
+        None,
+        [
+            *BASE[1:],
+            f"model.path={save_model(tmp_path / 'model')}",
+            "system.cluster=ray",
+            "system.trainer_ranks=12",
+            "system.engines=5",
+            "rollout.max_new_tokens=64",
+        ],
+    )
     with pytest.raises(
         CapacityError, match=r"17 GPUs are needed .* has 16.* What fits: .*trainer_ranks = 16"
     ):

@@ -479,9 +479,14 @@ def test_a_said_value_is_shown_though_it_switches_something_off(
 
 def test_model_facts_without_torch(tmp_path: Path) -> None:
     sizes = {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 512,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "vocab_size": 300,
+        "max_position_embeddings": 512,
+    }
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     shapes = {"a": (3, 4), "b": (5,), "c": ()}
     weights = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
@@ -500,7 +505,8 @@ def test_model_facts_without_torch(tmp_path: Path) -> None:
         },
     ):
         (tmp_path / "config.json").write_text(json.dumps(sizes | rope))
-        assert (found := read_model_facts(tmp_path)) is not None and found.switch == 64
+        model = read_model_facts(tmp_path)
+        assert model is not None and model.switch == 64
     (tmp_path / "config.json").write_text(
         '{"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 9}'
     )
@@ -546,12 +552,19 @@ def test_limits_of_the_groups_of_a_process(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(hardware, "_GROUPS", tmp_path)
     monkeypatch.setattr(hardware, "_OWN_GROUPS", own)
     files = {
-        "slurm/job/memory.max": 3 * 10**9, "slurm/job/memory.current": 10**9, "slurm/memory.max": 2 * 10**9,
-        "slurm/memory.current": 10**9, "slurm/memory.stat": "anon 1\ninactive_file 400000000", "memory.max": "max",
-        "slurm/cpu.max": "150000 100000", "slurm/job/cpu.max": "max 100000", "other/memory.max": 1,
-        "memory/old/memory.limit_in_bytes": 5 * 10**8, "cpu/old/cpu.cfs_quota_us": 100000,
+        "slurm/job/memory.max": 3 * 10**9,
+        "slurm/job/memory.current": 10**9,
+        "slurm/memory.max": 2 * 10**9,
+        "slurm/memory.current": 10**9,
+        "slurm/memory.stat": "anon 1\ninactive_file 400000000",
+        "memory.max": "max",
+        "slurm/cpu.max": "150000 100000",
+        "slurm/job/cpu.max": "max 100000",
+        "other/memory.max": 1,
+        "memory/old/memory.limit_in_bytes": 5 * 10**8,
+        "cpu/old/cpu.cfs_quota_us": 100000,
         "cpu/old/cpu.cfs_period_us": 100000,
-    }  # fmt: skip
+    }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")

@@ -26,13 +26,30 @@ from tunesmith.plan.rules.situation import Situation, at_least, more
 GB = 10**9
 CPU = Hardware("a CPU", cores=4, memory_total=16 * GB, memory_available=8 * GB, bf16=True)
 USUAL = ModelFacts(
-    parameters=5_000_000, layers=6, hidden_size=256, intermediate_size=768, heads=4, kv_heads=2, head_dim=64,
-    vocab_size=4096, context=4096, family="llama",
-)  # fmt: skip
+    parameters=5_000_000,
+    layers=6,
+    hidden_size=256,
+    intermediate_size=768,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    vocab_size=4096,
+    context=4096,
+    family="llama",
+)
 ODD = ModelFacts(
-    parameters=5_000_000, layers=2, hidden_size=96, intermediate_size=768, heads=4, kv_heads=2, head_dim=24,
-    vocab_size=300, context=1024, switch=64, family="llama",
-)  # fmt: skip
+    parameters=5_000_000,
+    layers=2,
+    hidden_size=96,
+    intermediate_size=768,
+    heads=4,
+    kv_heads=2,
+    head_dim=24,
+    vocab_size=300,
+    context=1024,
+    switch=64,
+    family="llama",
+)
 FACTS = {
     "": None,
     "usual": Facts(CPU, USUAL, train_size=1000, longest=100),
@@ -72,7 +89,8 @@ def cells(line: list[str]) -> tuple[str, str, list[str], str]:
 def test_a_rule_catches_its_case_and_leaves_it_alone_without_any_of_its_settings(
     line: list[str],
 ) -> None:
-    (rule, command, overrides, facts), keys = cells(line), line[3]
+    (rule, command, overrides, facts) = cells(line)
+    keys = line[3]
     caught = {
         each.text
         for each in problems(rule, command, overrides, facts)

@@ -27,9 +27,17 @@ from tunesmith.plan.plan import draft, longest_sample
 from tunesmith.run.placement.planning import plan_run
 
 SMALL = ModelFacts(
-    parameters=1536, layers=2, hidden_size=8, intermediate_size=16, heads=2, kv_heads=1, head_dim=4, vocab_size=32,
-    context=256, tied=True,
-)  # fmt: skip
+    parameters=1536,
+    layers=2,
+    hidden_size=8,
+    intermediate_size=16,
+    heads=2,
+    kv_heads=1,
+    head_dim=4,
+    vocab_size=32,
+    context=256,
+    tied=True,
+)
 WORK = Work(SMALL, 4, prompts=3, group=2, prompt=10, new=5, micro=40)
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

@@ -137,7 +137,8 @@ def test_what_a_busy_main_thread_cannot_keep_is_kept_beside_it() -> None:
 
 def test_closing_has_an_end() -> None:
     slow = (
-        "\n    interrupts.TEARDOWN = 0.2\n    try:\n        with interrupts.keeping(lambda: 'kept'): time.sleep(60)"
+        "\n    interrupts.TEARDOWN = 0.2\n    try:\n"
+        "        with interrupts.keeping(lambda: 'kept'): time.sleep(60)"
         "\n    finally: time.sleep(60)"
     )
     assert ended(GUARDED.replace("WORK", slow), signal.SIGTERM)[0] == 143

@@ -235,7 +235,8 @@ def test_a_stage_of_the_demo_continues_as_a_run(
     monkeypatch.setattr(sys, "argv", ["tunesmith", "demo", "--json", "--dir", str(folder)])
     (folder / "sft" / "checkpoints" / "step-000001").mkdir(parents=True)
     assert how_to_continue(folder / "sft") == (
-        f"Continue with: tunesmith sft {folder / 'sft.toml'} run_dir={folder / 'sft'} checkpoint.resume=true"
+        f"Continue with: tunesmith sft {folder / 'sft.toml'} run_dir={folder / 'sft'} "
+        f"checkpoint.resume=true"
     )
 
 
@@ -357,7 +358,8 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         "a note",
     ]
     assert lines[1] == (
-        "step 3/9  reward 0.412  KL(reference) 0.0012  length 83.1  tok/s 2,312  of limit 23%  loss 0.0123  "
+        "step 3/9  reward 0.412  KL(reference) 0.0012  length 83.1  tok/s 2,312  of limit 23%  "
+        "loss 0.0123  "
         "grad norm 0.52  2.0s  ETA 12.0s"
     )
 
@@ -473,9 +475,13 @@ def test_the_least_seconds_of_a_step_are_summed_and_a_run_faster_than_them_leave
 
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
         session = Session(
-            3, EvalSection(), CheckpointSection(), Recorder(metrics, Progress(3)), Checkpoints(tmp_path, 1),
+            3,
+            EvalSection(),
+            CheckpointSection(),
+            Recorder(metrics, Progress(3)),
+            Checkpoints(tmp_path, 1),
             Best("eval/loss", False),
-        )  # fmt: skip
+        )
         session.start(cast("Any", SimpleNamespace(state=dict, epoch=0, rehearse=lambda _: [])))
         for attainable in (1.0, 1e18, 1.0):
             least = {

@@ -51,9 +51,12 @@ def test_a_run_writes_the_trace_asked_for_and_its_metrics(tmp_path: Path, model:
     assert list(lanes) == ["loop", "trainer", "engine 0", "reward", "rollouts"]
     names = {lane: {event["name"] for row in rows for event in row} for lane, rows in lanes.items()}
     assert names == {
-        "loop": {"eval"}, "trainer": {"sync", "rollout", "train"}, "engine 0": {"generate"}, "reward": {"score"},
+        "loop": {"eval"},
+        "trainer": {"sync", "rollout", "train"},
+        "engine 0": {"generate"},
+        "reward": {"score"},
         "rollouts": {"single_turn"},
-    }  # fmt: skip
+    }
     lines = [line for line in read_metrics(run / "metrics.jsonl") if "reward" in line]
     requests = [event for row in lanes["engine 0"] for event in row]
     # Twenty are sampled in the step: sixteen to learn from, four to evaluate before it.
@@ -140,7 +143,8 @@ class Stalled:
     """A reward that does not answer before it is told to."""
 
     def __init__(self) -> None:
-        self.asked, self.answer = asyncio.Event(), asyncio.Event()
+        self.asked = asyncio.Event()
+        self.answer = asyncio.Event()
 
     async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:  # noqa: ARG002
         self.asked.set()

@@ -28,9 +28,12 @@ from tunesmith.run.offline.lines import claim
 
 URL = "http://user:S3CRET@host:80/r?key=T0KEN"
 SETTINGS = [
-    "model.path=org/m", "data.train=org/d", f'reward.remote=[{{urls = ["{URL}"]}}]', "system.cluster=ray",
+    "model.path=org/m",
+    "data.train=org/d",
+    f'reward.remote=[{{urls = ["{URL}"]}}]',
+    "system.cluster=ray",
     'system.ray_runtime_env={env_vars = {WANDB = "S3CRET"}, config = {api_key = "T0KEN"}}',
-]  # fmt: skip
+]
 
 
 def clean(text: str) -> bool:

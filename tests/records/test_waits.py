@@ -73,9 +73,13 @@ def test_models_data_and_engines_are_waited_for_aloud(tmp_path: Path, seen: list
     model = tiny.save_model(tmp_path / "model")
     write_lines(tmp_path / "in.jsonl", sums(2))
     settings = [
-        f"run_dir={tmp_path / 'out'}", f"model.path={model}", f"data.train={tmp_path / 'in.jsonl'}", "data.chat=false",
-        "sampling.max_new_tokens=2", "system.threads=1",
-    ]  # fmt: skip
+        f"run_dir={tmp_path / 'out'}",
+        f"model.path={model}",
+        f"data.train={tmp_path / 'in.jsonl'}",
+        "data.chat=false",
+        "sampling.max_new_tokens=2",
+        "system.threads=1",
+    ]
     run_generate(None, settings)
     config = load_config(GenerateConfig, None, settings)
     with pytest.raises(EngineLostError):
@@ -95,7 +99,10 @@ def test_a_slow_import_of_user_code_says_so(
     """The line goes where other notes go, and comes while the module is still running."""
     monkeypatch.setattr(waits, "AFTER", (0.01, 1000.0))
     code = "import sys, time\nend = time.monotonic() + 60\n"
-    code += "while 'still' not in sys.stdout.getvalue() and time.monotonic() < end:\n    time.sleep(0.01)\n"
+    code += (
+        "while 'still' not in sys.stdout.getvalue() and time.monotonic() < end:\n"
+        "    time.sleep(0.01)\n"
+    )
     (tmp_path / "slow.py").write_text(code + "def f():\n    return 1\n")
     with redirect_stdout(io.StringIO()) as out:
         assert load_function(f"{tmp_path / 'slow.py'}:f", tmp_path)() == 1

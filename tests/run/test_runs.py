@@ -26,13 +26,39 @@ def rl(
 
 
 ALWAYS = {
-    "step", "time", "rollouts", "tokens", "completion_tokens", "completion_tokens_max", "truncated", "reward",
-    "reward/std", "reward/share/mean", "epoch", "completion_tokens_min", "reward/share/applied",
-    "rollouts/failed", "groups_kept", "total_tokens", "entropy",
-    "policy_kl", "loss", "policy_loss", "grad_norm", "lr", "optimizer_steps", "microbatches", "trained_tokens",
-    "tokens_per_second", "limit_share", "seconds", "seconds/rollout", "seconds/train", "seconds/sync",
+    "step",
+    "time",
+    "rollouts",
+    "tokens",
+    "completion_tokens",
+    "completion_tokens_max",
+    "truncated",
+    "reward",
+    "reward/std",
+    "reward/share/mean",
+    "epoch",
+    "completion_tokens_min",
+    "reward/share/applied",
+    "rollouts/failed",
+    "groups_kept",
+    "total_tokens",
+    "entropy",
+    "policy_kl",
+    "loss",
+    "policy_loss",
+    "grad_norm",
+    "lr",
+    "optimizer_steps",
+    "microbatches",
+    "trained_tokens",
+    "tokens_per_second",
+    "limit_share",
+    "seconds",
+    "seconds/rollout",
+    "seconds/train",
+    "seconds/sync",
     "seconds/other",
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -85,9 +111,14 @@ def test_dapo_replaces_groups_without_contrast_and_shapes_long_answers(
 ) -> None:
     rl_settings(tmp_path, model)
     outcome, lines = rl(
-        tmp_path, model, algorithm__name="dapo", algorithm__overlong__buffer=4, rollout__prompts_per_step=3,
-        reward__functions=[f"{tmp_path}/rewards.py:sometimes"], monitor__samples=20,
-    )  # fmt: skip
+        tmp_path,
+        model,
+        algorithm__name="dapo",
+        algorithm__overlong__buffer=4,
+        rollout__prompts_per_step=3,
+        reward__functions=[f"{tmp_path}/rewards.py:sometimes"],
+        monitor__samples=20,
+    )
     for line in lines:
         assert 0 < line["groups_kept"] <= 1
         assert line["rollouts"] >= 12, "what was tried, kept or not"
@@ -102,12 +133,19 @@ def test_dapo_takes_its_papers_reward_of_plus_and_minus_one_and_replaces_groups_
     rl_settings(tmp_path, model)
     (tmp_path / "rewards.py").write_text(
         "def signs(completions, answer, **_):\n"
-        "    return [0.5 if int(a) % 4 else 2.0 * (text[:1] < 'P') - 1 for text, a in zip(completions, answer)]\n"
+        "    return [0.5 if int(a) % 4 else 2.0 * (text[:1] < 'P') - 1 for text, a in "
+        "zip(completions, answer)]\n"
     )
     outcome, lines = rl(
-        tmp_path, model, algorithm__name="dapo", algorithm__overlong__buffer=4, rollout__prompts_per_step=2,
-        train__steps=2, reward__functions=[f"{tmp_path}/rewards.py:signs"], monitor__samples=20,
-    )  # fmt: skip
+        tmp_path,
+        model,
+        algorithm__name="dapo",
+        algorithm__overlong__buffer=4,
+        rollout__prompts_per_step=2,
+        train__steps=2,
+        reward__functions=[f"{tmp_path}/rewards.py:signs"],
+        monitor__samples=20,
+    )
     trained = read_metrics(outcome.run_dir / "rollouts.jsonl")
     assert len(trained) > 0 and any(line["groups_kept"] < 1 for line in lines)
     by_task: dict[str, set[float]] = {}
@@ -152,9 +190,15 @@ def test_a_step_whose_rollouts_all_fail_is_no_step_or_ends_the_run(
     told = read_metrics(outcome.run_dir / "rollouts.jsonl")
     assert len(told) == 32 and "no such answer" in told[0]["error"] and told[0]["reward"] is None
     decoupled = rl_settings(
-        tmp_path, model, "decoupled", reward__functions=functions, reward__max_failed_share=1.0, train__steps=1,
-        algorithm__decoupled=True, algorithm__kl__coef=0.1,
-    )  # fmt: skip
+        tmp_path,
+        model,
+        "decoupled",
+        reward__functions=functions,
+        reward__max_failed_share=1.0,
+        train__steps=1,
+        algorithm__decoupled=True,
+        algorithm__kl__coef=0.1,
+    )
     placement.run_rl(None, decoupled)
     with pytest.raises(RewardError, match=r"16 of 16 rollouts failed(.|\n)*no such answer"):
         placement.run_rl(None, rl_settings(tmp_path, model, "strict", reward__functions=functions))
@@ -174,8 +218,13 @@ def test_some_failures_leave_the_others_to_learn_from(tmp_path: Path, model: Pat
 def test_the_reward_rises(tmp_path: Path, model: Path) -> None:
     """Bytes of the first half of the alphabet are rewarded: a few steps make them likelier."""
     _, lines = rl(
-        tmp_path, model, algorithm__name="grpo", rollout__group_size=8, train__steps=12, train__lr=2e-2,
-    )  # fmt: skip
+        tmp_path,
+        model,
+        algorithm__name="grpo",
+        rollout__group_size=8,
+        train__steps=12,
+        train__lr=2e-2,
+    )
     first, last = (sum(line["reward"] for line in part) / 3 for part in (lines[:3], lines[-3:]))
     assert last > first + 0.25, (first, last)
     assert lines[-1]["seconds/rollout"] > 0
@@ -294,8 +343,15 @@ def test_the_same_seed_gives_the_same_run_and_the_system_changes_rounding_only(
         assert ours["microbatches"] > theirs["microbatches"]
 
 
-CHAT = [{"messages": [{"role": "user", "content": s["prompt"]}, {"role": "assistant", "content": s["answer"]}]}
-        for s in sums(12)]  # fmt: skip
+CHAT = [
+    {
+        "messages": [
+            {"role": "user", "content": s["prompt"]},
+            {"role": "assistant", "content": s["answer"]},
+        ]
+    }
+    for s in sums(12)
+]
 FORMATS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": s["prompt"] + s["answer"]} for s in sums(12)],
     "completion": [{"prompt": s["prompt"], "completion": s["answer"]} for s in sums(12)],
@@ -308,9 +364,14 @@ def test_sft_learns_from_every_format(tmp_path: Path, model: Path, form: str) ->
     data = write_lines(tmp_path / "data.jsonl", FORMATS[form])
     held_out = write_lines(tmp_path / "held_out.jsonl", FORMATS[form][:4])
     settings = sft_settings(
-        tmp_path, model, data__train=str(data), data__eval=str(held_out), data__chat=None, eval__every=4,
+        tmp_path,
+        model,
+        data__train=str(data),
+        data__eval=str(held_out),
+        data__chat=None,
+        eval__every=4,
         train__steps=12,
-    )  # fmt: skip
+    )
     outcome = placement.run_sft(None, settings)
     lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line]
     assert len(lines) == 12

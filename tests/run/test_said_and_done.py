@@ -32,7 +32,10 @@ RUNNERS: dict[str, Callable[..., Any]] = {
 }
 PER_ITEM = {"dpo": 2, "rm": 2, "prm": None}
 """Samples of the batch for each line of data; None: as many as the line has."""
-REWARD = "def length(completions, **columns):\n    return [1.0 + len(text) % 3 for text in completions]\n"
+REWARD = (
+    "def length(completions, **columns):\n"
+    "    return [1.0 + len(text) % 3 for text in completions]\n"
+)
 
 
 def random_run(number: int, folder: Path, ranks: bool) -> tuple[str, list[str], Path]:

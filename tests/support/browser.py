@@ -97,7 +97,8 @@ class Page:
                 return value
             await asyncio.sleep(0.05)
         raise TimeoutError(
-            f"{expression} did not come true; the page says: {await self.run('document.body.innerText')}"
+            f"{expression} did not come true; the page says: "
+            f"{await self.run('document.body.innerText')}"
         )
 
     async def press(self, key: str) -> None:

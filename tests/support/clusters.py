@@ -1,4 +1,4 @@
-"""The commands in the comments of examples/clusters, and the configurations of the models they name."""
+"""The commands in the comments of examples/clusters, and the configurations of their models."""
 
 from __future__ import annotations
 
@@ -23,24 +23,46 @@ LLAMA_8B = LLAMA | {
     "num_attention_heads": 32,
 }
 SIZES: dict[str, dict[str, Any]] = {
-    "meta-llama/Llama-3.2-1B-Instruct": LLAMA | {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "head_dim": 64, "tie_word_embeddings": True,
+    "meta-llama/Llama-3.2-1B-Instruct": LLAMA
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
     },
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA_8B,
     "Skywork/Skywork-Reward-Llama-3.1-8B": LLAMA_8B,
-    "meta-llama/Llama-3.1-70B-Instruct": LLAMA | {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "meta-llama/Llama-3.1-70B-Instruct": LLAMA
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
     },
-    "meta-llama/Llama-2-13b-hf": LLAMA | {
-        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
-        "num_key_value_heads": 40, "vocab_size": 32000, "max_position_embeddings": 4096,
+    "meta-llama/Llama-2-13b-hf": LLAMA
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
     },
-    "Qwen/Qwen2.5-7B-Instruct": LLAMA | {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
+    "Qwen/Qwen2.5-7B-Instruct": LLAMA
+    | {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "max_position_embeddings": 32768,
     },
-}  # fmt: skip
+}
 
 
 def cases() -> list[tuple[str, list[str]]]:

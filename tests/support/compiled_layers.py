@@ -26,9 +26,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "gemma": {"head_dim": 8},
     "gemma2": {"head_dim": 8, "sliding_window": 6},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "smollm3": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
-}  # fmt: skip
+}
 
 
 def gradients(model: CausalLM, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -43,7 +43,10 @@ SPECIAL = [
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 """Added tokens that are not special, as in Qwen3."""
 
-WORDS = "assistant user system model What is the sum of two? The answer is 42.\n\n  \n\n\nHello there, world!  "
+WORDS = (
+    "assistant user system model What is the sum of two? The answer is 42.\n\n  \n\n\n"
+    "Hello there, world!  "
+)
 PRETOKENS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 

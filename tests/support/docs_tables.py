@@ -1,5 +1,5 @@
-"""Tables of the documents that are made from registries: ``python -m tests.support.docs_tables`` writes
-them anew.
+"""Tables of the documents that are made from registries;
+``python -m tests.support.docs_tables`` writes them anew.
 
 Each stands between ``<!-- table: name -->`` and ``<!-- end -->``.
 """

@@ -15,10 +15,17 @@ from tunesmith.run.placement.sinks import open_sinks
 def configured(sink: str, run_dir: Path) -> RunConfig:
     write_lines(run_dir.parent / "lines.jsonl", sums(2))
     said = [
-        "model.path=org/model", f"data.train={run_dir.parent / 'lines.jsonl'}", 'reward.functions=["exact_match"]',
-        f"run_dir={run_dir}", "train.lr=0.25", "train.steps=3",
-        f'monitor.sinks=["{sink}"]', "monitor.run_name=trial", 'monitor.tags=["a","b"]', "monitor.project=sums",
-    ]  # fmt: skip
+        "model.path=org/model",
+        f"data.train={run_dir.parent / 'lines.jsonl'}",
+        'reward.functions=["exact_match"]',
+        f"run_dir={run_dir}",
+        "train.lr=0.25",
+        "train.steps=3",
+        f'monitor.sinks=["{sink}"]',
+        "monitor.run_name=trial",
+        'monitor.tags=["a","b"]',
+        "monitor.project=sums",
+    ]
     return load_config(RLConfig, None, said)
 
 

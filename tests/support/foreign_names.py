@@ -1,8 +1,8 @@
-"""The settings that other frameworks have: ``python -m tests.support.foreign_names`` counts how many of
-them are answered.
+"""The settings that other frameworks have; ``python -m tests.support.foreign_names`` counts how
+many of them are answered.
 
-``python -m tests.support.foreign_names DIR`` first lists them anew from sources: ``DIR`` holds unpacked
-wheels or source distributions, one directory each, named after the distribution, such as
+``python -m tests.support.foreign_names DIR`` first lists them anew from sources: ``DIR`` holds
+unpacked wheels or source distributions, one directory each, named after the distribution, such as
 ``trl-1.16.0`` (``pip download --no-deps trl==1.16.0``, then ``unzip``). What is read are names
 only: options of ``argparse``, fields of dataclasses, keys of YAML files. The lists are kept in
 ``tests/foreign/``, one name a line, after a line with the versions. ``guides.txt`` has the names of
@@ -189,9 +189,17 @@ def deepspeed(root: Path) -> Iterator[str]:
         f"optimizer.params.{name}"
         for name in ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
     )
-    yield from (f"scheduler.params.{name}" for name in (
-        "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps", "cos_min_ratio",
-    ))  # fmt: skip
+    yield from (
+        f"scheduler.params.{name}"
+        for name in (
+            "warmup_min_lr",
+            "warmup_max_lr",
+            "warmup_num_steps",
+            "warmup_type",
+            "total_num_steps",
+            "cos_min_ratio",
+        )
+    )
     yield from ("optimizer.type", "scheduler.type")
 
 

@@ -1,6 +1,6 @@
 """What becomes of every setting in the scripts and configurations of other frameworks:
-``python -m tests.support.foreign_sources FOLDER...`` reads all below each folder, such as the examples of a
-checkout of TRL.
+``python -m tests.support.foreign_sources FOLDER...`` reads all below each folder, such as the examples of
+a checkout of TRL.
 
 A file that starts and configures no training is counted, and left out.
 """

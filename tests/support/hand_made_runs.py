@@ -9,7 +9,10 @@ from typing import Any
 from tests.support.tiny_runs import write_lines
 from tunesmith.records.facts import RunFacts, write_facts
 
-HOSTILE = "<script>window.hacked = 1</script></script><img src=x onerror=alert(1)>\x1b[31m \u202e & \ud800 é"
+HOSTILE = (
+    "<script>window.hacked = 1</script></script><img src=x onerror=alert(1)>\x1b[31m "
+    "\u202e & \ud800 é"
+)
 
 
 def rollout(

@@ -175,7 +175,10 @@ class Sglang:
             or len(ids) >= self.context
             or settings["max_new_tokens"] + len(ids) > self.context
         ):
-            message = f"Requested token count exceeds the model's maximum context length of {self.context} tokens."
+            message = (
+                f"Requested token count exceeds the model's maximum context length of "
+                f"{self.context} tokens."
+            )
             return web.json_response({"error": {"message": message}}, status=400)
         await self.may_run.wait()
         request = self.requests[body["rid"]] = _Request()

@@ -160,10 +160,15 @@ class Ward:
     def rl(self, run: str, **changed: Any) -> Path:
         """A run of ``changed`` settings; names of functions are of this file's rewards."""
         settings: dict[str, Any] = {
-            "model__path": self.policy, "data__train": self.folder / "tasks.jsonl",
-            "reward__functions": ["exact_match"], "rollout__prompts_per_step": 12, "rollout__group_size": 8,
-            "rollout__max_new_tokens": 6, "train__steps": 16, "train__lr": 2e-3,
-        }  # fmt: skip
+            "model__path": self.policy,
+            "data__train": self.folder / "tasks.jsonl",
+            "reward__functions": ["exact_match"],
+            "rollout__prompts_per_step": 12,
+            "rollout__group_size": 8,
+            "rollout__max_new_tokens": 6,
+            "train__steps": 16,
+            "train__lr": 2e-3,
+        }
         settings = {
             key: str(v) if isinstance(v, Path) else v for key, v in (settings | changed).items()
         }

@@ -1,5 +1,5 @@
-"""Runs the tests that compute as on other kinds of CPU: ``python -m tests.support.kinds [KIND ...]``; all
-without names.
+"""Runs the tests that compute as on other kinds of CPU: ``python -m tests.support.kinds
+[KIND ...]``; all without names.
 
 Each kind is this CPU within the limits that PyTorch, oneDNN, MKL and PyTorch's compiler follow;
 what Tunesmith plans and compiles follows the first two (``plan.facts.instructions``).

@@ -12,7 +12,8 @@ def tunesmith(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProces
     """Run the command in a process of its own; what it did, and the packages it imported."""
     code = (
         "import atexit, sys\n"
-        "atexit.register(lambda: print('\\0', *(m for m in sys.modules if '.' not in m), file=sys.stderr))\n"
+        "atexit.register(lambda: print('\\0', *(m for m in sys.modules if '.' not in m), "
+        "file=sys.stderr))\n"
         "from tunesmith.cli.main import main\n"
         "sys.argv[0] = 'tunesmith'\n"
         "main()\n"

@@ -29,10 +29,15 @@ SMALL = ModelFacts(5_000_000, 6, 256, 768, 4, 2, 64, 4096, 4096)
 A10G = Gpu("A10G", 24 * GB, 23 * GB, (8, 6))
 A100 = Gpu("A100", 80 * GB, 79 * GB, (8, 0))
 KINDS: dict[Any, list[str]] = {
-    SFTConfig: [], RMConfig: [], DPOConfig: [], GenerateConfig: [],
-    RLConfig: ['reward.functions=["math"]'], RFTConfig: ['reward.functions=["math"]'],
-    DistillConfig: ["teacher.path=org/t"], OfflineDistillConfig: ["distill.mode=offline", "teacher.path=org/t"],
-}  # fmt: skip
+    SFTConfig: [],
+    RMConfig: [],
+    DPOConfig: [],
+    GenerateConfig: [],
+    RLConfig: ['reward.functions=["math"]'],
+    RFTConfig: ['reward.functions=["math"]'],
+    DistillConfig: ["teacher.path=org/t"],
+    OfflineDistillConfig: ["distill.mode=offline", "teacher.path=org/t"],
+}
 
 
 def on(gpu: Gpu | None, model: ModelFacts, memory: int = 64 * GB, **changes: Any) -> Facts:

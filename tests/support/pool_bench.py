@@ -51,9 +51,15 @@ class PoolBench:
         self.model = CausalLM.load(self.path)
         self.named = self.model.module.state_dict().items
         self.settings: dict[str, Any] = {
-            "engine": "local", "model": str(self.path), "dtype": "float32", "device": "cpu",
-            "trust_remote_code": False, "kv_bytes": 1 << 20, "max_running": 6, "max_prefill_tokens": 32,
-        }  # fmt: skip
+            "engine": "local",
+            "model": str(self.path),
+            "dtype": "float32",
+            "device": "cpu",
+            "trust_remote_code": False,
+            "kv_bytes": 1 << 20,
+            "max_running": 6,
+            "max_prefill_tokens": 32,
+        }
         self.said: list[str] = []
         self.runner = asyncio.Runner()
 

@@ -21,10 +21,21 @@ def sft_settings(folder: Path, model: Path, run: str, **changed: Any) -> list[st
         folder / "sft.jsonl", ({"prompt": f"{i}:", "completion": f"{2 * i}"} for i in range(24))
     )
     said = {
-        "run_dir": folder / run, "model.path": model, "model.dtype": "float32", "data.train": data, "data.eval": data,
-        "data.chat": False, "train.steps": 3, "train.lr": 1e-3, "train.batch_size": 7, "eval.every": 3,
-        "system.device": "cpu", "system.max_tokens_per_microbatch": 40, "monitor.progress": False, **changed,
-    }  # fmt: skip
+        "run_dir": folder / run,
+        "model.path": model,
+        "model.dtype": "float32",
+        "data.train": data,
+        "data.eval": data,
+        "data.chat": False,
+        "train.steps": 3,
+        "train.lr": 1e-3,
+        "train.batch_size": 7,
+        "eval.every": 3,
+        "system.device": "cpu",
+        "system.max_tokens_per_microbatch": 40,
+        "monitor.progress": False,
+        **changed,
+    }
     return [
         f"{key.replace('__', '.')}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in said.items()
@@ -41,8 +52,11 @@ def same(one: placement.RunResult, other: placement.RunResult) -> None:
     assert len(seen[0]) == len(seen[1]) >= 3
     for ours, theirs in zip(*seen, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
-    configs = [json.loads((result.checkpoint / "config.json").read_text()) for result in (one, other)
-               if (result.checkpoint / "config.json").exists()]  # fmt: skip
+    configs = [
+        json.loads((result.checkpoint / "config.json").read_text())
+        for result in (one, other)
+        if (result.checkpoint / "config.json").exists()
+    ]
     assert all(found == configs[0] for found in configs)
     [file] = [path.name for path in one.checkpoint.glob("*model.safetensors")]
     ours, theirs = (load_file(result.checkpoint / file) for result in (one, other))

@@ -23,9 +23,14 @@ SFT: dict[str, Any] = {
     "train.batch_size": 64, "train.lr": 3e-3, "train.schedule": "cosine", "train.warmup_steps": 20,
 }  # fmt: skip
 RL: dict[str, Any] = {
-    "reward.functions": ["exact_match"], "train.steps": 40, "train.lr": 5e-4, "rollout.prompts_per_step": 32,
-    "rollout.group_size": 8, "rollout.max_new_tokens": 3, "monitor.samples": 0,
-}  # fmt: skip
+    "reward.functions": ["exact_match"],
+    "train.steps": 40,
+    "train.lr": 5e-4,
+    "rollout.prompts_per_step": 32,
+    "rollout.group_size": 8,
+    "rollout.max_new_tokens": 3,
+    "monitor.samples": 0,
+}
 LARGEST = 18
 
 
@@ -49,9 +54,12 @@ def taught(folder: Path, seed: int, head_dim: int = 16, steps: int = 600) -> Pat
     write_lines(folder / "examples.jsonl", examples)
     write_lines(folder / "tasks.jsonl", lines)
     settings = {
-        "run_dir": folder / "sft", "model.path": make_model(folder / "model", seed, 64, 2, head_dim=head_dim),
-        "data.train": folder / "examples.jsonl", "train.seed": seed, "train.steps": steps,
-    }  # fmt: skip
+        "run_dir": folder / "sft",
+        "model.path": make_model(folder / "model", seed, 64, 2, head_dim=head_dim),
+        "data.train": folder / "examples.jsonl",
+        "train.seed": seed,
+        "train.steps": steps,
+    }
     return placement.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
 
 
@@ -59,8 +67,12 @@ def learned(folder: Path, model: Path, run: str, seed: int, changed: dict[str, A
     """Reinforcement learning from ``model`` on the data in ``folder``."""
     tasks = folder / "tasks.jsonl"
     settings = {
-        "run_dir": folder / run, "model.path": model, "data.train": tasks, "data.eval": tasks, "train.seed": seed,
-    }  # fmt: skip
+        "run_dir": folder / run,
+        "model.path": model,
+        "data.train": tasks,
+        "data.eval": tasks,
+        "train.seed": seed,
+    }
     return placement.run_rl(None, overrides(COMMON | RL | settings | changed))
 
 

@@ -15,7 +15,10 @@ from tests.support import tiny
 from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.models.causal_lm import CausalLM
 
-PLAIN = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}</s>{% endif %}\n{% endfor %}"
+PLAIN = (
+    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}</s>{% "
+    "endif %}\n{% endfor %}"
+)
 NEW = 5
 """Tokens of an answer before the turn ends."""
 LONGEST = 4 * NEW
@@ -46,9 +49,15 @@ def ends_after(path: Path, prompts: list[list[int]], ending: list[int]) -> None:
 
 
 FAMILIES = {
-    "chatml": ["<|im_end|>"], "llama3": ["<|eot_id|>"], "gemma": ["<end_of_turn>"], "phi4": ["<|im_end|>"],
-    "mistral_v3": ["</s>"], "phi3": ["<|end|>"], "two": ["<|end|>", "</s>"], "plain": ["</s>"],
-}  # fmt: skip
+    "chatml": ["<|im_end|>"],
+    "llama3": ["<|eot_id|>"],
+    "gemma": ["<end_of_turn>"],
+    "phi4": ["<|im_end|>"],
+    "mistral_v3": ["</s>"],
+    "phi3": ["<|end|>"],
+    "two": ["<|end|>", "</s>"],
+    "plain": ["</s>"],
+}
 
 
 def template_of(name: str) -> str:

@@ -25,9 +25,19 @@ async def sometimes(completions, **columns):
 """
 
 TIMES = (
-    "time", "seconds", "tokens_per_second", "limit_share", "attainable_seconds", "idle", "engine_tokens_per_second",
-    "scoring_seconds", "samples_per_second", "memory/", "kv_", "waiting/",
-)  # fmt: skip
+    "time",
+    "seconds",
+    "tokens_per_second",
+    "limit_share",
+    "attainable_seconds",
+    "idle",
+    "engine_tokens_per_second",
+    "scoring_seconds",
+    "samples_per_second",
+    "memory/",
+    "kv_",
+    "waiting/",
+)
 """Metrics that depend on the clock, or on what the process has cached before, by how their names
 begin."""
 

@@ -183,6 +183,8 @@ def test_no_damage_changes_a_run_unnoticed(
             ):
                 wrong.append(f"{case}: unnoticed")
     print(
-        f"\ncheckpoints {'with' if checked else 'without'} checksums: {count} tried, {dict(found)}, {len(wrong)} wrong"
+        f"\n"
+        f"checkpoints {'with' if checked else 'without'} checksums: {count} tried, "
+        f"{dict(found)}, {len(wrong)} wrong"
     )
     assert not wrong, "\n".join(wrong)

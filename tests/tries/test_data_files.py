@@ -23,11 +23,37 @@ SEED = int(os.environ.get("TRIES_SEED", "0"))
 COUNT = int(os.environ.get("TRIES_COUNT", "800"))
 SLOW = 10.0
 ODD: list[Any] = [
-    None, True, 0, -1, 1.5, 10**30, "", " ", "x", "\ud800", "\0", "a\0b", "é" * 300, "\u202e", [], [[]], {}, {"a": 1},
-    [None], ["x"], [{"role": "user"}], [{"role": "user", "content": None}], [{"role": "wizard", "content": "x"}],
-    [{"role": "assistant", "content": "x"}], [{"role": "user", "content": [{"type": "image", "url": "x"}]}], "[]", "{",
-    [{"role": "user", "content": "x", "weight": 0.5}], [{"from": "human", "value": 3}], '[{"role": "user"}]',
-]  # fmt: skip
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    10**30,
+    "",
+    " ",
+    "x",
+    "\ud800",
+    "\0",
+    "a\0b",
+    "é" * 300,
+    "\u202e",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+    [None],
+    ["x"],
+    [{"role": "user"}],
+    [{"role": "user", "content": None}],
+    [{"role": "wizard", "content": "x"}],
+    [{"role": "assistant", "content": "x"}],
+    [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
+    "[]",
+    "{",
+    [{"role": "user", "content": "x", "weight": 0.5}],
+    [{"from": "human", "value": 3}],
+    '[{"role": "user"}]',
+]
 TURNS = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
 SHAPES: dict[str, list[dict[str, Any]]] = {
     "prompt": [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "id": i} for i in range(6)],

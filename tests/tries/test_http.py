@@ -5,8 +5,6 @@ a traceback; the server answers a good request after each. Every answer of a rem
 scores or failures of those rollouts.
 """
 
-# ruff: noqa: E501
-
 from __future__ import annotations
 
 import asyncio
@@ -59,7 +57,10 @@ RAW: dict[str, bytes] = {
     "TLS hello": bytes.fromhex("1603010200010001fc0303") + b"\x01" * 200,
     "half a head": b"POST /reward HTTP/1.1\r\nHost: local",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
-    "two lengths": b"POST /reward HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
+    "two lengths": (
+        b"POST /reward HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
+        b"Content-Length: 4\r\n\r\nabc"
+    ),
     "length and chunks": post(GOOD, JSON + "Transfer-Encoding: chunked\r\n"),
     "negative length": post(GOOD, JSON, -5),
     "length in words": b"POST /reward HTTP/1.1\r\nHost: localhost\r\nContent-Length: ten\r\n\r\n",
@@ -70,7 +71,9 @@ RAW: dict[str, bytes] = {
     "long path": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "old version": b"GET /health HTTP/0.9\r\n\r\n",
     "new version": b"GET /health HTTP/3.0\r\nHost: localhost\r\n\r\n",
-    "bad chunk": b"POST /reward HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc",
+    "bad chunk": (
+        b"POST /reward HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc"
+    ),
     "smuggled": post(b"0\r\n\r\nGET /admin HTTP/1.1\r\nHost: x\r\n\r\n", JSON),
     "null in header": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: a\x00b\r\n\r\n",
     "line feeds alone": b"GET /health HTTP/1.1\nHost: localhost\n\n",
@@ -82,7 +85,10 @@ RAW: dict[str, bytes] = {
     "host of junk": post(GOOD, host="[::1"),
     "form": post(b"a=b", "Content-Type: text/plain\r\n"),
     "no type": post(GOOD, ""),
-    "upgrade": b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    "upgrade": (
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\n"
+        b"Connection: Upgrade\r\n\r\n"
+    ),
     "gzip that is none": post(GOOD, JSON + "Content-Encoding: gzip\r\n"),
     "unknown encoding": post(GOOD, JSON + "Content-Encoding: zebra\r\n"),
     "charset that is none": post(GOOD, "Content-Type: application/json; charset=zebra\r\n"),
@@ -99,14 +105,27 @@ RAW: dict[str, bytes] = {
     "NaN": post(b'{"prompts": ["a"], "completions": ["b"], "columns": {"x": [NaN]}}'),
 }
 BODIES: list[Any] = [
-    None, [], 1, "x", {}, {"prompts": []}, {"prompts": ["a"], "completions": []}, {"prompts": "a", "completions": "b"},
-    {"prompts": [1], "completions": ["b"]}, {"prompts": [None], "completions": [None]}, {"prompts": [[]], "completions": [[]]},
-    {"prompts": ["a"], "completions": ["b"], "columns": []}, {"prompts": ["a"], "completions": ["b"], "columns": {"x": 1}},
-    {"prompts": ["a"], "completions": ["b"], "columns": {"prompts": ["x"]}}, {"prompts": ["a"], "completions": ["b"], "more": 1},
-    {"prompts": [[{"role": 1, "content": "x"}]], "completions": ["b"]}, {"prompts": [[{"role": "user"}]], "completions": ["b"]},
+    None,
+    [],
+    1,
+    "x",
+    {},
+    {"prompts": []},
+    {"prompts": ["a"], "completions": []},
+    {"prompts": "a", "completions": "b"},
+    {"prompts": [1], "completions": ["b"]},
+    {"prompts": [None], "completions": [None]},
+    {"prompts": [[]], "completions": [[]]},
+    {"prompts": ["a"], "completions": ["b"], "columns": []},
+    {"prompts": ["a"], "completions": ["b"], "columns": {"x": 1}},
+    {"prompts": ["a"], "completions": ["b"], "columns": {"prompts": ["x"]}},
+    {"prompts": ["a"], "completions": ["b"], "more": 1},
+    {"prompts": [[{"role": 1, "content": "x"}]], "completions": ["b"]},
+    {"prompts": [[{"role": "user"}]], "completions": ["b"]},
     {"prompts": ["a"], "completions": [[{"role": "assistant", "content": {"x": 1}}]]},
-    {"prompts": ["a"], "completions": ["b"], "columns": {"": ["x"]}}, {"prompts": ["a"], "completions": ["b"], "columns": {"log_extra": [1]}},
-]  # fmt: skip
+    {"prompts": ["a"], "completions": ["b"], "columns": {"": ["x"]}},
+    {"prompts": ["a"], "completions": ["b"], "columns": {"log_extra": [1]}},
+]
 RAW |= {f"body {i}": post(json.dumps(body).encode()) for i, body in enumerate(BODIES)}
 
 
@@ -117,7 +136,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     (folder / "rewards.py").write_text(
         "def lengths(completions, **columns):\n    return [float(len(c)) for c in completions]\n"
     )
-    script = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); from tunesmith.cli.main import app; app()"
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); "
+        "from tunesmith.cli.main import app; app()"
+    )
     command = [
         sys.executable,
         "-c",
@@ -207,15 +229,36 @@ def test_random_bytes(server: tuple[str, Path]) -> None:
 
 
 ANSWERS: dict[str, Any] = {
-    "no JSON": "x", "empty": "", "null": "null", "list": "[1.0]", "number": "1", "text": '"x"', "no rewards": "{}",
-    "rewards null": '{"rewards": null}', "too few": '{"rewards": []}', "too many": '{"rewards": [1, 2, 3]}',
-    "text reward": '{"rewards": ["1", 2]}', "NaN": '{"rewards": [NaN, 1]}', "infinite": '{"rewards": [Infinity, 1]}',
-    "huge": '{"rewards": [1e300, 1]}', "huge integer": '{"rewards": [' + "9" * 4000 + ", 1]}", "longer integer": '{"rewards": [' + "9" * 5000 + ", 1]}",
-    "nested": '{"rewards": [[1], 1]}', "object": '{"rewards": [{}, 1]}', "true": '{"rewards": [true, false]}', "none": '{"rewards": [null, null]}',
-    "errors text": '{"rewards": [1, 1], "errors": "x"}', "errors short": '{"rewards": [1, 1], "errors": ["x"]}', "errors odd": '{"rewards": [1, 1], "errors": [{}, 7]}',
-    "deep": "[" * 100_000, "deep rewards": '{"rewards": ' + "[" * 50_000 + "]" * 50_000 + "}", "surrogate": '{"rewards": ["\\ud800", 1]}',
-    "not UTF-8": b'{"rewards": [1, "\xff"]}', "large": b'{"rewards": [1, 1], "x": "' + b"y" * 3_000_000 + b'"}', "duplicate": '{"rewards": [1, 1], "rewards": 1}',
-}  # fmt: skip
+    "no JSON": "x",
+    "empty": "",
+    "null": "null",
+    "list": "[1.0]",
+    "number": "1",
+    "text": '"x"',
+    "no rewards": "{}",
+    "rewards null": '{"rewards": null}',
+    "too few": '{"rewards": []}',
+    "too many": '{"rewards": [1, 2, 3]}',
+    "text reward": '{"rewards": ["1", 2]}',
+    "NaN": '{"rewards": [NaN, 1]}',
+    "infinite": '{"rewards": [Infinity, 1]}',
+    "huge": '{"rewards": [1e300, 1]}',
+    "huge integer": '{"rewards": [' + "9" * 4000 + ", 1]}",
+    "longer integer": '{"rewards": [' + "9" * 5000 + ", 1]}",
+    "nested": '{"rewards": [[1], 1]}',
+    "object": '{"rewards": [{}, 1]}',
+    "true": '{"rewards": [true, false]}',
+    "none": '{"rewards": [null, null]}',
+    "errors text": '{"rewards": [1, 1], "errors": "x"}',
+    "errors short": '{"rewards": [1, 1], "errors": ["x"]}',
+    "errors odd": '{"rewards": [1, 1], "errors": [{}, 7]}',
+    "deep": "[" * 100_000,
+    "deep rewards": '{"rewards": ' + "[" * 50_000 + "]" * 50_000 + "}",
+    "surrogate": '{"rewards": ["\\ud800", 1]}',
+    "not UTF-8": b'{"rewards": [1, "\xff"]}',
+    "large": b'{"rewards": [1, 1], "x": "' + b"y" * 3_000_000 + b'"}',
+    "duplicate": '{"rewards": [1, 1], "rewards": 1}',
+}
 STATUSES = (100, 204, 301, 307, 400, 401, 403, 404, 408, 413, 418, 429, 500, 502, 503, 599)
 
 

@@ -90,7 +90,8 @@ class Case:
             log = os.open(self.folder / f"{run}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            sys.stdout = os.fdopen(1, "w")
+            sys.stderr = os.fdopen(2, "w")
             sys.argv = ["tunesmith", self.command, str(self.folder / "run.toml"), *said]
             from tunesmith.cli.main import app
 

@@ -5,8 +5,6 @@ Each must give rewards or typed failures of its own call, leave a following good
 leave nothing behind in the run's process.
 """
 
-# ruff: noqa: E501
-
 from __future__ import annotations
 
 import asyncio
@@ -27,43 +25,108 @@ from tunesmith.types import Completion, Rollout, Status, Task
 
 N = "len(completions)"
 FINE: dict[str, str] = {
-    "numbers": f"return [1.0] * {N}", "ints": f"return [1] * {N}", "bools": f"return [True] * {N}", "tuple": f"return (1.0,) * {N}",
-    "numpy": f"import numpy; return numpy.ones({N})", "numpy32": f"import numpy; return numpy.ones({N}, 'float32')",
-    "numpy items": f"import numpy; return [numpy.float32(1)] * {N}", "zero dim": f"import numpy; return [numpy.array(1.0)] * {N}",
-    "torch": f"import torch; return torch.ones({N})", "torch grad": f"import torch; return torch.ones({N}, requires_grad=True)",
-    "torch half": f"import torch; return torch.ones({N}, dtype=torch.bfloat16)", "fractions": f"from fractions import Fraction; return [Fraction(1)] * {N}",
-    "decimals": f"from decimal import Decimal; return [Decimal(1)] * {N}", "chdir": f"import os; os.chdir('/'); return [1.0] * {N}",
-    "environ": f"import os; os.environ['HOME'] = '/'; return [1.0] * {N}", "locale": f"import locale; locale.setlocale(locale.LC_ALL, 'C'); return [1.0] * {N}",
-    "seeds": f"import random, numpy; random.seed(0); numpy.random.seed(0); return [1.0] * {N}", "dtype": f"import torch; torch.set_default_dtype(torch.float64); return [1.0] * {N}",
-    "gc": f"import gc; gc.disable(); gc.collect(); gc.enable(); return [1.0] * {N}", "thread": f"import threading; threading.Thread(target=print).start(); return [1.0] * {N}",
-    "daemon": f"import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); return [1.0] * {N}",
-    "subprocess": f"import subprocess; subprocess.run(['true']); return [1.0] * {N}", "prints": f"print('x' * 100_000); return [1.0] * {N}",
-    "prints surrogates": f"import sys; sys.stdout.reconfigure(errors='replace') if hasattr(sys.stdout, 'reconfigure') else 0; print('y'); return [1.0] * {N}",
-    "warns": f"import warnings; warnings.warn('w'); return [1.0] * {N}", "mutates": f"kw.clear(); completions.append(1); return [1.0] * ({N} - 1)",
-    "logs sets": f"kw['log_extra']('a', [{{1}}] * {N}); return [1.0] * {N}", "logs objects": f"kw['log_extra']('a', [object()] * {N}); return [1.0] * {N}",
-    "logs arrays": f"import numpy; kw['log_extra']('a', [numpy.ones(3)] * {N}); return [1.0] * {N}", "logs surrogates": f"kw['log_extra']('a\\udc80', ['\\udc80'] * {N}); return [1.0] * {N}",
-    "logs cycle": f"c = []; c.append(c); kw['log_extra']('a', [c] * {N}); return [1.0] * {N}", "logs huge": f"kw['log_metric']('m', 1e308); kw['log_metric']('m', 1e308); return [1.0] * {N}",
-    "logs nan": f"kw['log_metric']('m', float('nan')); return [1.0] * {N}", "logs big int": f"kw['log_extra']('a', [1 << 30_000] * {N}); return [1.0] * {N}",
-    "logs names": f"kw['log_extra'](7, [1] * {N}); kw['log_metric'](None, 1); return [1.0] * {N}", "closes stdin": f"import sys; sys.stdin and sys.stdin.close(); return [1.0] * {N}",
-}  # fmt: skip
+    "numbers": f"return [1.0] * {N}",
+    "ints": f"return [1] * {N}",
+    "bools": f"return [True] * {N}",
+    "tuple": f"return (1.0,) * {N}",
+    "numpy": f"import numpy; return numpy.ones({N})",
+    "numpy32": f"import numpy; return numpy.ones({N}, 'float32')",
+    "numpy items": f"import numpy; return [numpy.float32(1)] * {N}",
+    "zero dim": f"import numpy; return [numpy.array(1.0)] * {N}",
+    "torch": f"import torch; return torch.ones({N})",
+    "torch grad": f"import torch; return torch.ones({N}, requires_grad=True)",
+    "torch half": f"import torch; return torch.ones({N}, dtype=torch.bfloat16)",
+    "fractions": f"from fractions import Fraction; return [Fraction(1)] * {N}",
+    "decimals": f"from decimal import Decimal; return [Decimal(1)] * {N}",
+    "chdir": f"import os; os.chdir('/'); return [1.0] * {N}",
+    "environ": f"import os; os.environ['HOME'] = '/'; return [1.0] * {N}",
+    "locale": f"import locale; locale.setlocale(locale.LC_ALL, 'C'); return [1.0] * {N}",
+    "seeds": f"import random, numpy; random.seed(0); numpy.random.seed(0); return [1.0] * {N}",
+    "dtype": f"import torch; torch.set_default_dtype(torch.float64); return [1.0] * {N}",
+    "gc": f"import gc; gc.disable(); gc.collect(); gc.enable(); return [1.0] * {N}",
+    "thread": f"import threading; threading.Thread(target=print).start(); return [1.0] * {N}",
+    "daemon": (
+        f"import threading, time; threading.Thread(target=time.sleep, args=(60,), "
+        f"daemon=True).start(); return [1.0] * {N}"
+    ),
+    "subprocess": f"import subprocess; subprocess.run(['true']); return [1.0] * {N}",
+    "prints": f"print('x' * 100_000); return [1.0] * {N}",
+    "prints surrogates": (
+        f"import sys; sys.stdout.reconfigure(errors='replace') if "
+        f"hasattr(sys.stdout, 'reconfigure') else 0; print('y'); return [1.0] * {N}"
+    ),
+    "warns": f"import warnings; warnings.warn('w'); return [1.0] * {N}",
+    "mutates": f"kw.clear(); completions.append(1); return [1.0] * ({N} - 1)",
+    "logs sets": f"kw['log_extra']('a', [{{1}}] * {N}); return [1.0] * {N}",
+    "logs objects": f"kw['log_extra']('a', [object()] * {N}); return [1.0] * {N}",
+    "logs arrays": f"import numpy; kw['log_extra']('a', [numpy.ones(3)] * {N}); return [1.0] * {N}",
+    "logs surrogates": f"kw['log_extra']('a\\udc80', ['\\udc80'] * {N}); return [1.0] * {N}",
+    "logs cycle": f"c = []; c.append(c); kw['log_extra']('a', [c] * {N}); return [1.0] * {N}",
+    "logs huge": f"kw['log_metric']('m', 1e308); kw['log_metric']('m', 1e308); return [1.0] * {N}",
+    "logs nan": f"kw['log_metric']('m', float('nan')); return [1.0] * {N}",
+    "logs big int": f"kw['log_extra']('a', [1 << 30_000] * {N}); return [1.0] * {N}",
+    "logs names": f"kw['log_extra'](7, [1] * {N}); kw['log_metric'](None, 1); return [1.0] * {N}",
+    "closes stdin": f"import sys; sys.stdin and sys.stdin.close(); return [1.0] * {N}",
+}
 FAILS: dict[str, str] = {
-    "raises": "raise ValueError('x')", "raises odd": "raise type('Odd', (Exception,), {'__str__': lambda s: 1 / 0})()", "exits": "raise SystemExit(0)",
-    "interrupts": "raise KeyboardInterrupt", "generator exit": "raise GeneratorExit", "recursion": "f = lambda: f(); f()", "assert": "assert False",
-    "none": "return None", "number": "return 1.0", "text": "return 'abc'", "dict": "return {}", "generator": "return (1.0 for _ in completions)", "class": "return object",
-    "short": "return []", "long": f"return [1.0] * ({N} + 1)", "strings": f"return ['1'] * {N}", "nan": f"return [float('nan')] * {N}", "inf": f"return [float('inf')] * {N}",
-    "huge": f"return [1e300] * {N}", "big int": f"return [10 ** 400] * {N}", "complex": f"return [1j] * {N}", "lists": f"return [[1.0]] * {N}", "all none": f"return [None] * {N}",
-    "coroutine": "async def c(): return [1.0]\n    c = c(); c.close(); return c", "wrong extra": "kw['log_extra']('a', [1] * 99); return [1.0]", "wrong metric": "kw['log_metric']('a', 'b'); return [1.0]",
-    "bad repr": f"return [type('R', (), {{'__repr__': lambda s: 1 / 0}})()] * {N}", "bad float": f"return [type('F', (), {{'__float__': lambda s: 1 / 0}})()] * {N}",
-    "bad tolist": "return type('T', (), {'tolist': lambda s: 7})()", "group": "raise ExceptionGroup('g', [ValueError(1)])", "memory": "raise MemoryError", "state": "kw['trainer_state'].nonsense",
-    "unknown": "return undefined_name", "column": "kw['no_such_column']", "big eval": "return eval('[' * 500)", "unicode": "raise ValueError('\\udc80')",
-}  # fmt: skip
+    "raises": "raise ValueError('x')",
+    "raises odd": "raise type('Odd', (Exception,), {'__str__': lambda s: 1 / 0})()",
+    "exits": "raise SystemExit(0)",
+    "interrupts": "raise KeyboardInterrupt",
+    "generator exit": "raise GeneratorExit",
+    "recursion": "f = lambda: f(); f()",
+    "assert": "assert False",
+    "none": "return None",
+    "number": "return 1.0",
+    "text": "return 'abc'",
+    "dict": "return {}",
+    "generator": "return (1.0 for _ in completions)",
+    "class": "return object",
+    "short": "return []",
+    "long": f"return [1.0] * ({N} + 1)",
+    "strings": f"return ['1'] * {N}",
+    "nan": f"return [float('nan')] * {N}",
+    "inf": f"return [float('inf')] * {N}",
+    "huge": f"return [1e300] * {N}",
+    "big int": f"return [10 ** 400] * {N}",
+    "complex": f"return [1j] * {N}",
+    "lists": f"return [[1.0]] * {N}",
+    "all none": f"return [None] * {N}",
+    "coroutine": "async def c(): return [1.0]\n    c = c(); c.close(); return c",
+    "wrong extra": "kw['log_extra']('a', [1] * 99); return [1.0]",
+    "wrong metric": "kw['log_metric']('a', 'b'); return [1.0]",
+    "bad repr": f"return [type('R', (), {{'__repr__': lambda s: 1 / 0}})()] * {N}",
+    "bad float": f"return [type('F', (), {{'__float__': lambda s: 1 / 0}})()] * {N}",
+    "bad tolist": "return type('T', (), {'tolist': lambda s: 7})()",
+    "group": "raise ExceptionGroup('g', [ValueError(1)])",
+    "memory": "raise MemoryError",
+    "state": "kw['trainer_state'].nonsense",
+    "unknown": "return undefined_name",
+    "column": "kw['no_such_column']",
+    "big eval": "return eval('[' * 500)",
+    "unicode": "raise ValueError('\\udc80')",
+}
 ENDS: dict[str, str] = {
-    "regex": "import re; re.match(r'(a+)+$', 'a' * 60 + 'b')", "spins": "while True: pass", "sleeps": "import time; time.sleep(60)", "waits": "import threading; threading.Event().wait()",
-    "_exit": "import os; os._exit(0)", "_exit 3": "import os; os._exit(3)", "kill": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "segfault": "import ctypes; ctypes.string_at(0)",
-    "abort": "import os; os.abort()", "terminates": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)", "eats": "held = bytearray(8 << 30)", "grows": "held = []\n    while True: held.append(bytearray(1 << 24))",
-    "closes all": "import os; os.closerange(0, 200)", "big power": "x = 7 ** (10 ** 9)", "stack": "import sys; sys.setrecursionlimit(10 ** 9)\n    def f(n): return [f(n)]\n    f(0)",
-    "ignores and spins": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    while True: pass", "forks and exits": "import os\n    if os.fork() == 0: os._exit(0)\n    os._exit(1)",
-}  # fmt: skip
+    "regex": "import re; re.match(r'(a+)+$', 'a' * 60 + 'b')",
+    "spins": "while True: pass",
+    "sleeps": "import time; time.sleep(60)",
+    "waits": "import threading; threading.Event().wait()",
+    "_exit": "import os; os._exit(0)",
+    "_exit 3": "import os; os._exit(3)",
+    "kill": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "segfault": "import ctypes; ctypes.string_at(0)",
+    "abort": "import os; os.abort()",
+    "terminates": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "eats": "held = bytearray(8 << 30)",
+    "grows": "held = []\n    while True: held.append(bytearray(1 << 24))",
+    "closes all": "import os; os.closerange(0, 200)",
+    "big power": "x = 7 ** (10 ** 9)",
+    "stack": "import sys; sys.setrecursionlimit(10 ** 9)\n    def f(n): return [f(n)]\n    f(0)",
+    "ignores and spins": (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    while True: pass"
+    ),
+    "forks and exits": "import os\n    if os.fork() == 0: os._exit(0)\n    os._exit(1)",
+}
 WAYS = list(itertools.product(("", "async "), ("thread", "process")))
 CASES = [
     (kind, body, way) for group in (FINE, FAILS) for kind, body in group.items() for way in WAYS
@@ -90,7 +153,10 @@ def test_rewards(
     kind: str, body: str, way: tuple[str, Literal["thread", "process"]], tmp_path: Path
 ) -> None:
     asynchronous, isolation = way
-    code = f"def good(completions, **kw):\n    return [0.5] * len(completions)\n\n{asynchronous}def f(completions, **kw):\n    {body}\n"
+    code = (
+        f"def good(completions, **kw):\n    return [0.5] * len(completions)\n\n"
+        f"{asynchronous}def f(completions, **kw):\n    {body}\n"
+    )
     (tmp_path / "code.py").write_text(code, errors="surrogatepass")
     here = os.getcwd()
     begun = time.monotonic()
@@ -149,7 +215,8 @@ def test_environments(
     bodies = {"reset": "return None", "step": "return None, 1.0, True"}
     bodies[where] = f"if self.bad: return self.bad_{where}()\n        {bodies[where]}"
     code = (
-        f"class E:\n    {asynchronous}def reset(self, bad):\n        self.bad = bad\n        {bodies['reset']}\n"
+        f"class E:\n    {asynchronous}def reset(self, bad):\n        self.bad = bad\n"
+        f"        {bodies['reset']}\n"
         f"    {asynchronous}def step(self, action):\n        {bodies['step']}\n"
         f"    def bad_{where}(self):\n        " + body.replace("\n    ", "\n        ") + "\n"
     )

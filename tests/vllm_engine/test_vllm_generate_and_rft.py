@@ -25,7 +25,10 @@ PLACES = {
         f"system.engine_python={json.dumps(sys.executable)}",
     ],
 }
-REWARD = "def odd(completions, **columns):\n    return [float(len(text) % 2 == 1) for text in completions]\n"
+REWARD = (
+    "def odd(completions, **columns):\n"
+    "    return [float(len(text) % 2 == 1) for text in completions]\n"
+)
 
 
 def said(folder: Path, model: Path, *overrides: str) -> list[str]:
@@ -70,11 +73,19 @@ def test_rft_samples_trains_and_evaluates(tmp_path: Path, model: Path, place: st
         "run",
         None,
         said(
-            tmp_path, model, f"run_dir={tmp_path / 'run'}", f"data.eval={tmp_path / 'in.jsonl'}", "train.lr=1e-3",
-            f'reward.functions=["{tmp_path / "rewards.py"}:odd"]', "sampling.n=4", "train.epochs=1", "rft.threshold=1",
-            "system.engine=vllm", *PLACES[place],
+            tmp_path,
+            model,
+            f"run_dir={tmp_path / 'run'}",
+            f"data.eval={tmp_path / 'in.jsonl'}",
+            "train.lr=1e-3",
+            f'reward.functions=["{tmp_path / "rewards.py"}:odd"]',
+            "sampling.n=4",
+            "train.epochs=1",
+            "rft.threshold=1",
+            "system.engine=vllm",
+            *PLACES[place],
         ),
-    )  # fmt: skip
+    )
     assert set(out.evaluations) == {"base", "round-1"} and out.yields["round-1"]["kept"] > 0
     assert out.model is not None and out.model.exists()
 

@@ -1,5 +1,5 @@
-"""The run of ``tests/slow/run/test_modes.py`` with the real vLLM: it learns the same as with the local
-engine."""
+"""The run of ``tests/slow/run/test_modes.py`` with the real vLLM: it learns the same as with the
+local engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ MODES: dict[str, dict[str, Any]] = {
     "colocated": VLLM,
     "process": APART,
     "one step behind, partial": {
-        **APART, "rollout.max_staleness": 1, "rollout.partial": True, "rollout.over_generation": 2.0,
+        **APART,
+        "rollout.max_staleness": 1,
+        "rollout.partial": True,
+        "rollout.over_generation": 2.0,
     },
-}  # fmt: skip
+}
 CASES = [
     *(
         pytest.param(0, mode, marks=pytest.mark.xdist_group("sums 0"), id=f"{mode}-0")

@@ -66,9 +66,12 @@ def test_greedy_completions_give_the_local_engines_first_gradient(
 ) -> None:
     """The likeliest token each time (``top_k = 1``), so that every engine writes the same."""
     greedy: dict[str, Any] = {
-        "rollout__top_k": 1, "rollout__group_size": 1, "rollout__prompts_per_step": 8, "train__steps": 1,
+        "rollout__top_k": 1,
+        "rollout__group_size": 1,
+        "rollout__prompts_per_step": 8,
+        "train__steps": 1,
         "algorithm__name": "reinforce",
-    }  # fmt: skip
+    }
     local, *others = (
         steps(tmp_path, model, name, **greedy, **place)[0]
         for name, place in {"local": {}, **PLACES}.items()

@@ -223,7 +223,8 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, near: str) -> N
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys; from tunesmith.guide.explain.explain import *; from tunesmith.guide.explain.advice import *; "
+        "import sys; from tunesmith.guide.explain.explain import *; from "
+        "tunesmith.guide.explain.advice import *; "
         "explain('train.lr'); advice_about('train.lr'); "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )

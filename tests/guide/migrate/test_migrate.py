@@ -297,10 +297,16 @@ def test_training_arguments_as_json(tmp_path: Path) -> None:
 
 def test_a_deepspeed_file(tmp_path: Path) -> None:
     tree = {
-        "train_batch_size": 96, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5,
-        "bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "overlap_comm": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "weight_decay": "auto"}},
-    }  # fmt: skip
+        "train_batch_size": 96,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 2e-5, "betas": [0.9, 0.95], "weight_decay": "auto"},
+        },
+    }
     migration = migrated(json.dumps(tree), "ds.json", devices=8)
     run = values(migration, tmp_path)
     assert (
@@ -727,18 +733,44 @@ def test_switches_of_torch_are_accounted_for(line: str, key: str, value: Any) ->
 @pytest.mark.parametrize(
     ("text", "framework", "command", "key", "value"),
     [
-        ("from stateset_agents.training.trainer import GRPOTrainer\nGRPOTrainer(config=c, learning_rate=1e-5)",
-         "stateset-agents", "rl", "train.lr", 1e-5),
-        ("from stateset_agents import training\ntraining.GRPOTrainer(config=c)",
-         "stateset-agents", "rl", "train.lr", None),
-        ("from trl import GRPOTrainer\nGRPOTrainer(model='org/m', reward_funcs=f)", "trl", "rl", "train.lr", 1e-6),
-        ("from stateset_agents.core.agent import AgentConfig\nAgentConfig(model_name='org/m', use_4bit=True)",
-         "stateset-agents", "rl", "model.path", "org/m"),
-        ("from stateset_agents.core.agent_backends import create_vllm_backend\n"
-         "create_vllm_backend(model_name='org/m', tensor_parallel_size=2, max_num_seqs=256)",
-         "stateset-agents", "generate", "system.max_running", 256),
+        (
+            "from stateset_agents.training.trainer import GRPOTrainer\nGRPOTrainer(config=c, learning_rate=1e-5)",
+            "stateset-agents",
+            "rl",
+            "train.lr",
+            1e-5,
+        ),
+        (
+            "from stateset_agents import training\ntraining.GRPOTrainer(config=c)",
+            "stateset-agents",
+            "rl",
+            "train.lr",
+            None,
+        ),
+        (
+            "from trl import GRPOTrainer\nGRPOTrainer(model='org/m', reward_funcs=f)",
+            "trl",
+            "rl",
+            "train.lr",
+            1e-6,
+        ),
+        (
+            "from stateset_agents.core.agent import AgentConfig\nAgentConfig(model_name='org/m', use_4bit=True)",
+            "stateset-agents",
+            "rl",
+            "model.path",
+            "org/m",
+        ),
+        (
+            "from stateset_agents.core.agent_backends import create_vllm_backend\n"
+            "create_vllm_backend(model_name='org/m', tensor_parallel_size=2, max_num_seqs=256)",
+            "stateset-agents",
+            "generate",
+            "system.max_running",
+            256,
+        ),
     ],
-)  # fmt: skip
+)
 def test_classes_of_one_name_are_told_apart_by_their_import(
     text: str, framework: str, command: str, key: str, value: Any
 ) -> None:

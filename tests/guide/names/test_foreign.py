@@ -275,7 +275,8 @@ def test_every_key_of_a_table_is_answered_at_its_line(tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text(
         '[model]\npath = "org/m"\n[data]\ntrain = "train.jsonl"\n[reward]\nfunctions = ["math"]\n'
-        "[actor_rollout_ref.actor]\nclip_ratio_low = 0.2\noptim.lr = 1e-6\nzzz = 1\n[ds]\nzero_stage = 3\n"
+        "[actor_rollout_ref.actor]\nclip_ratio_low = 0.2\noptim.lr = 1e-6\nzzz = 1\n[ds]\n"
+        "zero_stage = 3\n"
     )
     with pytest.raises(ConfigError) as caught:
         load_config(RLConfig, run)
@@ -294,8 +295,12 @@ def test_every_key_of_a_table_is_answered_at_its_line(tmp_path: Path) -> None:
 
 
 def test_a_table_is_answered_by_its_keys_or_as_a_whole() -> None:
-    message = refused("ds.lora={rank = 8, zzz = 1}", "zero_optimization.offload_optimizer={device = 'cpu'}",
-                      "lr_scheduler_kwargs={min_lr = 1e-6}", "reward.functions=['math']")  # fmt: skip
+    message = refused(
+        "ds.lora={rank = 8, zzz = 1}",
+        "zero_optimization.offload_optimizer={device = 'cpu'}",
+        "lr_scheduler_kwargs={min_lr = 1e-6}",
+        "reward.functions=['math']",
+    )
     assert "did you mean lora.rank" in message and "unknown key ds.lora.zzz." in message
     assert (
         "zero_optimization.offload_optimizer.device is called system.offload_optimizer" in message
@@ -365,10 +370,25 @@ def test_options_of_other_frameworks_are_answered_with_overrides(
 ) -> None:
     said = parsed(
         "rl",
-        ["run.toml", "--lr", "1e-5", "--num-generations=8", "--ds.load_in_4bit", "--disable_tqdm", "true",
-         "--clip_ratio", "0.2", "--actor.eps_clip_low_high", "0.2", "0.28", "--ds.zero_stage", "3", "--nonsense"],
+        [
+            "run.toml",
+            "--lr",
+            "1e-5",
+            "--num-generations=8",
+            "--ds.load_in_4bit",
+            "--disable_tqdm",
+            "true",
+            "--clip_ratio",
+            "0.2",
+            "--actor.eps_clip_low_high",
+            "0.2",
+            "0.28",
+            "--ds.zero_stage",
+            "3",
+            "--nonsense",
+        ],
         capsys,
-    )  # fmt: skip
+    )
     lines = {
         line.split(":")[0].split()[0]: line for line in said.splitlines() if line.startswith("  --")
     }

@@ -143,8 +143,14 @@ def test_keys_of_a_command_a_section_or_another_framework(what: str, keys: set[s
     assert set(re.findall(r"^[\w.]+$", printed("keys", what), re.MULTILINE)) == keys
 
 
-@pytest.mark.parametrize(("arguments", "hint"), [(["keys", "trian"], "train"), (["keys", "packing"], "always packed"),
-                                                 (["presets", "GRPO"], "grpo")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["keys", "trian"], "train"),
+        (["keys", "packing"], "always packed"),
+        (["presets", "GRPO"], "grpo"),
+    ],
+)
 def test_what_is_not_there_is_refused_with_a_hint(arguments: list[str], hint: str) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2 and hint in done.output

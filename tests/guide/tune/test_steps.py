@@ -15,9 +15,16 @@ from tunesmith.errors import ConfigError
 from tunesmith.guide.tune.steps import measure_steps, measured
 
 STEP = {
-    "seconds": 11.0, "seconds/rollout": 6.0, "seconds/train": 3.0, "seconds/sync": 1.0, "seconds/eval": 1.0,
-    "sampled_tokens": 600.0, "trained_tokens": 900.0, "attainable_seconds": 1.8, "attainable_seconds/train": 0.6,
-}  # fmt: skip
+    "seconds": 11.0,
+    "seconds/rollout": 6.0,
+    "seconds/train": 3.0,
+    "seconds/sync": 1.0,
+    "seconds/eval": 1.0,
+    "sampled_tokens": 600.0,
+    "trained_tokens": 900.0,
+    "attainable_seconds": 1.8,
+    "attainable_seconds/train": 0.6,
+}
 
 
 def test_phases_have_their_shares_and_limits() -> None:

@@ -55,9 +55,16 @@ from tunesmith.records.progress import duration
 from tunesmith.run.trainers.state_files import write_state
 
 MODEL = ModelFacts(
-    parameters=2_000_000, layers=4, hidden_size=128, intermediate_size=512, heads=4, kv_heads=2, head_dim=32,
-    vocab_size=512, context=2048,
-)  # fmt: skip
+    parameters=2_000_000,
+    layers=4,
+    hidden_size=128,
+    intermediate_size=512,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    vocab_size=512,
+    context=2048,
+)
 
 
 def machine(cores: int = 4) -> Hardware:
@@ -227,18 +234,29 @@ def test_the_cost_model_orders_settings() -> None:
 
     usual = seconds()
     for slow in (
-        "system.gradient_checkpointing=true", "system.share_prompts=false", "system.max_tokens_per_microbatch=600",
-        "system.logprob_chunk=16", "system.threads=1", "system.threads=16", "system.max_running=4",
-    ):  # fmt: skip
+        "system.gradient_checkpointing=true",
+        "system.share_prompts=false",
+        "system.max_tokens_per_microbatch=600",
+        "system.logprob_chunk=16",
+        "system.threads=1",
+        "system.threads=16",
+        "system.max_running=4",
+    ):
         assert seconds(slow) > usual, slow
 
 
 def test_neighbours_have_an_effect_and_one_change_each() -> None:
     values = {
-        "system.max_tokens_per_microbatch": 2048, "system.gradient_checkpointing": False, "system.logprob_chunk": None,
-        "system.share_prompts": True, "system.threads": 2, "system.max_running": 256, "system.kv_memory": "64MB",
-        "system.max_prefill_tokens": 8192, "system.trainer_ranks": 1,
-    }  # fmt: skip
+        "system.max_tokens_per_microbatch": 2048,
+        "system.gradient_checkpointing": False,
+        "system.logprob_chunk": None,
+        "system.share_prompts": True,
+        "system.threads": 2,
+        "system.max_running": 256,
+        "system.kv_memory": "64MB",
+        "system.max_prefill_tokens": 8192,
+        "system.trainer_ranks": 1,
+    }
     shape = Shape(
         cores=4, samples=64, tokens=1600, chunk=128, samples_itself=True, compares=True, gpu=False
     )
@@ -395,9 +413,19 @@ def tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tuning]:
     derived = {"system.threads": 2}
     shape = Shape(4, 8, 800, 128, samples_itself=False, compares=False, gpu=False)
     tuning = Tuning(
-        without_tuned(config), tmp_path, bench, Facts(machine(), MODEL), Journal(tmp_path / "tuned.json", {}, []),
-        frozenset(), shape, derived, {}, lambda _: None, 0.0, math.inf,
-    )  # fmt: skip
+        without_tuned(config),
+        tmp_path,
+        bench,
+        Facts(machine(), MODEL),
+        Journal(tmp_path / "tuned.json", {}, []),
+        frozenset(),
+        shape,
+        derived,
+        {},
+        lambda _: None,
+        0.0,
+        math.inf,
+    )
     bench.fits = Mock(return_value=True)
     monkeypatch.setattr(Tuning, "candidates", Mock(return_value=()))
     monkeypatch.setattr(Tuning, "_prove", Mock(return_value=Proof(0.0, 1e-3, 1)))
@@ -567,7 +595,10 @@ def test_what_cannot_be_tuned_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     lines = [
-        '[model]\npath = "org/model"\n[data]\ntrain = "org/data"\n[reward]\nfunctions = ["exact_match"]\n'
+        (
+            '[model]\npath = "org/model"\n[data]\ntrain = "org/data"\n[reward]\n'
+            'functions = ["exact_match"]\n'
+        )
     ]
     (tmp_path / "run.toml").write_text("".join(lines))
     done = CliRunner().invoke(app, ["tune", "run.toml", *said])

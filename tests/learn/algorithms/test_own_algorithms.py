@@ -111,7 +111,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def config(folder: Path, algorithm: str, *overrides: str) -> RLConfig:
-    text = '[model]\npath = "org/model"\n[data]\ntrain = "data.jsonl"\n[reward]\nfunctions = "exact_match"\n'
+    text = (
+        '[model]\npath = "org/model"\n[data]\ntrain = "data.jsonl"\n[reward]\n'
+        'functions = "exact_match"\n'
+    )
     (folder / "run.toml").write_text(f"{text}[algorithm]\n{algorithm}\n")
     return load_config(RLConfig, folder / "run.toml", overrides)
 
@@ -219,8 +222,10 @@ def test_presets_of_their_own(folder: Path, preset: str, estimator: str) -> None
 
 def test_a_users_class_may_have_static_and_class_methods(folder: Path) -> None:
     (folder / "static.py").write_text(
-        "from tunesmith.learn.algorithms.losses import PPO\n\n\nclass Static(PPO):\n    @staticmethod\n"
-        "    def clipped(ratio, advantages):\n        return ratio * advantages\n\n    @classmethod\n"
+        "from tunesmith.learn.algorithms.losses import PPO\n\n\nclass Static(PPO):\n"
+        "    @staticmethod\n"
+        "    def clipped(ratio, advantages):\n        return ratio * advantages\n\n"
+        "    @classmethod\n"
         "    def columns(cls, batch, rng):\n        return {}\n"
     )
     assert algorithm(folder, 'loss = "static.py:Static"').loss.name.endswith("static.py:Static")

@@ -382,8 +382,13 @@ def test_a_pair_in_two_micro_batches_is_a_fault_of_ours() -> None:
         )
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
-       st.integers(0, 25), st.booleans())  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12
+    ),
+    st.integers(0, 25),
+    st.booleans(),
+)
 @settings(deadline=None, max_examples=60)
 def test_groups_stay_whole_under_a_hard_cap(
     given: list[tuple[int, int, int]], room: int, share: bool
@@ -455,13 +460,20 @@ def test_the_gradient_is_the_same_however_pairs_are_packed(
                 sample = whole_sequence(ids) if kind == "rm" else Sample(ids, mask)
                 samples.append(replace(sample, group=number))
         batch = Batch.of(samples)
-        for name, column in (("side", [1.0, -1.0] * 5), ("margin", np.repeat(0.2 * np.arange(5), 2)),
-                             ("reference", np.repeat(-20.0 - np.arange(5), 2))):  # fmt: skip
+        for name, column in (
+            ("side", [1.0, -1.0] * 5),
+            ("margin", np.repeat(0.2 * np.arange(5), 2)),
+            ("reference", np.repeat(-20.0 - np.arange(5), 2)),
+        ):
             batch.add_per_sample(name, column)
         found: list[tuple[dict[str, Tensor], dict[str, float]]] = []
         smallest = group_tokens(batch, share=False)
-        for cap, share, order in ((4096, True, range(10)), (smallest, True, range(10)), (smallest, False, range(10)),
-                                  (40, True, [9, 2, 4, 0, 7, 1, 3, 8, 5, 6])):  # fmt: skip
+        for cap, share, order in (
+            (4096, True, range(10)),
+            (smallest, True, range(10)),
+            (smallest, False, range(10)),
+            (40, True, [9, 2, 4, 0, 7, 1, 3, 8, 5, 6]),
+        ):
             learner = learner_of(backend, cap, share_prompts=share)
             found.append(training.gradient(learner, batch.take(order), objective))
         expected, reference = found[0]

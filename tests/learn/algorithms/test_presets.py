@@ -178,9 +178,15 @@ def test_presets_load_without_torch() -> None:
 def test_every_preset_runs_from_end_to_end(tmp_path: Path, model: Path, name: str) -> None:
     rewards = [f"{tmp_path / 'rewards.py'}:{function}" for function in ("share", "sometimes")]
     settings = rl_settings(
-        tmp_path, model, algorithm__name=name, train__steps=2, reward__functions=rewards, reward__weights=[1.0, 0.5],
-        train__batch_size=8, train__lr=1e-2,
-    )  # fmt: skip
+        tmp_path,
+        model,
+        algorithm__name=name,
+        train__steps=2,
+        reward__functions=rewards,
+        reward__weights=[1.0, 0.5],
+        train__batch_size=8,
+        train__lr=1e-2,
+    )
     outcome = placement.run_rl(None, settings)
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]

@@ -148,7 +148,10 @@ def test_qwen3_tool_steps_after_one_question_stay_one_text() -> None:
     ]
     (text,) = template("qwen3").learned(messages)
     assert [text.text[a:b] for a, b in text.spans] == [
-        '<think>\nuse it\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+        (
+            '<think>\nuse it\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n'
+            "</tool_call><|im_end|>"
+        ),
         "<think>\ndone\n</think>\n\n2<|im_end|>",
     ]
 
@@ -299,11 +302,20 @@ def test_arguments_answers_and_names_that_are_not_written_are_refused_in_prompts
 
 
 NAMED = {
-    "ChatML": "chatml", "SmolLM2": "smollm2", "Phi-3": "phi3", "Phi-4": "phi4", "Gemma": "gemma", "Llama 2": "llama2",
-    "Mistral": "mistral_v3", "Llama 3.1": "llama3", "Qwen2.5": "qwen2", "Qwen3": "qwen3",
-    "SmolLM3 with `{% generation %}` tags": "smollm3_marked", "Qwen3-Thinking-2507": "qwen3_thinking",
+    "ChatML": "chatml",
+    "SmolLM2": "smollm2",
+    "Phi-3": "phi3",
+    "Phi-4": "phi4",
+    "Gemma": "gemma",
+    "Llama 2": "llama2",
+    "Mistral": "mistral_v3",
+    "Llama 3.1": "llama3",
+    "Qwen2.5": "qwen2",
+    "Qwen3": "qwen3",
+    "SmolLM3 with `{% generation %}` tags": "smollm3_marked",
+    "Qwen3-Thinking-2507": "qwen3_thinking",
     "DeepSeek-R1": "deepseek_r1",
-}  # fmt: skip
+}
 
 
 def test_the_page_says_what_templates_hold() -> None:

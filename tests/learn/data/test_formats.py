@@ -221,11 +221,14 @@ TALK = {"messages": [USER, ASSISTANT]}
 @pytest.mark.parametrize(
     "column",
     [
-        {"images": ["a.png"]}, {"image": {"bytes": "x"}}, {"video": "v.mp4"}, {"audio": {"path": "a.wav"}},
+        {"images": ["a.png"]},
+        {"image": {"bytes": "x"}},
+        {"video": "v.mp4"},
+        {"audio": {"path": "a.wav"}},
         {"chat_template_kwargs": {"enable_thinking": False}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_column_that_would_change_the_line_and_is_not_read_is_refused(
     column: dict[str, Any], goal: Goal
 ) -> None:
@@ -282,9 +285,12 @@ def test_a_number_is_the_text_of_it(number: float, text: str) -> None:
         ({"name": "add", "arguments": {"a": 1}}, True),
         ({"id": "c", "name": "add", "arguments": '{"a": 1}'}, True),
         ({"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}, True),
-        ({"type": "function"}, False), ({"function": {"arguments": {}}}, False), ("add(1)", False), ({}, False),
+        ({"type": "function"}, False),
+        ({"function": {"arguments": {}}}, False),
+        ("add(1)", False),
+        ({}, False),
     ],
-)  # fmt: skip
+)
 def test_calls_are_in_the_form_of_openai_or_refused(call: Any, good: bool) -> None:
     row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
     if not good:

@@ -95,7 +95,7 @@ def batches(draw: st.DrawFn) -> list[Sample]:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(17, 60), st.booleans())
 def test_every_sample_once_and_never_over_the_cap(
     samples: list[Sample], cap: int, share: bool

@@ -171,9 +171,13 @@ def test_texts_and_labels_that_do_not_agree_are_named(
     assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize(("side", "labels", "text"), [
-    ("truncate_right", (1.0,), "1+1+1?two<s>thre"), ("truncate_left", (0.25,), "?two<s>three<s>"[-16:]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("side", "labels", "text"),
+    [
+        ("truncate_right", (1.0,), "1+1+1?two<s>thre"),
+        ("truncate_left", (0.25,), "?two<s>three<s>"[-16:]),
+    ],
+)
 def test_steps_that_are_cut_off_lose_their_labels(
     tmp_path: Path, side: Any, labels: Any, text: str
 ) -> None:
@@ -239,8 +243,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("steps", {**STEPS, "completions": "a"}, "needs a list of steps"),
 ]
 LOAD: dict[str, Any] = {
-    "pairs": load_pairs, "judged": load_judged, "steps": lambda s, source, t: load_steps(s, source, t, "\n"),
-}  # fmt: skip
+    "pairs": load_pairs,
+    "judged": load_judged,
+    "steps": lambda s, source, t: load_steps(s, source, t, "\n"),
+}
 
 
 @pytest.mark.parametrize(("goal", "line", "reason"), BAD)
@@ -259,12 +265,23 @@ def test_bad_lines_are_named_or_skipped(
     assert len(found.items) == 2 and found.report.counts["bad"] == 1
 
 
-@pytest.mark.parametrize(("goal", "line", "words"), [
-    ("pairs", {"prompt": "q", "chosen": "a", "rejcted": "b"}, ["no rejected", "rejcted", "Did you mean 'rejcted'?"]),
-    ("pairs", {"prompt": "q", "completion": "a"}, ["no chosen and no rejected", "prompt, completion"]),
-    ("judged", {"prompt": "q", "completion": "a"}, ["no label", "'chosen' and 'rejected'"]),
-    ("steps", {"prompt": "q", "completions": ["a"]}, ["no labels"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("goal", "line", "words"),
+    [
+        (
+            "pairs",
+            {"prompt": "q", "chosen": "a", "rejcted": "b"},
+            ["no rejected", "rejcted", "Did you mean 'rejcted'?"],
+        ),
+        (
+            "pairs",
+            {"prompt": "q", "completion": "a"},
+            ["no chosen and no rejected", "prompt, completion"],
+        ),
+        ("judged", {"prompt": "q", "completion": "a"}, ["no label", "'chosen' and 'rejected'"]),
+        ("steps", {"prompt": "q", "completions": ["a"]}, ["no labels"]),
+    ],
+)
 def test_the_first_line_shows_what_is_missing(
     tmp_path: Path, goal: str, line: dict[str, Any], words: list[str]
 ) -> None:

@@ -574,11 +574,17 @@ def test_peek_does_not_run_the_function(tmp_path: Path, prep: str) -> None:
 @pytest.mark.parametrize(
     ("split", "levels"),
     [
-        ("train[:2]", [0, 1]), ("train[4:]", [4, 5]), ("train[-2:]", [4, 5]), ("train[:-4]", [0, 1]),
-        ("train[:50%]", [0, 1, 2]), ("train[50%:]", [3, 4, 5]), ("train[2:4]", [2, 3]), ("train[ : 33.4% ]", [0, 1]),
+        ("train[:2]", [0, 1]),
+        ("train[4:]", [4, 5]),
+        ("train[-2:]", [4, 5]),
+        ("train[:-4]", [0, 1]),
+        ("train[:50%]", [0, 1, 2]),
+        ("train[50%:]", [3, 4, 5]),
+        ("train[2:4]", [2, 3]),
+        ("train[ : 33.4% ]", [0, 1]),
         ("train", [0, 1, 2, 3, 4, 5]),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kind", ["file", "directory", "saved"])
 def test_a_part_of_a_split(tmp_path: Path, kind: str, split: str, levels: list[int]) -> None:
     path = tmp_path / "rows"

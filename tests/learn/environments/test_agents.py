@@ -24,23 +24,26 @@ def counting(text: str) -> str:
 
 def agent(body: str, signature: str = "client, **columns") -> str:
     lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
-    return (
-        START
-        + f"import asyncio\n\nasync def agent({signature}):\n    ask = client.chat.completions.create\n{lines}"
+    return START + (
+        f"import asyncio\n\nasync def agent({signature}):\n"
+        f"    ask = client.chat.completions.create\n{lines}"
     )
 
 
 def test_an_agent_speaks_with_the_policy_and_gives_the_reward(
     tokenizer: Any, tmp_path: Path
 ) -> None:
-    code = agent("""
+    code = agent(
+        """
 reply = await ask(model="any", messages=START, temperature=0.2, max_tokens=50)
 choice = reply.choices[0]
 assert choice.finish_reason == "stop" and reply.usage.total_tokens > 0 and choice.message.tool_calls is None
 messages = [*START, choice.message, {"role": "user", "content": "More."}]
 reply = await ask(messages=messages)
 return float(reply.choices[0].message.content == answer)
-""", "client, answer")  # fmt: skip
+""",
+        "client, answer",
+    )
     environments = load(tmp_path, code, path="env.py:agent")
     task = made_task(tokenizer, answer="turn 2")
     (rollout,), engine = play(environments, tokenizer, [task], counting)
@@ -195,18 +198,38 @@ NO_CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}
         ('raise RuntimeError("lost")', Status.ENVIRONMENT_FAILED, "RuntimeError: lost"),
         ("return 1.0", Status.ENVIRONMENT_FAILED, "ended without a turn of the policy"),
         (HASTY, Status.ENVIRONMENT_FAILED, "ended without a turn of the policy"),
-        ("await ask(messages=START)\nreturn 'good'", Status.ENVIRONMENT_FAILED, "gave 'good' as reward"),
-        ("while True: await ask(messages=START)", Status.ENVIRONMENT_FAILED, "(environment.max_turns)"),
-        ("await ask(messages=START)\nawait asyncio.sleep(99)", Status.TIMED_OUT, "1 s (rollout.timeout)"),
+        (
+            "await ask(messages=START)\nreturn 'good'",
+            Status.ENVIRONMENT_FAILED,
+            "gave 'good' as reward",
+        ),
+        (
+            "while True: await ask(messages=START)",
+            Status.ENVIRONMENT_FAILED,
+            "(environment.max_turns)",
+        ),
+        (
+            "await ask(messages=START)\nawait asyncio.sleep(99)",
+            Status.TIMED_OUT,
+            "1 s (rollout.timeout)",
+        ),
         ("await ask(messages=START, stream=True)", Status.ENVIRONMENT_FAILED, "'stream' is for"),
         ("await ask(messages=[])", Status.ENVIRONMENT_FAILED, "'messages' is []"),
-        ("await ask(messages=[{'role': 'user', 'content': 3}])", Status.ENVIRONMENT_FAILED, "content is int"),
-        ("await ask(messages=START, max_tokens=0.5)", Status.ENVIRONMENT_FAILED, "'max_tokens' is 0.5"),
+        (
+            "await ask(messages=[{'role': 'user', 'content': 3}])",
+            Status.ENVIRONMENT_FAILED,
+            "content is int",
+        ),
+        (
+            "await ask(messages=START, max_tokens=0.5)",
+            Status.ENVIRONMENT_FAILED,
+            "'max_tokens' is 0.5",
+        ),
         ("await ask(messages=START, max_tokens=0)", Status.ENVIRONMENT_FAILED, "'max_tokens' is 0"),
         ("await ask(messages=START, stop=5)", Status.ENVIRONMENT_FAILED, "'stop' is 5"),
         (f"await ask(messages=[{NO_CALL}])", Status.ENVIRONMENT_FAILED, "have a 'function'"),
     ],
-)  # fmt: skip
+)
 def test_what_goes_wrong_in_an_agent(
     body: str, status: Status, words: str, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -266,7 +266,10 @@ def test_rewards_get_the_instances_that_played(tokenizer: Any, tmp_path: Path) -
 def test_instances_are_not_kept_where_nothing_takes_them(
     name: str, tokenizer: Any, tmp_path: Path
 ) -> None:
-    native = "class E:\n    def reset(self, **columns): ...\n    def step(self, action): return None, 1.0, True\n"
+    native = (
+        "class E:\n    def reset(self, **columns): ...\n"
+        "    def step(self, action): return None, 1.0, True\n"
+    )
     environments = load(
         tmp_path,
         native if name == "maybe" else TRL,

@@ -56,10 +56,17 @@ def test_the_pages_run_files_run(block: Block, model: Path, tmp_path: Path) -> N
     (tmp_path / "train.jsonl").write_text("\n".join(lines * 4))
     (tmp_path / "run.toml").write_text(block.text)
     small = {
-        "run_dir": str(tmp_path / "run"), "model.path": str(model), "model.dtype": "float32", "train.steps": 1,
-        "rollout.prompts_per_step": 4, "rollout.group_size": 2, "rollout.max_new_tokens": 4, "system.threads": 1,
-        "rollout.temperature": 0.9, "rollout.timeout": 60.0,
-    }  # fmt: skip
+        "run_dir": str(tmp_path / "run"),
+        "model.path": str(model),
+        "model.dtype": "float32",
+        "train.steps": 1,
+        "rollout.prompts_per_step": 4,
+        "rollout.group_size": 2,
+        "rollout.max_new_tokens": 4,
+        "system.threads": 1,
+        "rollout.temperature": 0.9,
+        "rollout.timeout": 60.0,
+    }
     outcome = run_rl(
         tmp_path / "run.toml", [f"{key}={json.dumps(value)}" for key, value in small.items()]
     )
@@ -239,10 +246,8 @@ def test_training_tokens_are_bit_for_bit_those_of_the_engine(
         for places in np.split(
             np.arange(batch.num_predictions), turns
         ):  # the prompt of the next sample parts them too
-            begin, (start, stop) = (
-                batch.offsets[batch.sample[places[0]]],
-                batch.predicted[places[[0, -1]]] + [0, 1],
-            )
+            begin = batch.offsets[batch.sample[places[0]]]
+            (start, stop) = batch.predicted[places[[0, -1]]] + [0, 1]
             prompt = batch.token_ids[begin:start].tolist()
             wrote = batch.token_ids[start:stop].tolist()
             exchanges.remove((prompt, wrote, sampler[places].tolist()))
@@ -262,10 +267,15 @@ class Door:
         return "come in"
 ''')
     settings = rl_settings(
-        tmp_path, model, data__train=str(write_lines(tmp_path / "doors.jsonl", LINES)), data__chat=None,
-        environment__path=f"{tmp_path / 'env.py'}:Door", reward__functions=[f"{tmp_path / 'judge.py'}:solved"],
-        reward__isolation=None, train__steps=1,
-    )  # fmt: skip
+        tmp_path,
+        model,
+        data__train=str(write_lines(tmp_path / "doors.jsonl", LINES)),
+        data__chat=None,
+        environment__path=f"{tmp_path / 'env.py'}:Door",
+        reward__functions=[f"{tmp_path / 'judge.py'}:solved"],
+        reward__isolation=None,
+        train__steps=1,
+    )
     page = blocks_of(ROOT / "docs" / "rewards.md")
     (tmp_path / "judge.py").write_text(
         next(block.text for block in page if "def solved(environments" in block.text)

@@ -172,7 +172,8 @@ def test_a_turn_that_was_cut_is_ended_for_the_policy(tokenizer: Any, tmp_path: P
     )
     check_tokens(ok(rollout), engine)
     assert tokenizer.decode(rollout.completion_ids) == (
-        "abcdef <|im_end|>\n<|im_start|>user\nheard 'abcdef '<|im_end|>\n<|im_start|>assistant\nabcdef "
+        "abcdef <|im_end|>\n<|im_start|>user\nheard 'abcdef '<|im_end|>\n"
+        "<|im_start|>assistant\nabcdef "
     )
     assert rollout.finish_reason == "length"
 

@@ -54,14 +54,18 @@ ADD = ToolCall("add", {"a": 1, "b": 2})
         ),
         (
             parse_hermes,
-            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n"
+            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n"
+            "</parameter>\n</function>\n"
             "</tool_call>",
             "",
             [ADD],
         ),
         (
             parse_hermes,
-            '<think>or <tool_call>{"name": "no"}</tool_call>?</think>So <tool_call>{"name": "yes"}</tool_call>',
+            (
+                '<think>or <tool_call>{"name": "no"}</tool_call>?</think>So <tool_call>{"name": '
+                '"yes"}</tool_call>'
+            ),
             '<think>or <tool_call>{"name": "no"}</tool_call>?</think>So',
             [ToolCall("yes")],
         ),

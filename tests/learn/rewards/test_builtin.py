@@ -195,7 +195,8 @@ def program(tmp_path: Path) -> Path:
         "        print('last words', file=sys.stderr, flush=True); os._exit(3)\n"
         "    if what == 'raise': raise KeyError('inner')\n"
         "    if what == 'memory': return len('x' * (8 << 30))\n"
-        "    if what == 'modules': return [m for m in ('torch', 'tunesmith', 'sympy') if m in sys.modules]\n"
+        "    if what == 'modules': return [m for m in ('torch', 'tunesmith', 'sympy') if m in "
+        "sys.modules]\n"
         "    return [os.getpid(), what, *rest]\n"
     )
     return file

@@ -202,7 +202,8 @@ def test_checking_and_loading_do_not_import_torch(directory: Path) -> None:
         "import sys; from pathlib import Path\n"
         "from tunesmith.config.schema import RewardSection\n"
         "from tunesmith.learn.rewards.loading import load_rewards\n"
-        "load_rewards(RewardSection(functions=('math', 'rewards.py:correct'), isolation='thread'), Path('.')).close()\n"
+        "load_rewards(RewardSection(functions=('math', 'rewards.py:correct'), "
+        "isolation='thread'), Path('.')).close()\n"
         "print([m for m in ('torch', 'transformers', 'sympy') if m in sys.modules])\n"
     )
     done = subprocess.run(

@@ -259,7 +259,8 @@ def test_sections_that_cannot_work_are_refused(tmp_path: Path) -> None:
         functions=("math",), remote=(one.model_copy(update={"name": "math"}),)
     )
     both = one.model_copy(update={"urls": ("http://u:S3CRET@a/",), "token_env": "HOME"})
-    assert "Authorization" in (told := refused(remote=(both,))) and "S3CRET" not in told
+    message = refused(remote=(both,))
+    assert "Authorization" in message and "S3CRET" not in message
     assert "all 0" in refused(remote=(one.model_copy(update={"weight": 0.0}),))
     check_rewards(RewardSection(remote=(one,)), tmp_path)
     section = RewardSection(

@@ -291,9 +291,19 @@ def emulated_forward(
 
 
 def emulated_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, qe: Tensor, ke: Tensor, lq: int, lk: int,
-    *rest: Any, **by: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qe: Tensor,
+    ke: Tensor,
+    lq: int,
+    lk: int,
+    *rest: Any,
+    **by: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     """``aten._flash_attention_backward``: the softmax comes from the log-sum-exp that it is
     given."""
     groups = q.shape[1] // k.shape[1]

@@ -98,7 +98,8 @@ def test_adapters_their_reference_and_narrow_bases(targets: Any, tmp_path: Path)
 def test_an_adapter_that_training_continues_is_the_reference(tmp_path: Path) -> None:
     path = save_model(tmp_path / "model", "llama")
     forest = forest_of(samples_of())
-    adapters.attach(model := CausalLM.load(path), LoraSection(rank=2)).save(tmp_path / "adapter")
+    model = CausalLM.load(path)
+    adapters.attach(model, LoraSection(rank=2)).save(tmp_path / "adapter")
     model = CausalLM.load(path)
     adapter = adapters.attach(
         model, LoraSection(path=tmp_path / "adapter"), path=tmp_path / "adapter"

@@ -1,5 +1,5 @@
-"""Weights of layers in host memory, of a process that trains by itself: bitwise the same results, what
-it costs, what is refused."""
+"""Weights of layers in host memory, of a process that trains by itself: bitwise the same results,
+what it costs, what is refused."""
 
 from __future__ import annotations
 

@@ -29,19 +29,51 @@ STEPS = 30
 Column = float | Callable[[int], float]
 
 RL = {
-    "rollout.group_size": 8, "rollout.prompts_per_step": 8, "rollout.max_new_tokens": 64, "rollout.max_staleness": 0,
-    "train.lr": 1e-6, "train.batch_size": 64, "train.max_grad_norm": 1.0, "train.steps": STEPS,
-    "algorithm.loss": "ppo", "system.device": "cuda", "system.engine": "vllm", "system.kv_memory": "4GB",
-    "system.max_running": 256, "eval.every": 5, "critic.lr": 1e-5,
-}  # fmt: skip
+    "rollout.group_size": 8,
+    "rollout.prompts_per_step": 8,
+    "rollout.max_new_tokens": 64,
+    "rollout.max_staleness": 0,
+    "train.lr": 1e-6,
+    "train.batch_size": 64,
+    "train.max_grad_norm": 1.0,
+    "train.steps": STEPS,
+    "algorithm.loss": "ppo",
+    "system.device": "cuda",
+    "system.engine": "vllm",
+    "system.kv_memory": "4GB",
+    "system.max_running": 256,
+    "eval.every": 5,
+    "critic.lr": 1e-5,
+}
 HEALTHY_RL: Mapping[str, Column] = {
-    "loss": lambda n: 0.1 / n, "reward": lambda n: 0.3 + 0.01 * n, "reward/std": 0.4, "rollouts": 64, "correct": 0.4,
-    "groups_equal": 0.3, "entropy": lambda n: 0.6 - 0.01 * n, "grad_norm": 0.5, "optimizer_steps": 1,
-    "skipped_steps": 0, "completion_tokens": 30, "completion_tokens_max": 60, "truncated": 0.02, "policy_kl": 0.001,
-    "clip_low": 0.01, "clip_high": 0.01, "seconds": 10, "seconds/rollout": 4, "seconds/train": 5, "seconds/sync": 0.5,
-    "idle/engine": 0.4, "kv_used": 0.6, "prefix_hit_share": 0.6, "rollouts/failed": 0, "canary": 0.01,
-    "memory/host_peak": 2e9, "ref_kl": lambda n: 0.001 * n,
-}  # fmt: skip
+    "loss": lambda n: 0.1 / n,
+    "reward": lambda n: 0.3 + 0.01 * n,
+    "reward/std": 0.4,
+    "rollouts": 64,
+    "correct": 0.4,
+    "groups_equal": 0.3,
+    "entropy": lambda n: 0.6 - 0.01 * n,
+    "grad_norm": 0.5,
+    "optimizer_steps": 1,
+    "skipped_steps": 0,
+    "completion_tokens": 30,
+    "completion_tokens_max": 60,
+    "truncated": 0.02,
+    "policy_kl": 0.001,
+    "clip_low": 0.01,
+    "clip_high": 0.01,
+    "seconds": 10,
+    "seconds/rollout": 4,
+    "seconds/train": 5,
+    "seconds/sync": 0.5,
+    "idle/engine": 0.4,
+    "kv_used": 0.6,
+    "prefix_hit_share": 0.6,
+    "rollouts/failed": 0,
+    "canary": 0.01,
+    "memory/host_peak": 2e9,
+    "ref_kl": lambda n: 0.001 * n,
+}
 SFT = {"train.lr": 1e-5, "train.steps": STEPS, "train.max_grad_norm": 1.0, "eval.every": 5}
 HEALTHY_SFT: Mapping[str, Column] = {
     "loss": lambda n: 2 - 0.04 * n, "grad_norm": 0.8, "optimizer_steps": 1, "skipped_steps": 0,
@@ -89,7 +121,10 @@ CASES: dict[str, tuple[dict[str, Column], dict[str, Any]]] = {
     "entropy_collapse": ({"entropy": rising(0.6, -0.05)}, {}),
     "entropy_explosion": ({"entropy": rising(0.5, 4), "reward": 0.3}, {}),
     "length_explosion": ({"completion_tokens": rising(10, 60), "reward": 0.3}, {}),
-    "length_is_rewarded": ({"completion_tokens": rising(10, 40), "truncated": rising(0, 0.9)}, {"rollouts": True}),
+    "length_is_rewarded": (
+        {"completion_tokens": rising(10, 40), "truncated": rising(0, 0.9)},
+        {"rollouts": True},
+    ),
     "longer_scores_higher": ({"completion_tokens": rising(10, 40)}, {"rollouts": True}),
     "reward_hacking": ({}, {"eval/reward": [0.3, 0.5, 0.2, 0.2]}),
     "policy_drifts": ({"ref_kl": rising(0.01, 3)}, {}),
@@ -104,7 +139,12 @@ CASES: dict[str, tuple[dict[str, Column], dict[str, Any]]] = {
     "loss_spike": ({"loss": lambda n: 9 if n == 20 else 2 - 0.04 * n}, {"sft": True}),
     "no_preference": ({"accuracy": 0.5, "margin": 0.01}, {"sft": True}),
     "chosen_unlikelier": (
-        {"accuracy": 0.9, "margin": 2, "rewards/chosen": rising(0, -4), "rewards/rejected": rising(0, -6)},
+        {
+            "accuracy": 0.9,
+            "margin": 2,
+            "rewards/chosen": rising(0, -4),
+            "rewards/rejected": rising(0, -6),
+        },
         {"sft": True},
     ),
     "greedy_differs": ({"correct": 0.1}, {"eval/accuracy": [0.8, 0.8], "eval.samples": 1}),
@@ -125,7 +165,7 @@ CASES: dict[str, tuple[dict[str, Column], dict[str, Any]]] = {
     "memory_retries": ({"memory_retries": once(0, 7, 1)}, {}),
     "host_memory_grows": ({"memory/host_peak": rising(2e9, 9e9)}, {}),
     "kv_unused": ({"kv_used": 0.02}, {}),
-}  # fmt: skip
+}
 
 
 YIELD = {
@@ -368,12 +408,16 @@ def test_changes_that_cannot_be_made_are_left_out(tmp_path: Path) -> None:
 
 
 def test_the_steps_of_a_finding_are_those_of_its_numbers(tmp_path: Path) -> None:
-    steps = {key: found(write_run(tmp_path / key, *CASES[key][:1], **CASES[key][1]))[key].steps for key in (
-        "constant_reward", "much_clipped", "too_easy", "critic_useless"
-    )}  # fmt: skip
+    steps = {
+        key: found(write_run(tmp_path / key, *CASES[key][:1], **CASES[key][1]))[key].steps
+        for key in ("constant_reward", "much_clipped", "too_easy", "critic_useless")
+    }
     assert steps == {
-        "constant_reward": "1-30", "much_clipped": "1-30", "too_easy": "25-30", "critic_useless": "25-30"
-    }  # fmt: skip
+        "constant_reward": "1-30",
+        "much_clipped": "1-30",
+        "too_easy": "25-30",
+        "critic_useless": "25-30",
+    }
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "no step", "runs"])
@@ -393,7 +437,8 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
     path = write_run(tmp_path, {})
     with (path / "metrics.jsonl").open("a") as file:
         file.write(
-            '{"step": 1e400}\n{"step": NaN}\n{"step": {"a": 1}}\n[1]\n{"step": 999, "reward": Infinity}\n'
+            '{"step": 1e400}\n{"step": NaN}\n{"step": {"a": 1}}\n[1]\n'
+            '{"step": 999, "reward": Infinity}\n'
         )
     record = read_record(path)
     assert [line["step"] for line in record.steps][-2:] == [

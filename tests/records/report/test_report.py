@@ -71,7 +71,8 @@ def test_metrics_are_read_on_and_anew_where_the_file_was_cut_or_replaced(tmp_pat
     assert not file.read_on()
     with path.open("ab") as out:
         out.write(
-            b'me": 2.0, "x": 2}\nnot json\n[1]\n\xff\xfe\n{"x": 1}\n{"step": 3, "x": null, "y": 1e999}\n'
+            b'me": 2.0, "x": 2}\nnot json\n[1]\n\xff\xfe\n{"x": 1}\n'
+            b'{"step": 3, "x": null, "y": 1e999}\n'
         )
     assert file.read_on()
     assert list(file.steps.column("step")) == [1, 2, 3] and file.damaged == [3, 4, 5, 6]
@@ -126,17 +127,26 @@ def test_the_index_knows_groups_by_step_kind_and_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("query", "steps"),
     [
-        (Query(), [4, 3, 2, 1]), (Query(kind="eval"), [3]), (Query(first=2, last=3), [3, 2]),
+        (Query(), [4, 3, 2, 1]),
+        (Query(kind="eval"), [3]),
+        (Query(first=2, last=3), [3, 2]),
         (Query(status="failed"), [4]),
-        (Query(status="contrast"), [1]), (Query(status="equal"), [3, 2]), (Query(text="ÉCOLE"), [2]),
-        (Query(text="it raised"), [4]), (Query(text="by_token"), []), (Query(text="42", kind="eval"), [3]),
+        (Query(status="contrast"), [1]),
+        (Query(status="equal"), [3, 2]),
+        (Query(text="ÉCOLE"), [2]),
+        (Query(text="it raised"), [4]),
+        (Query(text="by_token"), []),
+        (Query(text="42", kind="eval"), [3]),
     ],
-)  # fmt: skip
+)
 def test_groups_are_found(tmp_path: Path, query: Query, steps: list[int]) -> None:
     lines = [
-        rollout(1, reward=0.0), rollout(1, reward=1.0), rollout(2, completion="à l'école", by_token={"text": ["x"]}),
-        rollout(3, kind="eval", columns={"answer": 42}), rollout(4, reward=None, status="timed_out", error="it raised"),
-    ]  # fmt: skip
+        rollout(1, reward=0.0),
+        rollout(1, reward=1.0),
+        rollout(2, completion="à l'école", by_token={"text": ["x"]}),
+        rollout(3, kind="eval", columns={"answer": 42}),
+        rollout(4, reward=None, status="timed_out", error="it raised"),
+    ]
     path = tmp_path / "rollouts.jsonl"
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     index = RolloutIndex(path)
@@ -277,8 +287,9 @@ def test_traces_have_rows_with_lanes(tmp_path: Path) -> None:
         event("M", "process_name", 2, args={"name": "engine 0"}),
         event("X", "train", 1, ts=2e6, dur=1e6, args={}),
         event("X", "wait", 1, ts=0, dur=2e6, args={"waits for": "rollouts"}),
-        event("X", "generate", 2, ts=0, dur=2e6, args={"tokens": 5}), event("C", "queue", 0, ts=1, args={"value": 1}),
-    ]  # fmt: skip
+        event("X", "generate", 2, ts=0, dur=2e6, args={"tokens": 5}),
+        event("C", "queue", 0, ts=1, args={"value": 1}),
+    ]
     (tmp_path / "step-000003.json").write_text(
         json.dumps({"traceEvents": events, "otherData": {"step": 3}})
     )

@@ -488,12 +488,24 @@ def test_every_command_that_trains_fills_its_sinks(place: Path, model: Path, com
         write_lines(place / "train.jsonl", sums(12))
         (place / "rewards.py").write_text(REWARDS)
         said = [
-            f"run_dir={place / 'run'}", f"model.path={model}", "model.dtype=float32", "data.chat=false",
-            f"data.train={place / 'train.jsonl'}", 'reward.functions=["rewards.py:share"]', "rft.threshold=0.0",
-            "sampling.n=2", "sampling.max_new_tokens=4", f"sampling.stop_token_ids={list(range(20, 200))}",
-            "train.epochs=1", "train.lr=1e-3", "train.batch_size=12", "system.threads=1", "data.prompt=prompt",
-            'monitor.sinks=["mine.py:Fake"]', "monitor.every=1",
-        ]  # fmt: skip
+            f"run_dir={place / 'run'}",
+            f"model.path={model}",
+            "model.dtype=float32",
+            "data.chat=false",
+            f"data.train={place / 'train.jsonl'}",
+            'reward.functions=["rewards.py:share"]',
+            "rft.threshold=0.0",
+            "sampling.n=2",
+            "sampling.max_new_tokens=4",
+            f"sampling.stop_token_ids={list(range(20, 200))}",
+            "train.epochs=1",
+            "train.lr=1e-3",
+            "train.batch_size=12",
+            "system.threads=1",
+            "data.prompt=prompt",
+            'monitor.sinks=["mine.py:Fake"]',
+            "monitor.every=1",
+        ]
         run = run_rft("run", None, said).run_dir / "round-1" / "sft"
         assert records(run / "fake.jsonl")[0]["name"] == "run-round-1"
     got = records(run / "fake.jsonl")

@@ -111,7 +111,8 @@ class Bench:
 
     def __init__(self, size: int = 2, **options: Any) -> None:
         self.made: list[FakeMember] = []
-        self.plane, self.said = FakePlane(), list[str]()
+        self.plane = FakePlane()
+        self.said = list[str]()
         self.pool = EnginePool(
             self.start, self.plane, size=size, report=self.said.append, **options
         )

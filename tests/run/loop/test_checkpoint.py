@@ -227,18 +227,29 @@ CASES: list[tuple[str, Make, dict[str, Any]]] = [
         "rl",
         rl_settings,
         {
-            "algorithm__kl__coef": 0.05, "algorithm__kl": "reward", "algorithm__kl__target": 0.01,
-            "algorithm__kl__horizon": 50, "train__batch_size": 8, "train__passes_per_batch": 2,
-            "eval__every": 2, "data__eval": "EVAL", "train__warmup_steps": 4, "train__schedule": "linear",
+            "algorithm__kl__coef": 0.05,
+            "algorithm__kl": "reward",
+            "algorithm__kl__target": 0.01,
+            "algorithm__kl__horizon": 50,
+            "train__batch_size": 8,
+            "train__passes_per_batch": 2,
+            "eval__every": 2,
+            "data__eval": "EVAL",
+            "train__warmup_steps": 4,
+            "train__schedule": "linear",
         },
     ),
     (
         "filtered",
         rl_settings,
-        {"algorithm__name": "dapo", "reward__functions": ["REWARDS:sometimes"], "rollout__prompts_per_step": 3,
-         "algorithm__overlong__buffer": 2},
+        {
+            "algorithm__name": "dapo",
+            "reward__functions": ["REWARDS:sometimes"],
+            "rollout__prompts_per_step": 3,
+            "algorithm__overlong__buffer": 2,
+        },
     ),
-]  # fmt: skip
+]
 
 
 def settings_of(

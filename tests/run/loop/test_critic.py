@@ -187,9 +187,16 @@ def test_the_critic_learns_what_the_states_are_worth(
     tmp_path: Path, model: Path, kind: dict[str, Any]
 ) -> None:
     _, lines = rl(
-        tmp_path, model, **kind, train__steps=8 if kind is OWN else 20, train__lr=1e-5, critic__lr=1e-2,
-        algorithm__advantage__gae_lambda=1.0, rollout__prompts_per_step=12, rollout__group_size=8,
-    )  # fmt: skip
+        tmp_path,
+        model,
+        **kind,
+        train__steps=8 if kind is OWN else 20,
+        train__lr=1e-5,
+        critic__lr=1e-2,
+        algorithm__advantage__gae_lambda=1.0,
+        rollout__prompts_per_step=12,
+        rollout__group_size=8,
+    )
     assert {"value", "value_loss", "value_error", "returns", "value_explained", "ref_kl"} <= lines[
         0
     ].keys()
@@ -219,9 +226,17 @@ def test_the_actor_is_frozen_for_exactly_as_many_steps_as_was_said(
 
 def test_the_critic_has_its_own_schedule_and_passes(tmp_path: Path, model: Path) -> None:
     _, lines = rl(
-        tmp_path, model, **OWN, train__steps=4, train__batch_size=8, critic__lr=1e-3, critic__schedule="linear",
-        critic__warmup_steps=2, critic__passes_per_batch=2, critic__max_grad_norm=0.0,
-    )  # fmt: skip
+        tmp_path,
+        model,
+        **OWN,
+        train__steps=4,
+        train__batch_size=8,
+        critic__lr=1e-3,
+        critic__schedule="linear",
+        critic__warmup_steps=2,
+        critic__passes_per_batch=2,
+        critic__max_grad_norm=0.0,
+    )
     assert [line["critic/optimizer_steps"] for line in lines] == [4] * 4
     assert [line["optimizer_steps"] for line in lines] == [2] * 4
     assert [line["lr"] for line in lines] == [1e-2] * 4
@@ -312,9 +327,12 @@ def test_resumed_in_the_middle_it_ends_bit_by_bit_as_if_it_had_run_through(
         if line["step"] > int(middle.name[-1])
     ]
     expected = {
-        "own": {"critic"}, "shared": {"value_head.safetensors"}, "averaged": {"ema"}, "refreshed": {"reference"},
+        "own": {"critic"},
+        "shared": {"value_head.safetensors"},
+        "averaged": {"ema"},
+        "refreshed": {"reference"},
         "remax": set[str](),
-    }[name]  # fmt: skip
+    }[name]
     extra = {"critic"} if "algorithm__name" in changed and name == "averaged" else set[str]()
     assert {p.name for p in straight.iterdir()} == {
         "model",
@@ -372,20 +390,28 @@ def test_a_critic_of_another_vocabulary_is_refused(tmp_path: Path, model: Path) 
     ("changed", "words"),
     [
         ({"critic__lr": 1e-3}, "critic.lr has no effect without a critic"),
-        ({**SHARED, "critic__freeze_actor_steps": 1}, "critic.freeze_actor_steps has no effect with"),
+        (
+            {**SHARED, "critic__freeze_actor_steps": 1},
+            "critic.freeze_actor_steps has no effect with",
+        ),
         ({**SHARED, "critic__path": "MODEL"}, "critic.path has no effect with critic.shared_trunk"),
         ({**OWN, "critic__value_coef": 0.5}, "critic.value_coef has no effect"),
         ({**OWN, "critic__freeze_actor_steps": 3}, "critic.freeze_actor_steps = 3"),
-        ({**OWN, "critic__freeze_actor_steps": 3, "train__steps": None}, "critic.freeze_actor_steps = 3"),
+        (
+            {**OWN, "critic__freeze_actor_steps": 3, "train__steps": None},
+            "critic.freeze_actor_steps = 3",
+        ),
         ({**OWN, "critic__warmup_steps": 4}, "longer than the critic's 3 optimizer steps"),
         ({**OWN, "critic__min_lr_ratio": 0.1}, "no effect on the constant schedule"),
         ({**OWN, "critic__path": "nowhere/at/all"}, "critic.path: nowhere/at/all does not exist"),
-        
-        ({"algorithm__kl__reference_every": 4, "algorithm__kl__coef": 0.1}, "longer than the run of 3 steps"),
+        (
+            {"algorithm__kl__reference_every": 4, "algorithm__kl__coef": 0.1},
+            "longer than the run of 3 steps",
+        ),
         ({"rollout__oversample": 2.0}, "algorithm.dynamic_filter is off"),
         ({"eval__use_ema": True, "data__eval": "TRAIN"}, "set train.ema_decay"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_would_mean_nothing_are_refused(
     tmp_path: Path, model: Path, changed: dict[str, Any], words: str
 ) -> None:
@@ -569,8 +595,14 @@ def test_gdpo_standardises_each_reward_and_weighs_it() -> None:
     def advantages(**weights: float) -> list[float]:
         section = algorithm(name="gdpo")
         found = make_experience(
-            [group], section, Scorer(), kl_coef=0, max_new_tokens=8, seed=0, reward_weights=weights  # type: ignore[arg-type]
-        )  # fmt: skip
+            [group],
+            section,
+            Scorer(),
+            kl_coef=0,
+            max_new_tokens=8,
+            seed=0,
+            reward_weights=weights,  # type: ignore[arg-type]
+        )
         return by_sample(found)
 
     only_a = np.array([-1, 2, -1]) / 3**0.5
@@ -596,8 +628,15 @@ def test_a_group_whose_greedy_rollout_failed_is_not_learned_from(
     )
     assert lines[0]["rollouts"] == 48 and lines[0]["rollouts/failed"] == 0
     with pytest.raises(RewardError, match="6 of 60 rollouts failed"):
-        rl(tmp_path, model, "strict", algorithm__name="remax", rollout__prompts_per_step=12, train__steps=1,
-           reward__max_failed_share=0.05)  # fmt: skip
+        rl(
+            tmp_path,
+            model,
+            "strict",
+            algorithm__name="remax",
+            rollout__prompts_per_step=12,
+            train__steps=1,
+            reward__max_failed_share=0.05,
+        )
 
 
 def test_the_failed_share_is_of_all_rollouts_of_a_step(tmp_path: Path, model: Path) -> None:
@@ -626,9 +665,15 @@ def test_oversampling_tries_more_prompts_at_once_and_trains_on_as_many_as_were_w
 ) -> None:
     rl_settings(tmp_path, model)
     checkpoint, lines = rl(
-        tmp_path, model, algorithm__name="dapo", algorithm__overlong__buffer=4, rollout__prompts_per_step=3,
-        rollout__oversample=2.0, reward__functions=[f"{tmp_path}/rewards.py:sometimes"], monitor__samples=20,
-    )  # fmt: skip
+        tmp_path,
+        model,
+        algorithm__name="dapo",
+        algorithm__overlong__buffer=4,
+        rollout__prompts_per_step=3,
+        rollout__oversample=2.0,
+        reward__functions=[f"{tmp_path}/rewards.py:sometimes"],
+        monitor__samples=20,
+    )
     assert {line["rollouts"] / 4 for line in lines} >= {6.0}
     trained = read_metrics(checkpoint.parents[1] / "rollouts.jsonl")
     assert [len({t["group"] for t in trained if t["step"] == step}) for step in (1, 2, 3)] == [

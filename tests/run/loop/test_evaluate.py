@@ -152,7 +152,8 @@ def test_a_reward_that_the_first_rollout_lacks_is_averaged_too() -> None:
     for rollout, rewards in zip(
         rollouts, ({"right": 1.0}, {"right": 0.0, "environment": 2.0}), strict=True
     ):
-        rollout.reward, rollout.rewards = sum(rewards.values()), dict(rewards)
+        rollout.reward = sum(rewards.values())
+        rollout.rewards = dict(rewards)
     groups = [RolloutGroup(r.task, [r]) for r in rollouts]
     for ordered in (groups, groups[::-1]):
         assert _greedy_metrics(ordered, {})["eval/reward/environment"] == 2.0

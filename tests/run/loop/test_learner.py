@@ -374,7 +374,10 @@ class Failing:
     def __init__(
         self, inner: TorchBackend, *, at: Sequence[int] = (), above: int = 4096, where: str
     ) -> None:
-        self.inner, self.at, self.above, self.where = inner, set(at), above, where
+        self.inner = inner
+        self.at = set(at)
+        self.above = above
+        self.where = where
         self.calls = 0
 
     def __getattr__(self, name: str) -> Any:

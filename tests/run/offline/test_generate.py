@@ -354,10 +354,15 @@ def test_a_reward_model_scores_given_answers_as_transformers_does(
     write_lines(tmp_path / "given.jsonl", given_lines)
     reward = {"models": [{"path": str(judge)}]}
     settings = [
-        f"run_dir={tmp_path / 'out'}", f"model.path={model}", "model.dtype=float32", "output.kind=score",
-        f"data.train={tmp_path / 'given.jsonl'}", f"data.chat={str(chat).lower()}", "system.threads=1",
+        f"run_dir={tmp_path / 'out'}",
+        f"model.path={model}",
+        "model.dtype=float32",
+        "output.kind=score",
+        f"data.train={tmp_path / 'given.jsonl'}",
+        f"data.chat={str(chat).lower()}",
+        "system.threads=1",
         f"reward.models=[{{path={json.dumps(str(judge))}}}]",
-    ]  # fmt: skip
+    ]
     lines = lines_of(run_generate(None, settings).output)
     tokens = tiny.tokenizer()
     whole = []
@@ -404,9 +409,15 @@ def test_an_adapter_answers_wherever_the_engine_is(way: str, tmp_path: Path, mod
 
     def completions(run: str, *more: str) -> list[Any]:
         settings = [
-            f"run_dir={tmp_path / run}", f"model.path={model}", "model.dtype=float32", "data.chat=false",
-            f"data.train={tmp_path / 'in.jsonl'}", "sampling.max_new_tokens=6", "system.threads=1", *more,
-        ]  # fmt: skip
+            f"run_dir={tmp_path / run}",
+            f"model.path={model}",
+            "model.dtype=float32",
+            "data.chat=false",
+            f"data.train={tmp_path / 'in.jsonl'}",
+            "sampling.max_new_tokens=6",
+            "system.threads=1",
+            *more,
+        ]
         return [line["completion"] for line in lines_of(run_generate(None, settings).output)]
 
     lora = f"lora.path={tmp_path / 'adapter'}"

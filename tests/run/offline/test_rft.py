@@ -50,13 +50,24 @@ def said(folder: Path, model: Path, *overrides: str) -> list[str]:
     if not (folder / "train.jsonl").exists():
         files(folder)
     return [
-        f"run_dir={folder / 'run'}", f"model.path={model}", "model.dtype=float32", "data.chat=false",
-        f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'held_out.jsonl'}",
-        f'reward.functions=["{folder / "rewards.py"}:share"]', "reward.isolation=thread", "rft.threshold=0.05",
+        f"run_dir={folder / 'run'}",
+        f"model.path={model}",
+        "model.dtype=float32",
+        "data.chat=false",
+        f"data.train={folder / 'train.jsonl'}",
+        f"data.eval={folder / 'held_out.jsonl'}",
+        f'reward.functions=["{folder / "rewards.py"}:share"]',
+        "reward.isolation=thread",
+        "rft.threshold=0.05",
         "rft.select=all",
-        "sampling.n=4", "sampling.max_new_tokens=12", f"sampling.stop_token_ids={list(range(20, 90))}",
-        "train.epochs=1", "train.lr=1e-3", "system.threads=1", *overrides,
-    ]  # fmt: skip
+        "sampling.n=4",
+        "sampling.max_new_tokens=12",
+        f"sampling.stop_token_ids={list(range(20, 90))}",
+        "train.epochs=1",
+        "train.lr=1e-3",
+        "system.threads=1",
+        *overrides,
+    ]
 
 
 def rft(step: Any, folder: Path, model: Path, *overrides: str) -> RFTOutcome:
@@ -153,14 +164,20 @@ def test_the_encoder_makes_the_tokens_of_the_loader_and_puts_examples_before(
     assert [tuple(encoder.ids(t.prompt)) for t in tasks] == [t.prompt_ids for t in tasks]
     shown = tokenizer.decode(encoder.ids("4+4=", None, read_shots(tmp_path / "shots.jsonl")))
     before = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
-    turns = "<|im_start|>user\n3+3=<|im_end|>\n<|im_start|>assistant\n6<|im_end|>\n<|im_start|>user\n4+4=<|im_end|>\n"
+    turns = (
+        "<|im_start|>user\n3+3=<|im_end|>\n<|im_start|>assistant\n6<|im_end|>\n"
+        "<|im_start|>user\n4+4=<|im_end|>\n"
+    )
     assert shown == (f"{before}{turns}<|im_start|>assistant\n" if chat else "3+3=6\n\n4+4=")
 
 
 def test_tools_that_the_data_names_as_text_stay_with_worked_examples(tmp_path: Path) -> None:
     files(tmp_path)
     tokenizer: Any = tiny.tokenizer()
-    template = "{{ tools | tojson }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] "
+        "}}{% endfor %}<assistant>"
+    )
     tokenizer.chat_template = template
     encoder = PromptEncoder.of(DataSection(train="train.jsonl", chat=True), tokenizer, ["4+4="])
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -38,9 +38,12 @@ from tunesmith.run.processes.local import LocalProcesses
 from tunesmith.types import Sampling
 
 BASE = (
-    'model.path="org/m"', 'data.train="org/d"', 'reward.functions=["exact_match"]', 'system.device="cuda"',
+    'model.path="org/m"',
+    'data.train="org/d"',
+    'reward.functions=["exact_match"]',
+    'system.device="cuda"',
     "system.engine_process=true",
-)  # fmt: skip
+)
 
 
 def config(*said: str) -> RLConfig:
@@ -80,9 +83,12 @@ def test_each_engine_has_gpus_of_its_own(
 
 
 @given(
-    gpus=st.integers(2, 12), trainer=st.integers(0, 11), engines=st.integers(1, 6), ranks=st.integers(1, 4),
+    gpus=st.integers(2, 12),
+    trainer=st.integers(0, 11),
+    engines=st.integers(1, 6),
+    ranks=st.integers(1, 4),
     hybrid=st.booleans(),
-)  # fmt: skip
+)
 def test_no_gpu_is_given_twice(
     gpus: int, trainer: int, engines: int, ranks: int, hybrid: bool
 ) -> None:
@@ -112,14 +118,22 @@ def test_gpus_have_the_names_they_go_by_here() -> None:
 @pytest.mark.parametrize(
     ("said", "gpus", "words"),
     [
-        (("system.engines=3",), 3, "each and the trainer take 4 GPUs, and this process sees 3, with room for 2"),
+        (
+            ("system.engines=3",),
+            3,
+            "each and the trainer take 4 GPUs, and this process sees 3, with room for 2",
+        ),
         (("system.engines=3",), 3, "system.hybrid = true"),
         (("system.engines=2", *vllm(2)), 4, "2 of 2 GPUs each and the trainer take 5 GPUs"),
-        (("system.engines=2", "system.hybrid=true", *vllm(2)), 3, "each take 4 GPUs, and this process sees 3"),
+        (
+            ("system.engines=2", "system.hybrid=true", *vllm(2)),
+            3,
+            "each take 4 GPUs, and this process sees 3",
+        ),
         (('system.weight_plane="nccl"',), 1, "engine and trainer share one"),
         (('system.weight_plane="nccl"', "system.hybrid=true"), 2, "engine and trainer share one"),
     ],
-)  # fmt: skip
+)
 def test_too_few_gpus_are_refused_with_numbers(
     said: tuple[str, ...], gpus: int, words: str
 ) -> None:

@@ -376,7 +376,10 @@ def test_no_cluster_at_the_address(address: str) -> None:
         ({"system__placement__colocate": [["actor", "ref"], ["ref", "rollout"]]}, "'ref' twice"),
         (
             {"system__engines": 2, "system__placement__colocate": [["actor", "rollout"]]},
-            "different numbers of processes and cannot share places .actor 1, rollout 2: system.trainer_ranks",
+            (
+                "different numbers of processes and cannot share places .actor 1, rollout 2: "
+                "system.trainer_ranks"
+            ),
         ),
         (
             {
@@ -458,9 +461,11 @@ def test_an_engine_of_several_ranks_shares_a_place_with_enough_gpus(
     trainers: int, engines: int, ranks: int, expected: list[Bundle], tmp_path: Path
 ) -> None:
     said = {
-        "system__trainer_ranks": trainers, "system__engines": engines,
-        "system__vllm__tensor_parallel_size": ranks, "system__placement__colocate": [["actor", "rollout"]],
-    }  # fmt: skip
+        "system__trainer_ranks": trainers,
+        "system__engines": engines,
+        "system__vllm__tensor_parallel_size": ranks,
+        "system__placement__colocate": [["actor", "rollout"]],
+    }
     path = save_model(tmp_path / "model", head_dim=32)
     config = load_config(
         RLConfig, None, rl_settings(tmp_path, path, **{"system__cluster": "ray", **GPUS, **said})
@@ -583,7 +588,8 @@ def slurm(folder: Path, *arguments: str) -> Path:
 
     (folder / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     (folder / "run.toml").write_text(
-        '[model]\npath = "org/model"\n[data]\ntrain = "train.jsonl"\n[reward]\nfunctions = ["exact_match"]\n'
+        '[model]\npath = "org/model"\n[data]\ntrain = "train.jsonl"\n[reward]\n'
+        'functions = ["exact_match"]\n'
     )
     script = folder / "job.sh"
     told = CliRunner().invoke(
@@ -682,7 +688,10 @@ def job_of(folder: Path, text: str, *arguments: str) -> str:
 
 def test_the_slurm_job_of_every_command(tmp_path: Path) -> None:
     many = ("--nodes", "2", "--gpus-per-node", "8")
-    launcher = "-m torch.distributed.run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint one:20077"
+    launcher = (
+        "-m torch.distributed.run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
+        "--rdzv-endpoint one:20077"
+    )
     for section, command in {
         "": "sft",
         "[rm]\n": "rm",

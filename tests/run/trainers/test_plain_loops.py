@@ -91,9 +91,16 @@ def plain(model: Path, dtype: torch.dtype) -> Trained:
 
 def ours(folder: Path, model: Path, dtype: str, compiled: bool) -> Trained:
     settings = sft_settings(
-        folder, model, model__dtype=dtype, data__shuffle=False, train__batch_size=BATCH, train__steps=STEPS,
-        train__lr=LR, train__warmup_steps=0, system__compile=compiled,
-    )  # fmt: skip
+        folder,
+        model,
+        model__dtype=dtype,
+        data__shuffle=False,
+        train__batch_size=BATCH,
+        train__steps=STEPS,
+        train__lr=LR,
+        train__warmup_steps=0,
+        system__compile=compiled,
+    )
     outcome = placement.run_sft(None, settings)
     lines = [
         json.loads(line) for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()
@@ -106,9 +113,13 @@ def ours(folder: Path, model: Path, dtype: str, compiled: bool) -> Trained:
 
 @pytest.mark.parametrize(
     ("dtype", "compiled", "off", "along"),
-    [("float32", False, 1e-5, 0.9999), ("bfloat16", False, 0.01, 0.995), ("bfloat16", True, 0.01, 0.995),
-     ("float16", False, 5e-4, 0.9999)],
-)  # fmt: skip
+    [
+        ("float32", False, 1e-5, 0.9999),
+        ("bfloat16", False, 0.01, 0.995),
+        ("bfloat16", True, 0.01, 0.995),
+        ("float16", False, 5e-4, 0.9999),
+    ],
+)
 def test_steps_are_those_of_a_plain_loop(
     tmp_path: Path, model: Path, dtype: str, compiled: bool, off: float, along: float
 ) -> None:

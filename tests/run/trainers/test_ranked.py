@@ -56,7 +56,8 @@ class Threads:
     cost = CostModel(1.0, 0.01, 0.1)
 
     def __init__(self, replicas: Sequence[TorchBackend[CausalLM]]) -> None:
-        self.replicas, self.ranks = replicas, len(replicas)
+        self.replicas = replicas
+        self.ranks = len(replicas)
         self.pools = [ThreadPoolExecutor(1) for _ in replicas]
         self.counts = [0] * self.ranks
         self.lock = Lock()  # how torch multiplies is a setting of the whole process

@@ -7,11 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-pytestmark = pytest.mark.slow
 
 
 def test_accuracy_rises_from_below_060_to_above_090(tmp_path: Path) -> None:

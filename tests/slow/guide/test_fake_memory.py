@@ -30,8 +30,6 @@ from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.cost.memory import planned
 from tunesmith.plan.plan import draft
 
-pytestmark = pytest.mark.slow
-
 
 def once(cases: Iterable[Any]) -> list[Any]:
     """Of two layers of several shapes with the same options, the largest; the others run again."""

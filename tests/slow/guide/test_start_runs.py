@@ -20,8 +20,6 @@ SHORTER = {
     "distill": ["train.steps=1", "rollout.max_new_tokens=8", "rollout.prompts_per_step=2"],
 }
 
-pytestmark = pytest.mark.slow
-
 
 def tunesmith(*arguments: str) -> None:
     done = CliRunner().invoke(app, list(arguments))

@@ -26,8 +26,6 @@ from tunesmith.guide.tune.intervals import Interval
 from tunesmith.guide.tune.proof import compare_gradients
 from tunesmith.guide.tune.setup import proof_config, trial_config
 
-pytestmark = pytest.mark.slow
-
 REWARD = """\
 import json, os, signal, time
 from tunesmith.records import run_dir
@@ -41,10 +39,15 @@ def slow(completions, **columns):
     return [float(len(text) % 3) for text in completions]
 """
 PINNED = (
-    "system.threads=1", "system.trainer_ranks=1", "system.engine_process=false", "system.kv_memory=16MB",
-    "system.logprob_chunk=64", "system.max_prefill_tokens=8192",
-    "system.gradient_checkpointing=false", "system.max_tokens_per_microbatch=512",
-)  # fmt: skip
+    "system.threads=1",
+    "system.trainer_ranks=1",
+    "system.engine_process=false",
+    "system.kv_memory=16MB",
+    "system.logprob_chunk=64",
+    "system.max_prefill_tokens=8192",
+    "system.gradient_checkpointing=false",
+    "system.max_tokens_per_microbatch=512",
+)
 
 
 @pytest.fixture
@@ -104,8 +107,10 @@ def test_the_gradient_is_the_same_with_other_settings(
     said = make(*([] if other == "sft" else ["dpo"]), folder, folder / "model")
     config = proof_config(trial_config(load_config(kind, None, said)))
     settings = {
-        "system.gradient_checkpointing": True, "system.max_tokens_per_microbatch": 40, "system.logprob_chunk": 16,
-    }  # fmt: skip
+        "system.gradient_checkpointing": True,
+        "system.max_tokens_per_microbatch": 40,
+        "system.logprob_chunk": 16,
+    }
     checkpoints: list[Path] = []
     for each in (config, with_values(config, settings)):
         arm = Arm(each, folder / "run.toml", folder)

@@ -21,8 +21,6 @@ from tests.support.documents import ROOT, blocks_of
 from tests.support.example_runs import mean, metrics, python, tunesmith
 from tests.support.long import again
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     ("example", "steps", "rise", "held_out_rise"),

@@ -12,8 +12,6 @@ import pytest
 
 from tests.support.documents import ROOT
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -13,8 +13,6 @@ from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -41,9 +39,12 @@ def test_the_divergence_from_the_teacher_falls(
     tmp_path: Path, models: tuple[Path, Path], mode: str, seed: int, steps: int, share: float
 ) -> None:
     settings: dict[str, Any] = {
-        "teacher__path": str(models[1]), "distill__mode": mode, "train__seed": seed, "train__steps": steps,
+        "teacher__path": str(models[1]),
+        "distill__mode": mode,
+        "train__seed": seed,
+        "train__steps": steps,
         "train__lr": 5e-3,
-    }  # fmt: skip
+    }
     if mode == "offline":
         made = sft_settings(tmp_path, models[0], **settings, distill__alpha=1.0)
     else:

@@ -12,8 +12,6 @@ from tests.support.tiny_runs import rl_settings
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 
-pytestmark = pytest.mark.slow
-
 HOSTILE = """
 import os, re, signal
 CALLS = []
@@ -49,5 +47,6 @@ def test_a_run_outlives_its_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     failed = sum(line["rollouts/failed"] * line["rollouts"] for line in lines)
     assert failed == 8, (
-        "two groups of four: the one that hung and the one that left; the killed one was asked again"
+        "two groups of four: the one that hung and the one that left; the killed one was asked "
+        "again"
     )

@@ -16,8 +16,6 @@ from tunesmith.learn.rewards.loading import load_rewards
 from tunesmith.learn.usercode.killable import Pool, UserProgram
 from tunesmith.types import Rollout, Status
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("name", ["by_text", "by_text_later"])
 def test_what_would_end_the_run_ends_its_own_call(tmp_path: Path, name: str) -> None:
@@ -73,7 +71,8 @@ def test_a_network_that_is_loaded_with_the_file_computes(tmp_path: Path) -> None
 def test_a_fork_computes_without_the_threads_of_its_parent(tmp_path: Path) -> None:
     (tmp_path / "network.py").write_text(NETWORK)
     (tmp_path / "program.py").write_text(
-        "import sys\nclass Program:\n    def __init__(self, place):\n        sys.path.insert(0, place)\n"
+        "import sys\nclass Program:\n    def __init__(self, place):\n"
+        "        sys.path.insert(0, place)\n"
         "        import network\n        self.network = network\n"
         "    def __call__(self):\n        return self.network.judged(['a'], lambda *_: None)\n"
     )

@@ -12,8 +12,6 @@ from tests.support.documents import ROOT
 from tests.support.example_runs import mean, metrics, python, tunesmith
 from tests.support.long import again
 
-pytestmark = pytest.mark.slow
-
 
 def example(name: str, folder: Path) -> Path:
     """A copy of an example after its warm start."""

@@ -14,8 +14,6 @@ from tests.support.tiny_preferences import RUNS, lines_of, preference_settings
 from tests.support.tiny_runs import sft_settings, write_lines
 from tunesmith.run import placement
 
-pytestmark = pytest.mark.slow
-
 SEEDS = (0, again(1), again(2))
 
 
@@ -27,9 +25,16 @@ def learned(
     write_lines(folder / f"{command}.jsonl", lines_of(command, 256))
     write_lines(folder / f"{command}_held_out.jsonl", lines_of(command, 64, 300))
     settings = preference_settings(
-        command, folder, model, train__batch_size=32, train__steps=60, eval__every=None, checkpoint__every=None,
-        train__seed=seed, **changed,
-    )  # fmt: skip
+        command,
+        folder,
+        model,
+        train__batch_size=32,
+        train__steps=60,
+        eval__every=None,
+        checkpoint__every=None,
+        train__seed=seed,
+        **changed,
+    )
     evaluations = RUNS[command](None, settings).evaluations
     return evaluations[0], evaluations[-1]
 
@@ -43,9 +48,15 @@ def test_sft_loss_falls(tmp_path: Path, seed: int) -> None:
     data = write_lines(tmp_path / "d.jsonl", lines[:256])
     held_out = write_lines(tmp_path / "h.jsonl", lines[256:])
     settings = sft_settings(
-        tmp_path, model, data__train=str(data), data__eval=str(held_out), train__batch_size=32, train__steps=60,
-        train__lr=5e-3, train__seed=seed,
-    )  # fmt: skip
+        tmp_path,
+        model,
+        data__train=str(data),
+        data__eval=str(held_out),
+        train__batch_size=32,
+        train__steps=60,
+        train__lr=5e-3,
+        train__seed=seed,
+    )
     losses = [row["eval/loss"] for row in placement.run_sft(None, settings).evaluations]
     assert losses[0] == pytest.approx(5.7, abs=0.3) and losses[-1] < 1.6
 

@@ -17,7 +17,6 @@ from tests.support.episodes import check_tokens, load, made_task, ok, play
 from tests.support.tiny_runs import rl_settings, write_lines
 from tunesmith.run.placement import run_rl
 
-pytestmark = pytest.mark.slow
 SOURCE = SUPPORT / "real_agents.py"
 PACKAGES = {
     "openai_agents": "agents",
@@ -73,9 +72,14 @@ def test_an_agent_trains_a_model(agent: str, tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", [{"prompt": "Go.", "answer": "5"}])
     (tmp_path / "rewards.py").write_text("")
     changed: dict[str, Any] = {
-        "data__chat": True, "reward__functions": [], "environment__path": f"{SOURCE}:{agent}", "train__steps": 1,
-        "rollout__prompts_per_step": 1, "rollout__group_size": 2, "rollout__temperature": 0.9,
-    }  # fmt: skip
+        "data__chat": True,
+        "reward__functions": [],
+        "environment__path": f"{SOURCE}:{agent}",
+        "train__steps": 1,
+        "rollout__prompts_per_step": 1,
+        "rollout__group_size": 2,
+        "rollout__temperature": 0.9,
+    }
     outcome = run_rl(None, rl_settings(tmp_path, model, **changed))
     (step,) = [
         json.loads(line) for line in (outcome.run_dir / "metrics.jsonl").read_text().splitlines()

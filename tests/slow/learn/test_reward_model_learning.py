@@ -20,8 +20,6 @@ from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 from tunesmith.run.placement.rewards import make_reward_model
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     ("remote", "seed"), [(False, 0), (True, 1), again(False, 1), again(True, 2)]
@@ -34,9 +32,15 @@ def test_the_reward_rises_by_more_than_half_of_its_spread(
         tmp_path / "rm", seed=seed + 10, initializer_range=0.1
     )  # a wider one's rewards jump
     settings = rl_settings(
-        tmp_path, policy, reward__functions=None, train__steps=80, train__seed=seed, train__schedule="linear",
-        train__lr=5e-3, rollout__group_size=16,
-    )  # fmt: skip
+        tmp_path,
+        policy,
+        reward__functions=None,
+        train__steps=80,
+        train__seed=seed,
+        train__schedule="linear",
+        train__lr=5e-3,
+        rollout__group_size=16,
+    )
     if not remote:
         outcome = placement.run_rl(
             None, [*settings, f'reward.models=[{{path = "{path}", name = "judge"}}]']

@@ -24,8 +24,6 @@ from tunesmith.records.runs import progress_of
 from tunesmith.run.offline.rft import run_rft
 from tunesmith.run.placement.train import run_sft
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("seed", [1, again(2)])
 def test_accuracy_rises(tmp_path: Path, seed: int) -> None:
@@ -101,8 +99,10 @@ def test_a_signal_leaves_what_is_finished_and_says_how_to_go_on(
     write_lines(tmp_path / "in.jsonl", sums(60))
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "run.toml").write_text(
-        '[model]\npath = "model"\ndtype = "float32"\n[data]\ntrain = "in.jsonl"\neval = "in.jsonl"\nchat = false\n'
-        '[reward]\nfunctions = ["rewards.py:share"]\nisolation = "thread"\n[rft]\nthreshold = 0.05\n'
+        '[model]\npath = "model"\ndtype = "float32"\n[data]\ntrain = "in.jsonl"\n'
+        'eval = "in.jsonl"\nchat = false\n'
+        '[reward]\nfunctions = ["rewards.py:share"]\nisolation = "thread"\n[rft]\n'
+        "threshold = 0.05\n"
         "[sampling]\nn = 4\nmax_new_tokens = 200\n[system]\nthreads = 1\nmax_running = 16\n"
     )
 

@@ -18,8 +18,6 @@ from tunesmith.guide.recipes.arithmetic import make_model
 from tunesmith.records.toml import toml_value
 from tunesmith.run import placement
 
-pytestmark = pytest.mark.slow
-
 LETTERS = "abcdefgh"
 REWARD = """\
 def right(completions, answer, **columns):
@@ -75,8 +73,11 @@ def taught(folder: Path, seed: int) -> Path:
     (folder / "rewards.py").write_text(REWARD)
     model = make_model(folder / "model", seed, hidden=64, layers=2, alphabet=LETTERS + "=")
     settings = {
-        "run_dir": folder / "sft", "model.path": model, "data.train": folder / "train.jsonl", "train.seed": seed
-    }  # fmt: skip
+        "run_dir": folder / "sft",
+        "model.path": model,
+        "data.train": folder / "train.jsonl",
+        "train.seed": seed,
+    }
     return placement.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
 
 
@@ -98,9 +99,13 @@ def test_the_held_out_reward_rises(
     model = start(seed)
     folder = model.parents[3]
     settings = {
-        "run_dir": tmp_path / "rl", "model.path": model, "data.train": folder / "train.jsonl", "train.seed": seed,
-        "data.eval": folder / "held_out.jsonl", "reward.functions": [f"{folder / 'rewards.py'}:right"],
-    }  # fmt: skip
+        "run_dir": tmp_path / "rl",
+        "model.path": model,
+        "data.train": folder / "train.jsonl",
+        "train.seed": seed,
+        "data.eval": folder / "held_out.jsonl",
+        "reward.functions": [f"{folder / 'rewards.py'}:right"],
+    }
     faster = FASTER[kind] if seed == SEEDS[kind][0] else {}
     outcome = placement.run_rl(None, overrides(COMMON | RL | KINDS[kind] | faster | settings))
     before, after = (outcome.evaluations[place]["eval/reward"] for place in (0, -1))

@@ -27,7 +27,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.inductor import CACHE
 from tunesmith.run.trainers.torch import TorchBackend
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compiled layers")]
+pytestmark = pytest.mark.xdist_group("compiled layers")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,7 +23,6 @@ from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
-pytestmark = pytest.mark.slow
 Start = Callable[..., Ranks]
 
 

@@ -18,7 +18,6 @@ from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
 
-pytestmark = pytest.mark.slow
 Start = Callable[..., Ranks]
 
 

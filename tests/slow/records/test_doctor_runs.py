@@ -35,7 +35,6 @@ from tunesmith.run.loop.checkpoint import Checkpoints
 from tunesmith.run.loop.rollouts import SyncRollouts
 from tunesmith.run.trainers.torch import TorchBackend
 
-pytestmark = pytest.mark.slow
 Injected = Callable[[], AbstractContextManager[None]]
 Settings = dict[str, Any]
 
@@ -48,9 +47,12 @@ HELD_OUT: Settings = {
     "train__steps": 12,
 }
 RAMBLING: Settings = {
-    "model__path": "BLANK", "reward__functions": ["low"], "rollout__stop_token_ids": list(range(10, 25)),
-    "rollout__max_new_tokens": 120, "train__lr": 1e-5,
-}  # fmt: skip
+    "model__path": "BLANK",
+    "reward__functions": ["low"],
+    "rollout__stop_token_ids": list(range(10, 25)),
+    "rollout__max_new_tokens": 120,
+    "train__lr": 1e-5,
+}
 """Bytes without order, twenty on average."""
 HEALTHY_RL: dict[str, Settings] = {
     "grpo": {},
@@ -73,111 +75,205 @@ RL: dict[str, tuple[str, Settings] | tuple[str, Settings, Injected]] = {
     "warm-up of a longer run": ("long_warmup", {"train__warmup_steps": 15}),
     "batch size counted for a device": ("many_small_steps", {"train__batch_size": 4, **LITTLE}),
     "large updates": (
-        "large_updates", {"train__batch_size": 24, "train__passes_per_batch": 4, "train__lr": 5e-3, "train__steps": 6},
+        "large_updates",
+        {
+            "train__batch_size": 24,
+            "train__passes_per_batch": 4,
+            "train__lr": 5e-3,
+            "train__steps": 6,
+        },
     ),
     "narrow clipping": (
         "much_clipped",
-        {"train__batch_size": 24, "train__passes_per_batch": 2, "algorithm__loss__clip_low": 0.005,
-         "algorithm__loss__clip_high": 0.005, **LITTLE},
+        {
+            "train__batch_size": 24,
+            "train__passes_per_batch": 2,
+            "algorithm__loss__clip_low": 0.005,
+            "algorithm__loss__clip_high": 0.005,
+            **LITTLE,
+        },
     ),
-    "gradients always cut": ("always_clipped", {"train__max_grad_norm": 0.01, "train__lr": 5e-4, "train__steps": 10}),
-    "gradients at times infinite": ("not_finite", {"algorithm__loss": "loss.py:AtTimesInfinite", "train__steps": 8}),
-    "gradients at times huge": ("spikes", {"algorithm__loss": "loss.py:AtTimesHuge", "train__steps": 24}),
+    "gradients always cut": (
+        "always_clipped",
+        {"train__max_grad_norm": 0.01, "train__lr": 5e-4, "train__steps": 10},
+    ),
+    "gradients at times infinite": (
+        "not_finite",
+        {"algorithm__loss": "loss.py:AtTimesInfinite", "train__steps": 8},
+    ),
+    "gradients at times huge": (
+        "spikes",
+        {"algorithm__loss": "loss.py:AtTimesHuge", "train__steps": 24},
+    ),
     "micro-batches too large": ("memory_retries", LITTLE, partial(little_memory, 128)),
     "threads for more cores": ("too_many_threads", {"system__threads": 16, "train__steps": 3}),
     # of rewards
     "reward always 0": ("always_wrong", {"reward__functions": ["zero"], **LITTLE}),
     "reward constant": ("constant_reward", {"reward__functions": ["half"], **LITTLE}),
-    "one reward of two always 0": ("constant_reward", {"reward__functions": ["right", "zero"], **LITTLE}),
-    "reward raises at times": ("some_rollouts_fail", {"reward__functions": ["raises_at_times"], **FAILING}),
+    "one reward of two always 0": (
+        "constant_reward",
+        {"reward__functions": ["right", "zero"], **LITTLE},
+    ),
+    "reward raises at times": (
+        "some_rollouts_fail",
+        {"reward__functions": ["raises_at_times"], **FAILING},
+    ),
     "reward raises": ("failing", {"reward__functions": ["raises"], **FAILING}),
     "reward is not a number": ("failing", {"reward__functions": ["not_a_number"], **FAILING}),
     "reward hangs at times": (
-        "reward_threads_hang", {"reward__functions": ["hangs"], "reward__timeout": 0.3, **FAILING},
+        "reward_threads_hang",
+        {"reward__functions": ["hangs"], "reward__timeout": 0.3, **FAILING},
     ),
     "reward grows with length": (
         "length_is_rewarded",
-        {"reward__functions": ["length"], "rollout__max_new_tokens": 16, "train__lr": 5e-3, "train__steps": 16,
-         "monitor__samples": 4},
+        {
+            "reward__functions": ["length"],
+            "rollout__max_new_tokens": 16,
+            "train__lr": 5e-3,
+            "train__steps": 16,
+            "monitor__samples": 4,
+        },
     ),
     "reward for a shortcut": (
-        "entropy_collapse", {"reward__functions": ["shortcut"], "train__lr": 5e-3, "train__steps": 30},
+        "entropy_collapse",
+        {"reward__functions": ["shortcut"], "train__lr": 5e-3, "train__steps": 30},
     ),
     "reward leads far away": (
         "policy_drifts",
-        {"reward__functions": ["no_digit"], "algorithm__kl": "loss", "algorithm__kl__coef": 1e-6, "train__lr": 3e-3},
+        {
+            "reward__functions": ["no_digit"],
+            "algorithm__kl": "loss",
+            "algorithm__kl__coef": 1e-6,
+            "train__lr": 3e-3,
+        },
     ),
-    "parser looks for other words": ("no_answer_found", {"reward__pattern": "answer is (\\d)", **LITTLE}),
+    "parser looks for other words": (
+        "no_answer_found",
+        {"reward__pattern": "answer is (\\d)", **LITTLE},
+    ),
     # of data
     "every prompt solved": (
-        "always_right", {"reward__functions": ["any_digit"], "rollout__temperature": 0.3, **LITTLE},
+        "always_right",
+        {"reward__functions": ["any_digit"], "rollout__temperature": 0.3, **LITTLE},
     ),
-    "most prompts solved": ("too_easy", {"reward__functions": ["any_digit"], "train__lr": 1e-5, **LITTLE}),
+    "most prompts solved": (
+        "too_easy",
+        {"reward__functions": ["any_digit"], "train__lr": 1e-5, **LITTLE},
+    ),
     "most prompts too hard": ("few_contrasts", {"data__train": "hard.jsonl", **LITTLE}),
-    "held-out data in the training data": ("seen_in_training", {**HELD_OUT, "data__eval": "tasks.jsonl", **LITTLE}),
+    "held-out data in the training data": (
+        "seen_in_training",
+        {**HELD_OUT, "data__eval": "tasks.jsonl", **LITTLE},
+    ),
     "few held-out prompts": ("eval_too_small", {**HELD_OUT, "data__eval": "few.jsonl", **LITTLE}),
     "held-out answers unlike the trained ones": (
         "reward_hacking",
-        {"data__train": "twos.jsonl", "data__eval": "no_twos.jsonl", "eval__every": 4, "train__lr": 5e-3},
+        {
+            "data__train": "twos.jsonl",
+            "data__eval": "no_twos.jsonl",
+            "eval__every": 4,
+            "train__lr": 5e-3,
+        },
     ),
     "duplicates": ("repeated_data", {"data__train": "twice.jsonl", **LITTLE}),
     "long prompts left out": (
         "too_long_left_out",
-        {"data__train": "long.jsonl", "data__max_prompt_tokens": 20, "data__too_long": "skip", **LITTLE},
+        {
+            "data__train": "long.jsonl",
+            "data__max_prompt_tokens": 20,
+            "data__too_long": "skip",
+            **LITTLE,
+        },
     ),
-    "broken lines left out": ("bad_lines_left_out", {"data__train": "broken.jsonl", "data__skip_bad": True, **LITTLE}),
-    "one source only in effect": ("one_source_dominates", {"data__train": ["tasks.jsonl", "rare.jsonl"], **LITTLE}),
+    "broken lines left out": (
+        "bad_lines_left_out",
+        {"data__train": "broken.jsonl", "data__skip_bad": True, **LITTLE},
+    ),
+    "one source only in effect": (
+        "one_source_dominates",
+        {"data__train": ["tasks.jsonl", "rare.jsonl"], **LITTLE},
+    ),
     # of rollouts
     "answers cut off": ("truncated", {"rollout__max_new_tokens": 1, **LITTLE}),
     "engine gives other log-probabilities": (
-        "sampler_disagrees", LITTLE, partial(engine_says, lambda place, p: p + (0.3 if place % 2 else -0.3)),
+        "sampler_disagrees",
+        LITTLE,
+        partial(engine_says, lambda place, p: p + (0.3 if place % 2 else -0.3)),
     ),
     "engine keeps its weights": (
-        "stale_weights", {"train__lr": 5e-3, "train__steps": 12}, engine_keeps_its_weights,
+        "stale_weights",
+        {"train__lr": 5e-3, "train__steps": 12},
+        engine_keeps_its_weights,
     ),
     "more requests than memory for them": (
         "preempted",
-        {**RAMBLING, **LITTLE, "rollout__stop_token_ids": list(range(10, 15)), "system__kv_memory": "64KiB",
-         "system__max_running": 96},
+        {
+            **RAMBLING,
+            **LITTLE,
+            "rollout__stop_token_ids": list(range(10, 15)),
+            "system__kv_memory": "64KiB",
+            "system__max_running": 96,
+        },
     ),
     "rollouts that wait for the trainer": (
         "too_stale",
-        {"system__engine_process": True, "rollout__max_staleness": 2, "rollout__prompts_per_step": 4,
-         "train__steps": 30, "train__lr": 1e-4},
+        {
+            "system__engine_process": True,
+            "rollout__max_staleness": 2,
+            "rollout__prompts_per_step": 4,
+            "train__steps": 30,
+            "train__lr": 1e-4,
+        },
         partial(slower_training, 0.3),
     ),
     "critic that does not learn": (
         "critic_explains_nothing",
-        {"algorithm__name": "ppo", "critic__lr": 1e-12, "train__steps": 20, "rollout__prompts_per_step": 2},
+        {
+            "algorithm__name": "ppo",
+            "critic__lr": 1e-12,
+            "train__steps": 20,
+            "rollout__prompts_per_step": 2,
+        },
     ),
     "a critic that is thrown about": (
         "critic_useless",
-        {"algorithm__name": "ppo", "critic__lr": 3.0, "train__steps": 20, "train__lr": 1e-4,
-         "rollout__prompts_per_step": 2},
+        {
+            "algorithm__name": "ppo",
+            "critic__lr": 3.0,
+            "train__steps": 20,
+            "train__lr": 1e-4,
+            "rollout__prompts_per_step": 2,
+        },
     ),
     # of time
     "slow environment": (
-        "slow_environment", {"environment__path": "rooms.py:Slow", "environment__isolation": "thread", **LITTLE},
+        "slow_environment",
+        {"environment__path": "rooms.py:Slow", "environment__isolation": "thread", **LITTLE},
         skipping,
     ),
     "engines without work": (
-        "engines_idle", {"system__engine_process": True, **LITTLE},
+        "engines_idle",
+        {"system__engine_process": True, **LITTLE},
         partial(skipping, TorchBackend, "forward_backward", 30),
     ),
     "slow reward": ("slow_reward", {"reward__functions": ["slow"], **LITTLE}, skipping),
     "slow sync": ("slow_sync", LITTLE, partial(skipping, SyncRollouts, "sync", 30)),
     "slow checkpoints": (
-        "slow_checkpoints", {"checkpoint__every": 1, **LITTLE}, partial(skipping, Checkpoints, "save", 30),
+        "slow_checkpoints",
+        {"checkpoint__every": 1, **LITTLE},
+        partial(skipping, Checkpoints, "save", 30),
     ),
     "slow evaluation": (
-        "slow_evaluation", {**HELD_OUT, "eval__every": 1, "eval__max_prompts": 240, **LITTLE},
+        "slow_evaluation",
+        {**HELD_OUT, "eval__every": 1, "eval__max_prompts": 240, **LITTLE},
         partial(skipping, tunesmith.run.loop.rl, "evaluate", 30),
     ),
     "a few long answers": (
         "stragglers",
-        {**RAMBLING, **LITTLE}, partial(skipping, SyncRollouts, "next", 30),
+        {**RAMBLING, **LITTLE},
+        partial(skipping, SyncRollouts, "next", 30),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -299,23 +395,40 @@ GIVEN: dict[str, tuple[str, Callable[[Path, Ward], Path]]] = {
     "learning rate too low": ("loss_flat", sft(train__lr=1e-6, train__steps=15)),
     "what the model knows": (
         "loss_does_not_fall",
-        sft(model__path="POLICY", data__train="examples.jsonl", train__lr=1e-6, train__steps=24, train__batch_size=10),
+        sft(
+            model__path="POLICY",
+            data__train="examples.jsonl",
+            train__lr=1e-6,
+            train__steps=24,
+            train__batch_size=10,
+        ),
     ),
     "many passes": ("many_epochs", sft(data__train="few_examples.jsonl", train__steps=20)),
     "duplicates": ("repeated_data", sft(data__train="twice_examples.jsonl")),
     "a broken batch": (
         "loss_spike",
-        sft(model__path="POLICY", data__train="broken_examples.jsonl", data__shuffle=False, train__steps=20,
-            train__lr=1e-3),
+        sft(
+            model__path="POLICY",
+            data__train="broken_examples.jsonl",
+            data__shuffle=False,
+            train__steps=20,
+            train__lr=1e-3,
+        ),
     ),
     "answers learned by heart": (
         "overfitting",
-        sft(model__path="POLICY", data__train="random_examples.jsonl", data__eval="random_held_out.jsonl",
-            eval__every=20, train__steps=80, train__lr=2e-2),
+        sft(
+            model__path="POLICY",
+            data__train="random_examples.jsonl",
+            data__eval="random_held_out.jsonl",
+            eval__every=20,
+            train__steps=80,
+            train__lr=2e-2,
+        ),
     ),
     "labels at random": ("no_preference", noisy),
     "far too many steps": ("chosen_unlikelier", far),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("disease", GIVEN)

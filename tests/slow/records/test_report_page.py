@@ -21,7 +21,6 @@ from tests.support.hand_made_runs import HOSTILE, make_run, rollout
 from tunesmith.cli.main import app
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         chromium() is None, reason="needs Chromium (CONTRIBUTING.md says how to install it)"
     ),
@@ -40,20 +39,38 @@ def tokens(*texts: str) -> dict[str, Any]:
 LINES = [
     rollout(1, 0, 0.0, completion="wrong", by_token=tokens("wro", "ng", "<eos>"), tokens=3),
     rollout(1, 0, 1.0, completion="right", rewards={"exact": 1.0}),
-    rollout(2, 0, 0.5, prompt=HOSTILE, completion=HOSTILE, columns={HOSTILE: HOSTILE}, notes={"n": HOSTILE}),
+    rollout(
+        2,
+        0,
+        0.5,
+        prompt=HOSTILE,
+        completion=HOSTILE,
+        columns={HOSTILE: HOSTILE},
+        notes={"n": HOSTILE},
+    ),
     rollout(2, 1, None, status="reward_failed", error=f"it raised {HOSTILE}"),
-    rollout(3, 0, 1.0, parts=[
-        {"record": 0, "by": "policy", "text": "ab", "tokens": 2},
-        {"record": 0, "by": "environment", "text": "[tool]", "tokens": 1},
-        {"record": 1, "by": "policy", "text": "c", "tokens": 1},
-    ], by_token=tokens("a", "b", "c")),
-    *(rollout(step, 0, kind="eval", completion=f"answer {step}", reward=step / 5) for step in (0, 5)),
-]  # fmt: skip
+    rollout(
+        3,
+        0,
+        1.0,
+        parts=[
+            {"record": 0, "by": "policy", "text": "ab", "tokens": 2},
+            {"record": 0, "by": "environment", "text": "[tool]", "tokens": 1},
+            {"record": 1, "by": "policy", "text": "c", "tokens": 1},
+        ],
+        by_token=tokens("a", "b", "c"),
+    ),
+    *(
+        rollout(step, 0, kind="eval", completion=f"answer {step}", reward=step / 5)
+        for step in (0, 5)
+    ),
+]
 
 
 async def open_tab(page: Page, name: str) -> None:
     await page.run(
-        f"[...document.querySelectorAll('[role=tab]')].find((tab) => tab.textContent.startsWith('{name}')).click()"
+        f"[...document.querySelectorAll('[role=tab]')].find((tab) => "
+        f"tab.textContent.startsWith('{name}')).click()"
     )
 
 
@@ -99,17 +116,21 @@ async def test_every_tab_shows_two_runs_without_an_error_or_a_request(report: Pa
         canvas = "document.querySelector('[data-metric=reward] canvas')"
         painted = f"{canvas}.getContext('2d').getImageData(0, 0, 300, 150).data"
         await page.until(
-            f"document.querySelector('[data-metric=reward] canvas').width > 300 && {painted}.some(Boolean)"
+            f"document.querySelector('[data-metric=reward] canvas').width > 300 && "
+            f"{painted}.some(Boolean)"
         )
         assert await page.run("document.querySelectorAll('#runs input:checked').length") == 2
         await page.run("document.querySelector('#runs input').click()")
         assert await page.run(f"{caption}.textContent") == "2"
         await page.run("document.querySelector('#runs input').click()")
         for tab, text in (
-            ("Time", "Step 40, from its metrics"), ("Evaluations", "answer 5"), ("Settings", "0.000002"),
-            ("Memory", "planned, trainermeasuredpolicy: weights20 B"), ("Memory", "engine: kv8 B6 B"),
+            ("Time", "Step 40, from its metrics"),
+            ("Evaluations", "answer 5"),
+            ("Settings", "0.000002"),
+            ("Memory", "planned, trainermeasuredpolicy: weights20 B"),
+            ("Memory", "engine: kv8 B6 B"),
             ("Findings", "two"),
-        ):  # fmt: skip
+        ):
             await open_tab(page, tab)
             assert text in await page.run("document.querySelector('#body').textContent"), tab
         await open_tab(page, "Evaluations")
@@ -120,7 +141,8 @@ async def test_every_tab_shows_two_runs_without_an_error_or_a_request(report: Pa
         await open_tab(page, "Settings")
         await choose(page, "Show", "differ")
         rows = await page.run(
-            "[...document.querySelectorAll('tr.differs td:first-child')].map((cell) => cell.textContent)"
+            "[...document.querySelectorAll('tr.differs td:first-child')].map((cell) => "
+            "cell.textContent)"
         )
         assert rows == ["train.steps", "train.lr"]
         assert not page.errors and page.requests == [report.as_uri()]
@@ -140,7 +162,8 @@ async def test_charts_outside_of_the_view_are_drawn_and_a_phone_sees_them_at_onc
         await page.open(report.as_uri())
         blank = (
             "[...document.querySelectorAll('details[open] canvas')].filter((one) => "
-            "!one.getContext('2d').getImageData(0, 0, one.width, one.height).data.some(Boolean)).length"
+            "!one.getContext('2d').getImageData(0, 0, one.width, "
+            "one.height).data.some(Boolean)).length"
         )
         await page.until(f"document.querySelectorAll('canvas').length > 4 && {blank} === 0")
         first = "document.querySelector('figure').getBoundingClientRect().top"
@@ -197,7 +220,10 @@ async def test_rollouts_are_browsed_and_filtered(report: Path) -> None:
         await choose(page, "Groups", "")
         await choose(page, "Text", "[TOOL]")
         await shown_groups(page, 1)
-        texts = "[...document.querySelectorAll('#group .text:not(.prompt) > *')].map((one) => one.textContent)"
+        texts = (
+            "[...document.querySelectorAll('#group .text:not(.prompt) > *')].map((one) => "
+            "one.textContent)"
+        )
         await page.until(f"{texts}.length === 5")
         assert (await page.run(texts))[:3] == ["a", "b", "[tool]"] and "record 1" in (
             await page.run(texts)
@@ -207,7 +233,8 @@ async def test_rollouts_are_browsed_and_filtered(report: Path) -> None:
         await shown_groups(page, 6)
         await page.press("j")
         await page.until(
-            "document.querySelectorAll('#list [role=option]')[1].getAttribute('aria-selected') === 'true'"
+            "document.querySelectorAll('#list [role=option]')[1].getAttribute('aria-selected') "
+            "=== 'true'"
         )
         await page.press("/")
         assert await page.run("document.activeElement.type") == "search"
@@ -280,9 +307,9 @@ async def test_hostile_text_is_shown_as_text(report: Path) -> None:
             )
             text = await page.run("document.querySelector('#group').textContent")
             assert (
-                "<script>window.hacked = 1</script></script><img src=x onerror=alert(1)>\\x1b[31m \\u202e & \\ud800 é"
-                in text
-            )
+                "<script>window.hacked = 1</script></script><img src=x "
+                "onerror=alert(1)>\\x1b[31m \\u202e & \\ud800 é"
+            ) in text
         assert (
             await page.run("window.hacked") is None
             and await page.run("document.images.length") == 0

@@ -13,8 +13,6 @@ from tests.support.traces import check_trace
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 
-pytestmark = pytest.mark.slow
-
 
 def test_two_engines_have_two_lanes(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")

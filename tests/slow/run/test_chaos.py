@@ -22,8 +22,6 @@ from tests.support.forks import popen
 from tests.support.sums import COMMON, RL, overrides, taught
 from tunesmith.records.metrics import read_metrics
 
-pytestmark = pytest.mark.slow
-
 STEPS = 60
 PROMPTS = 16
 REWARD = """\
@@ -39,11 +37,19 @@ class Run:
         self.folder = folder
         self.directory = folder / name
         settings = {
-            "run_dir": self.directory, "model.path": model, "data.train": folder / "tasks.jsonl",
-            "data.eval": folder / "tasks.jsonl", "reward.functions": ["math", f"{folder}/rewards.py:right"],
-            "reward.weights": [0.0, 1.0], "train.steps": STEPS, "checkpoint.every": 3, "checkpoint.keep": 1,
-            "system.engine_restarts": 50, "rollout.prompts_per_step": PROMPTS, "monitor.samples": 999,
-        }  # fmt: skip
+            "run_dir": self.directory,
+            "model.path": model,
+            "data.train": folder / "tasks.jsonl",
+            "data.eval": folder / "tasks.jsonl",
+            "reward.functions": ["math", f"{folder}/rewards.py:right"],
+            "reward.weights": [0.0, 1.0],
+            "train.steps": STEPS,
+            "checkpoint.every": 3,
+            "checkpoint.keep": 1,
+            "system.engine_restarts": 50,
+            "rollout.prompts_per_step": PROMPTS,
+            "monitor.samples": 999,
+        }
         (folder / "none.toml").touch()
         (folder / "rewards.py").write_text(REWARD)
         self.settings = overrides(COMMON | RL | settings | changed)

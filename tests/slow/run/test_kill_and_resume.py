@@ -21,8 +21,6 @@ from tests.support.tiny_runs import (
 )
 from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 
-pytestmark = pytest.mark.slow
-
 STEPS = 24
 EVERY = 4
 
@@ -38,9 +36,17 @@ def settings_of(folder: Path, model: Path, command: str, run: str, dtype: str) -
         return sft_settings(folder, model, run, data__eval=str(held_out), **common)
     held_out = write_lines(folder / "held_out.jsonl", sums(4, 60))
     return rl_settings(
-        folder, model, run, data__eval=str(held_out), train__batch_size=8, train__passes_per_batch=2,
-        algorithm__kl__coef=0.01, algorithm__kl="loss", rollout__max_new_tokens=16, **common,
-    )  # fmt: skip
+        folder,
+        model,
+        run,
+        data__eval=str(held_out),
+        train__batch_size=8,
+        train__passes_per_batch=2,
+        algorithm__kl__coef=0.01,
+        algorithm__kl="loss",
+        rollout__max_new_tokens=16,
+        **common,
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,6 @@ from tests.support.tiny_runs import rl_settings, sft_settings, write_lines
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 
-pytestmark = pytest.mark.slow
-
 LIMITED = """\
 import resource, sys
 from pathlib import Path
@@ -62,9 +60,16 @@ def test_a_run_whose_micro_batches_do_not_fit_finishes_with_the_same_losses(tmp_
 
     def settings(run: str) -> list[str]:
         return sft_settings(
-            tmp_path, model, run, data__train=str(data), data__eval=str(data), train__steps=3, train__lr=1e-3,
-            train__batch_size=32, system__max_tokens_per_microbatch=8192,
-        )  # fmt: skip
+            tmp_path,
+            model,
+            run,
+            data__train=str(data),
+            data__eval=str(data),
+            train__steps=3,
+            train__lr=1e-3,
+            train__batch_size=32,
+            system__max_tokens_per_microbatch=8192,
+        )
 
     free = limited(tmp_path, settings("free"), 0)
     assert free.returncode == 0, free.stderr

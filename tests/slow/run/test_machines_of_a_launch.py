@@ -17,7 +17,7 @@ import pytest
 from tests.support.rank_runs import same, sft_settings, wait_for_step
 from tunesmith.run import placement
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 TORCHRUN = Path(sys.executable).parent / "torchrun"
 
 

@@ -15,7 +15,7 @@ from tests.support.sums import check_learned_as, learned, taught
 from tunesmith.run.placement.session import RunResult
 
 # One after the other: those of a seed share what it starts from.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("modes")]
+pytestmark = pytest.mark.xdist_group("modes")
 
 APART: dict[str, Any] = {"system.engine_process": True}
 AHEAD: dict[str, Any] = {"rollout.max_staleness": 1, **APART}

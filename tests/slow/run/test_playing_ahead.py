@@ -13,8 +13,6 @@ from tests.support.tiny_runs import rl_settings, sums, write_lines
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 
-pytestmark = pytest.mark.slow
-
 RUNS: dict[str, dict[str, Any]] = {
     "one behind": {"system__engine_process": True, "rollout__max_staleness": 1},
     "under way": {
@@ -72,10 +70,16 @@ def test_an_evaluation_has_turns_of_its_own(tmp_path: Path, partial: bool) -> No
     (tmp_path / "agent.py").write_text(AGENT)
     held_out = write_lines(tmp_path / "held_out.jsonl", sums(3, 6))
     changed = {
-        "system__engine_process": True, "rollout__max_staleness": 1, "rollout__partial": partial,
-        "environment__path": str(tmp_path / "agent.py") + ":answer", "environment__concurrency": 1, "data__chat": True,
-        "data__eval": str(held_out), "eval__every": 1, "train__steps": 3,
-    }  # fmt: skip
+        "system__engine_process": True,
+        "rollout__max_staleness": 1,
+        "rollout__partial": partial,
+        "environment__path": str(tmp_path / "agent.py") + ":answer",
+        "environment__concurrency": 1,
+        "data__chat": True,
+        "data__eval": str(held_out),
+        "eval__every": 1,
+        "train__steps": 3,
+    }
     outcome = placement.run_rl(
         None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed)
     )

@@ -29,8 +29,6 @@ from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 from tunesmith.run.placement.session import load_trained
 
-pytestmark = pytest.mark.slow
-
 Run = Callable[[Path | None, Sequence[str]], placement.RunResult]
 
 

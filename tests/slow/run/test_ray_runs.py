@@ -27,7 +27,7 @@ from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.xdist_group("ray")
 
 STEPS = 16
 RAY: dict[str, Any] = {"system__cluster": "ray"}
@@ -158,11 +158,18 @@ def test_every_role_in_an_actor_ends_as_in_one_process(tmp_path: Path) -> None:
     held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
     save_reward_model(tmp_path / "reward_model")
     changed: dict[str, Any] = {
-        "algorithm__name": "ppo", "algorithm__kl__coef": 0.05, "algorithm__kl__reference_every": 2, "train__steps": 4,
-        "train__lr": 1e-3, "train__ema_decay": 0.5, "eval__use_ema": True, "eval__every": 2,
+        "algorithm__name": "ppo",
+        "algorithm__kl__coef": 0.05,
+        "algorithm__kl__reference_every": 2,
+        "train__steps": 4,
+        "train__lr": 1e-3,
+        "train__ema_decay": 0.5,
+        "eval__use_ema": True,
+        "eval__every": 2,
         "data__eval": str(held_out),
-        "reward__functions": None, "checkpoint__every": 2,
-    }  # fmt: skip
+        "reward__functions": None,
+        "checkpoint__every": 2,
+    }
     rewards = f"[[reward.models]]\npath = '{tmp_path / 'reward_model'}'\n"
     alone = inside(tmp_path, rewards, **changed)
     spread = Run(tmp_path, "spread", rewards, **changed, **RAY, system__engines=2)
@@ -193,9 +200,14 @@ def test_scoring_in_the_trainers_ranks_or_shared_by_processes_ends_as_in_one_pro
     """A reference that changes and a reward model, with two ranks of trainer and critic."""
     save_reward_model(tmp_path / "reward_model")
     changed: dict[str, Any] = {
-        "algorithm__name": "ppo", "algorithm__kl__coef": 0.05, "algorithm__kl__reference_every": 2, "train__steps": 4,
-        "train__lr": 1e-3, "reward__functions": None, "checkpoint__every": 2,
-    }  # fmt: skip
+        "algorithm__name": "ppo",
+        "algorithm__kl__coef": 0.05,
+        "algorithm__kl__reference_every": 2,
+        "train__steps": 4,
+        "train__lr": 1e-3,
+        "reward__functions": None,
+        "checkpoint__every": 2,
+    }
     rewards = f"[[reward.models]]\npath = '{tmp_path / 'reward_model'}'\n"
     alone = inside(tmp_path, rewards, **changed)
     stage = places.pop("zero_stage", 0)

@@ -33,7 +33,6 @@ from tunesmith.run.placement.processes import ReferenceHost
 from tunesmith.run.trainers.passes import Passes
 from tunesmith.types import Sample
 
-pytestmark = pytest.mark.slow
 PROCESSES = 2
 
 
@@ -70,9 +69,15 @@ def test_processes_share_weights_and_score_as_one(tmp_path: Path) -> None:
     path = save_model(tmp_path / "model")
     other = save_model(tmp_path / "other", seed=1)
     said = rl_settings(
-        tmp_path, path, system__cluster="ray", system__trainer_ranks=2, system__zero_stage=3, algorithm__kl__coef=0.1,
-        system__placement__ref__processes=PROCESSES, system__device="cpu",
-    )  # fmt: skip
+        tmp_path,
+        path,
+        system__cluster="ray",
+        system__trainer_ranks=2,
+        system__zero_stage=3,
+        algorithm__kl__coef=0.1,
+        system__placement__ref__processes=PROCESSES,
+        system__device="cpu",
+    )
     facts = Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)
     config = resolve(load_config(RLConfig, None, said), facts).config
     packing = Packing.of(of_three(), 9)

@@ -39,7 +39,7 @@ from tunesmith.run.processes.ray_cluster import RayCluster  # noqa: E402
 for module in (__name__, short_of_memory.__module__):  # Ray's processes do not find the tests
     ray.cloudpickle.register_pickle_by_value(sys.modules[module])
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.xdist_group("ray")
 SEQUENCES = [
     [5, 6, 7, 8, 9],
     [5, 6, 7, 11],
@@ -74,9 +74,14 @@ class Host(RewardHost):
 def resolved(folder: Path, **reward: int) -> RLConfig:
     path = save_model(folder / "model")
     said = rl_settings(
-        folder, path, system__cluster="ray", system__device="cpu", system__trainer_restarts=1,
-        system__reward_max_tokens=64, **{f"system__placement__reward__{key}": value for key, value in reward.items()},
-    )  # fmt: skip
+        folder,
+        path,
+        system__cluster="ray",
+        system__device="cpu",
+        system__trainer_restarts=1,
+        system__reward_max_tokens=64,
+        **{f"system__placement__reward__{key}": value for key, value in reward.items()},
+    )
     models = [f'reward.models=[{{path="{folder / "judge"}", normalize=true}}]']
     facts = Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)
     return resolve(load_config(RLConfig, None, [*said, *models]), facts).config

@@ -15,7 +15,7 @@ from tunesmith.learn.rewards.builtin import BUILTINS
 from tunesmith.learn.rewards.loading import load_rewards
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.learn.usercode.calls import parameters_of
-from tunesmith.plan.derive.sizes import MOST_TOKENS
+from tunesmith.plan.plan import MOST_TOKENS
 
 FUNCTION_SECONDS = 30.0
 TOKEN_ENV = "TUNESMITH_REWARD_TOKEN"

@@ -54,7 +54,9 @@ class Alone(SglangEngine):
 
     def __init__(self, url: str, model: CausalLM, **options: Any) -> None:
         super().__init__(url, make_served(model), **options)
-        self.plane, self.first, self.loaded = weight_files(model, None), asyncio.Lock(), False
+        self.plane = weight_files(model, None)
+        self.first = asyncio.Lock()
+        self.loaded = False
 
     async def offered(self, version: int) -> Offer:
         await self.plane.publish(version)

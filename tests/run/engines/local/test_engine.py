@@ -152,7 +152,8 @@ def test_a_prompt_is_prefilled_once_for_its_group(llama: CausalLM) -> None:
 def test_new_weights_reach_the_next_token(llama: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters are shared: changed in place, they count at once; a request in flight has both
     versions."""
-    weight, (prompt,) = llama.head.weight, prompts(6)
+    weight = llama.head.weight
+    (prompt,) = prompts(6)
     engine = make(llama, update=lambda: weight.neg_())
     before = run(engine, (prompt, free(8, temperature=0)))[0]
     counted = engine.stats()
@@ -185,7 +186,9 @@ def test_an_engine_whose_weights_came_in_part_waits_for_all_of_them(
     llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No token is drawn before that, of requests in flight or of new ones."""
-    weight, (prompt, other), failing = llama.head.weight, prompts(6, 9), [True, False]
+    weight = llama.head.weight
+    (prompt, other) = prompts(6, 9)
+    failing = [True, False]
 
     def update() -> None:
         weight.neg_()
@@ -309,7 +312,8 @@ def test_cancelled_requests_make_room_whether_running_or_waiting(
 def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(
     llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, (prompt,) = make(llama, max_running=2), prompts(4)
+    engine = make(llama, max_running=2)
+    (prompt,) = prompts(4)
     draw = Runner.draw
     calls = iter(range(1000))
 
@@ -340,7 +344,8 @@ class held_at:
         self.number = number
         self.calls = 0
         self.draw = Runner.draw
-        self.held, self.go = threading.Event(), threading.Event()
+        self.held = threading.Event()
+        self.go = threading.Event()
 
     def __call__(self, *args: Any) -> Any:
         self.calls += 1
@@ -397,7 +402,8 @@ def test_the_event_loop_does_not_wait_for_steps(
     held = held_at(2)
     monkeypatch.setattr(Runner, "draw", held)
     threads = threading.active_count()
-    engine, (prompt,) = make(llama), prompts(4)
+    engine = make(llama)
+    (prompt,) = prompts(4)
 
     async def meanwhile() -> None:
         writing = asyncio.create_task(engine.generate(prompt, free(4)))
@@ -476,7 +482,8 @@ async def test_weights_do_not_change_within_a_step(
 
     monkeypatch.setattr(Runner, "draw", noted)
     seen: list[bool] = []
-    engine, (prompt,) = make(llama, update=lambda: seen.append(busy[0])), prompts(4)
+    engine = make(llama, update=lambda: seen.append(busy[0]))
+    (prompt,) = prompts(4)
 
     writing = asyncio.create_task(engine.generate(prompt, free(60)))
     for version in range(10):
@@ -491,7 +498,8 @@ async def test_weights_do_not_change_within_a_step(
 
 
 def test_weights_that_diverged_are_an_error_and_leave_no_trace(llama: CausalLM) -> None:
-    engine, (prompt,) = make(llama), prompts(4)
+    engine = make(llama)
+    (prompt,) = prompts(4)
     good = run(engine, (prompt, free(6)))[0]
     norm = llama.module.base_model.norm.weight
     with torch.no_grad():

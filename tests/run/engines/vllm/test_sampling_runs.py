@@ -46,10 +46,17 @@ def said(folder: Path, *overrides: str) -> list[str]:
     data = write_lines(folder / "in.jsonl", sums(6))
     write_lines(folder / "held_out.jsonl", sums(6))
     return [
-        f"run_dir={folder / 'out'}", f"model.path={model}", "model.dtype=float32", f"data.train={data}",
-        "data.chat=false", "sampling.max_new_tokens=6", "system.engine=vllm", "system.threads=1",
-        f'reward.functions=["{folder / "rewards.py"}:first_letter"]', *overrides,
-    ]  # fmt: skip
+        f"run_dir={folder / 'out'}",
+        f"model.path={model}",
+        "model.dtype=float32",
+        f"data.train={data}",
+        "data.chat=false",
+        "sampling.max_new_tokens=6",
+        "system.engine=vllm",
+        "system.threads=1",
+        f'reward.functions=["{folder / "rewards.py"}:first_letter"]',
+        *overrides,
+    ]
 
 
 @pytest.mark.slow
@@ -83,10 +90,18 @@ def test_an_adapter_is_merged_into_what_vllm_is_given(
 
 @pytest.mark.slow
 def test_rft(tmp_path: Path, started: list[VllmSettings]) -> None:
-    out = run_rft("run", None, said(
-        tmp_path, f"data.eval={tmp_path / 'held_out.jsonl'}", "sampling.n=4", "train.epochs=1", "train.lr=1e-3",
-        "rft.threshold=1",
-    ))  # fmt: skip
+    out = run_rft(
+        "run",
+        None,
+        said(
+            tmp_path,
+            f"data.eval={tmp_path / 'held_out.jsonl'}",
+            "sampling.n=4",
+            "train.epochs=1",
+            "train.lr=1e-3",
+            "rft.threshold=1",
+        ),
+    )
     assert [Path(s.model) for s in started] == [tmp_path / "model"] * 2 + [out.model]
     assert all(s.eager for s in started)
     assert (

@@ -25,17 +25,29 @@ from tunesmith.run.engines.vllm.start import VllmSettings, engine_arguments
 from tunesmith.run.placement.engines import engine_settings
 
 MODEL = ModelFacts(
-    parameters=10**6, layers=4, hidden_size=64, intermediate_size=128, heads=6, kv_heads=2, head_dim=32,
-    vocab_size=300, context=512,
-)  # fmt: skip
+    parameters=10**6,
+    layers=4,
+    hidden_size=64,
+    intermediate_size=128,
+    heads=6,
+    kv_heads=2,
+    head_dim=32,
+    vocab_size=300,
+    context=512,
+)
 GPU = Gpu("GPU", memory_total=80 * 10**9, memory_free=70 * 10**9, capability=(9, 0))
 CPU = Hardware("CPU", cores=2, memory_total=24 * 10**9, memory_available=20 * 10**9, bf16=False)
 FACTS = Facts(CPU, MODEL, train_size=100, longest=40)
 ON_GPUS = replace(FACTS, hardware=replace(CPU, gpus=(GPU, GPU)))
 BASE = (
-    'model.path="org/m"', 'data.train="org/d"', 'reward.functions=["exact_match"]', "rollout.max_new_tokens=20",
-    'system.engine="vllm"', "system.engine_process=true", f'system.engine_python="{sys.executable}"',
-)  # fmt: skip
+    'model.path="org/m"',
+    'data.train="org/d"',
+    'reward.functions=["exact_match"]',
+    "rollout.max_new_tokens=20",
+    'system.engine="vllm"',
+    "system.engine_process=true",
+    f'system.engine_python="{sys.executable}"',
+)
 
 
 def resolved(*overrides: str, facts: Facts = FACTS) -> Any:
@@ -87,8 +99,13 @@ def test_what_scores_given_answers_starts_no_engine() -> None:
 
 def test_arguments_of_its_own_reach_vllm_and_ranks_stay_on_their_machine() -> None:
     said = 'system.vllm.extra={max_logprobs = 5, attention_config = {backend = "FLASH_ATTN"}}'
-    found = resolved(said, "system.vllm.cuda_graph_sizes=[1, 8]", "system.vllm.tensor_parallel_size=2",
-                     "system.hybrid=true", facts=ON_GPUS)  # fmt: skip
+    found = resolved(
+        said,
+        "system.vllm.cuda_graph_sizes=[1, 8]",
+        "system.vllm.tensor_parallel_size=2",
+        "system.hybrid=true",
+        facts=ON_GPUS,
+    )
     assert (
         load_config(RLConfig, None, [*BASE, said]).system.vllm.extra
         == found.config.system.vllm.extra
@@ -107,9 +124,17 @@ def test_arguments_of_its_own_reach_vllm_and_ranks_stay_on_their_machine() -> No
 def test_every_argument_that_a_key_sets_is_refused_in_the_table() -> None:
     """Whatever is given to vLLM under these settings has a key or a reason."""
     everything = VllmSettings(
-        "m", "bfloat16", max_model_len=9, memory_share=0.5, chunked_prefill=True, max_batched_tokens=9,
-        quantization="fp8_per_block", draft_model="d", tensor_parallel_size=2, cuda_graph_sizes=[1],
-    )  # fmt: skip
+        "m",
+        "bfloat16",
+        max_model_len=9,
+        memory_share=0.5,
+        chunked_prefill=True,
+        max_batched_tokens=9,
+        quantization="fp8_per_block",
+        draft_model="d",
+        tensor_parallel_size=2,
+        cuda_graph_sizes=[1],
+    )
     given = {
         **engine_arguments(everything),
         **engine_arguments(VllmSettings("m", "float32", kv_bytes=9)),
