@@ -150,6 +150,11 @@ def test_imports_point_downward() -> None:
 
 BEHIND_DOORS = {
     ("guide",): ("guide",),
+    ("models", "cpu"): (
+        "models.cpu",
+        "run.engines.local.decode_model",
+        "run.engines.local.native_decode",
+    ),
     ("records", "report"): ("records.report", "guide"),
     ("records", "doctor"): ("records.doctor", "records.report", "guide"),
 }

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tunesmith.costs import WORDS, chunk_rows
-from tunesmith.models.cpu.products import bfloat16_operands
 from tunesmith.models.head import Head, LogitScale, fused_logprobs, likeliest
+from tunesmith.models.kernels.precision import bfloat16_operands
 
 N = 37
 D = 16

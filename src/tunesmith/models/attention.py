@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from tunesmith.models.cpu.attention import CpuFlash
 from tunesmith.models.forest import Forest, Segment
 from tunesmith.models.kernels.attention import AttentionContext, AttentionRule, Kernel
+from tunesmith.models.kernels.cpu_attention import CpuFlash
 from tunesmith.models.kernels.flex_attention import CudaFlex
 from tunesmith.models.kernels.varlen_attention import CudaFlash
 

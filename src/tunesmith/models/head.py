@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.costs import chunk_rows, chunk_words
-from tunesmith.models.cpu.products import bfloat16_operands
-from tunesmith.models.cpu.weight_gradients import add_product, kept_sums, multiplies
+from tunesmith.models.kernels.gradient_sums import kept_sums, multiplier
+from tunesmith.models.kernels.precision import bfloat16_operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +185,10 @@ class _FusedLogprobs(torch.autograd.Function):
                     )
                     if grad_hidden is not None:
                         grad_hidden[at].addcmul_(_product(grad, w), row_factor)
-                    if sum_weight is not None and multiplies(weight[words]):
-                        rows = h[at] * row_factor
-                        add_product(
-                            grad.to(weight.dtype), rows.to(weight.dtype), [(sum_weight, True)]
-                        )
+                    functions = multiplier(weight[words])
+                    if sum_weight is not None and functions is not None:
+                        rows = (h[at] * row_factor).to(weight.dtype)
+                        functions.add_product(grad.to(weight.dtype), rows, [(sum_weight, True)])
                     elif sum_weight is not None:
                         sum_weight += _product(grad.t(), h[at] * row_factor.to(h.dtype))
                     if sum_bias is not None:

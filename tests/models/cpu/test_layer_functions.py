@@ -10,17 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunesmith.models.cpu import layer_functions
-from tunesmith.models.cpu.layer_functions import (
-    Gated,
-    HeadShape,
-    RmsNorm,
-    TurnedHeads,
-    computed,
-    fits,
-)
+from tunesmith.models.cpu.functions import CpuFunctions
+from tunesmith.models.cpu.layer_functions import Gated, RmsNorm, TurnedHeads, fits
 from tunesmith.models.cpu.training_functions import functions
 from tunesmith.models.kernels import lean_ops
+from tunesmith.models.kernels.functions import HeadShape, computed
 
 pytestmark = pytest.mark.skipif(
     functions() is None, reason="this CPU multiplies nothing in bfloat16, or there is no compiler"
@@ -193,7 +187,7 @@ def test_as_pytorch_s_operations_which_serve_all_else(
         return False
 
     with monkeypatch.context() as patched:  # to undo all would also undo what the fixture allows
-        patched.setattr(layer_functions, "fits", refuse)
+        patched.setattr(CpuFunctions, "fits", staticmethod(refuse))
         other = run[operation](x)
         other.sum().backward()
     assert len(calls) == 1

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tunesmith.models.cpu import weight_gradients
 from tunesmith.models.cpu.training_functions import functions
 from tunesmith.models.head import Head, fused_logprobs
+from tunesmith.models.kernels.gradient_sums import kept_sums
 from tunesmith.models.kernels.lean_ops import embed, linear
 from tunesmith.run.trainers.masters import Master
 
@@ -85,5 +86,5 @@ def test_weights_of_other_shapes_types_and_frozen_ones_get_autograd_s_gradient()
     Master(wide)
     Master(frozen)
     frozen.requires_grad_(False)
-    assert [weight_gradients.kept_sums([p]) for p in (ragged, wide, frozen)] == [None] * 3
-    assert weight_gradients.kept_sums([_parameter(16, 32)]) is None  # nobody keeps its sum
+    assert [kept_sums([p]) for p in (ragged, wide, frozen)] == [None] * 3
+    assert kept_sums([_parameter(16, 32)]) is None  # nobody keeps its sum

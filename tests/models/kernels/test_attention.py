@@ -24,10 +24,10 @@ from tunesmith.learn.data.packing import pack
 from tunesmith.models.attention import ForestAttention
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu import training_functions
-from tunesmith.models.cpu.attention import CpuFlash
 from tunesmith.models.forest import Segment
 from tunesmith.models.kernels import varlen_attention
 from tunesmith.models.kernels.attention import AttentionRule
+from tunesmith.models.kernels.cpu_attention import CpuFlash
 from tunesmith.models.parallel.ring import stops
 from tunesmith.types import Sample
 

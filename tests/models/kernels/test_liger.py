@@ -27,8 +27,8 @@ from tunesmith.guide.simulate.dry_run import check_dry_run
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu import training_functions
-from tunesmith.models.cpu.layer_functions import HeadShape
 from tunesmith.models.kernels import lean_ops, liger
+from tunesmith.models.kernels.functions import HeadShape
 from tunesmith.models.kernels.lean_ops import OURS, Operations
 from tunesmith.models.kernels.liger import LIGER
 from tunesmith.plan.facts.machines import machine

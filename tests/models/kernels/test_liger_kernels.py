@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from tests.support.tiny import save_model
 from tests.support.training import difference, forest_of, samples_of
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.cpu.layer_functions import HeadShape
+from tunesmith.models.kernels.functions import HeadShape
 from tunesmith.models.kernels.lean_ops import OURS, Operations
 from tunesmith.models.kernels.liger import LIGER, kernels
 

@@ -1,198 +1,38 @@
-"""Forest attention on a CPU: the flash kernel for each part, merged by log-sum-exp.
-
-A part is a segment's causal attention to itself, or the attention of all its descendants to the
-whole segment. The kernel takes strides, so grouped heads need no copies of keys and values. One
-autograd function computes a whole layer, so slicing segments out of the flat tensors adds nothing
-to the graph. The kernel's ``aten`` operators are private to
-torch: its public interface does not return the log-sum-exp.
-"""
+"""The backward pass of forest attention in a compiled function."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import byref
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tunesmith.models.cpu.training_functions import Attention, Rows, Segments, functions
-from tunesmith.models.forest import Segment, subtree_ends
-from tunesmith.models.kernels.attention import AttentionRule, merge
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+from tunesmith.models.kernels.functions import AttentionParts
 
 
-_AncestorPart = tuple[int, int, int, int]
-"""Rows ``[start, stop)``, the descendants of a segment, see all its rows ``[key_start,
-key_stop)``."""
+def attends(query: Tensor) -> bool:
+    """Whether ``attend_backward`` takes these queries."""
+    return query.dtype == torch.bfloat16 and query.shape[2] % 32 == 0 and functions() is not None
 
 
-class CpuFlash:
-    """A kernel of ``ForestAttention`` without windows and soft caps."""
-
-    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:  # noqa: ARG002
-        self.causal = [(s.start, s.start + s.length) for s in segments]
-        lasts = subtree_ends(segments)
-        ends = zip(self.causal, lasts, strict=True)
-        self.full = [(end, last, start, end) for (start, end), last in ends if last > end]
-        rows = [(s.start, s.length, last) for s, last in zip(segments, lasts, strict=True)]
-        self._table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).T.contiguous()
-        """Each segment's start, length, and end of its descendants: ``[3, segments]``."""
-
-    @staticmethod
-    def supports(query: Tensor, rule: AttentionRule) -> bool:
-        return query.device.type == "cpu" and rule.window is None and rule.softcap is None
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        return cast(
-            Tensor,
-            _CpuFlash.apply(self.causal, self.full, self._table, query, key, value, rule.scale),
-        )
-
-    @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Output ``[n, H, D]`` and log-sum-exp ``[n, H]`` of one stop of a ``parallel.ring``, at
-        least float32."""
-        groups = query.shape[1] // key.shape[1]
-        q, k, v = (
-            _by_group(query, groups),
-            *(_by_group(t, 1).expand(-1, groups, -1, -1) for t in (key, value)),
-        )
-        out, lse = _flash(q, k, v, 0.0, causal, scale=scale)
-        return out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1)
-
-    @staticmethod
-    def backward(
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values, from the merged output and log-sum-exp, at least
-        float32."""
-        groups = query.shape[1] // key.shape[1]
-        exact = lse.dtype
-        go, q, o = (_by_group(t.to(exact), groups) for t in (grad, query, out))
-        k, v = (_by_group(t.to(exact), 1).expand(-1, groups, -1, -1) for t in (key, value))
-        within = lse.unflatten(1, (-1, groups)).permute(1, 2, 0)
-        dq, dk, dv = _flash_backward(go, q, k, v, o, within, 0.0, causal, scale=scale)
-        return dq.permute(2, 0, 1, 3).flatten(1, 2), *(t.sum(1).transpose(0, 1) for t in (dk, dv))
-
-
-class _CpuFlash(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        causal: list[tuple[int, int]],
-        full: list[_AncestorPart],
-        table: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-    ) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
-        q = _by_group(query, groups)
-        k = _by_group(key, 1)
-        v = _by_group(value, 1)
-        exact = torch.promote_types(query.dtype, torch.float32)
-        out = torch.empty(query.shape, dtype=exact if full else query.dtype)
-        o = _by_group(out, groups)
-        lse = torch.empty(q.shape[:-1], dtype=exact)
-        for a, b in causal:
-            ks, vs = (t[:, :, a:b].expand(-1, groups, -1, -1) for t in (k, v))
-            o[:, :, a:b], lse[:, :, a:b] = _flash(q[:, :, a:b], ks, vs, 0.0, True, scale=scale)
-        for a, b, ka, kb in full:
-            part, part_lse = _flash(
-                _fold(q[:, :, a:b]), k[:, :, ka:kb], v[:, :, ka:kb], 0.0, False, scale=scale
-            )
-            shape = (q.shape[0], groups, b - a)
-            merge(o[:, :, a:b], lse[:, :, a:b], part.view(*shape, -1), part_lse.view(shape))
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.parts = (causal, full)
-        ctx.table = table
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        causal, full = cast("tuple[list[tuple[int, int]], list[_AncestorPart]]", ctx.parts)
-        scale = cast(float, ctx.scale)
-        groups = query.shape[1] // key.shape[1]
-        if query.dtype == torch.bfloat16 and query.shape[2] % 32 == 0 and functions() is not None:
-            grads = _in_tiles(cast(Tensor, ctx.table), query, key, value, out, grad_out, lse, scale)
-            return None, None, None, *grads, None
-        # In bfloat16 this kernel's backward is up to four times slower than in float32 (and less
-        # exact).
-        exact = torch.promote_types(query.dtype, torch.float32)
-        go, q, o = (_by_group(t.to(exact), groups) for t in (grad_out, query, out))
-        k = _by_group(key.to(exact), 1)
-        v = _by_group(value.to(exact), 1)
-        grads = [torch.empty(t.shape, dtype=exact) for t in (query, key, value)]
-        gq = _by_group(grads[0], groups)
-        gk = _by_group(grads[1], 1)
-        gv = _by_group(grads[2], 1)
-        for a, b in causal:
-            rows = slice(a, b)
-            ks, vs = (t[:, :, rows].expand(-1, groups, -1, -1) for t in (k, v))
-            dq, dk, dv = _flash_backward(
-                go[:, :, rows],
-                q[:, :, rows],
-                ks,
-                vs,
-                o[:, :, rows],
-                lse[:, :, rows],
-                0.0,
-                True,
-                scale=scale,
-            )
-            gq[:, :, rows] = dq
-            torch.sum(dk, 1, keepdim=True, out=gk[:, :, rows])
-            torch.sum(dv, 1, keepdim=True, out=gv[:, :, rows])
-        for a, b, ka, kb in full:
-            gof, qf, of, lf = (_fold(t[:, :, a:b]) for t in (go, q, o, lse))
-            dq, dk, dv = _flash_backward(
-                gof, qf, k[:, :, ka:kb], v[:, :, ka:kb], of, lf, 0.0, False, scale=scale
-            )
-            gq[:, :, a:b] += dq.view(q.shape[0], groups, b - a, -1)
-            gk[:, :, ka:kb] += dk
-            gv[:, :, ka:kb] += dv
-        return None, None, None, *(g.to(query.dtype) for g in grads), None
-
-
-def _in_tiles(
-    table: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    grad_out: Tensor,
-    lse: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of bfloat16 queries, keys and values, in a compiled function.
+def attend_backward(parts: AttentionParts) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of bfloat16 queries, keys and values.
 
     Products round attention weights and their gradients to bfloat16; all sums are float32.
     """
+    query = parts.query
+    key = parts.key
+    table = parts.table
     tokens, heads, size = query.shape
     grad_query, grad_key, grad_value = (
-        torch.empty(t.shape, dtype=t.dtype) for t in (query, key, value)
+        torch.empty(t.shape, dtype=t.dtype) for t in (query, key, parts.value)
     )
     rows = [
         t if t.stride()[1:] == (size, 1) else t.contiguous()
-        for t in (query, key, value, out, grad_out)
+        for t in (query, key, parts.value, parts.out, parts.grad_out)
     ]
-    lse = lse.contiguous()
+    lse = parts.lse.contiguous()
     functions().tunesmith_attend_backward(
         byref(Segments(table.shape[1], *(row.data_ptr() for row in table))),
         byref(
@@ -201,20 +41,9 @@ def _in_tiles(
                 lse.data_ptr(),
                 *(g.data_ptr() for g in (grad_query, grad_key, grad_value)),
                 *(tokens, heads, key.shape[1], size),
-                scale,
+                parts.scale,
             )
         ),
         torch.get_num_threads(),
     )
     return grad_query, grad_key, grad_value
-
-
-def _by_group(t: Tensor, groups: int) -> Tensor:
-    """``[T, K * groups, D]`` as a view ``[K, groups, T, D]``."""
-    return t.unflatten(1, (-1, groups)).permute(1, 2, 0, 3)
-
-
-def _fold(t: Tensor) -> Tensor:
-    """The query heads of a group as additional rows: ``[K, G, T, ...]`` to ``[K, 1, G * T,
-    ...]``."""
-    return t.flatten(1, 2).unsqueeze(1)

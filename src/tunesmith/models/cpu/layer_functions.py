@@ -14,50 +14,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import byref, c_int64, c_void_p
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from tunesmith.models.cpu.training_functions import Heads, NormStruct, functions
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """The head counts of a layer's queries, keys and values, and the settings of their norms."""
-
-    heads: int
-    kv_heads: int
-    eps: float = 0.0
-    offset: bool = False
-
-    def split(self, product: Tensor, *counts: int) -> tuple[Tensor, ...]:
-        """Parts of so many heads, ``[T, count, D]``, of the joint product ``[T, (H + 2 K) D]``."""
-        every = self.heads + 2 * self.kv_heads
-        return product.view(len(product), every, product.shape[1] // every).split(counts, 1)
-
-
-class _Forgetting:
-    """The context of a forward pass without a backward pass."""
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Save nothing."""
-
-
-_FORGETTING = _Forgetting()
-
-
-def computed(function: Any, *operands: Any) -> Any:
-    """The result of an autograd function, or without gradients of its forward pass alone.
-
-    An autograd function costs as much as a small matrix product.
-    """
-    return (
-        function.apply(*operands)
-        if torch.is_grad_enabled()
-        else function.forward(_FORGETTING, *operands)
-    )
+from tunesmith.models.kernels.functions import HeadShape
 
 
 def fits(*tensors: Tensor) -> bool:

@@ -9,26 +9,22 @@ Shape legend: ``T`` rows, ``K`` inputs, ``N`` outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, partial
-from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.models.cpu.native import library
+from tunesmith.models.kernels.functions import Prepare, Product
+from tunesmith.models.kernels.precision import bfloat16_operands
 from tunesmith.records.costs import COMPILED_CALL
-
-Product = Callable[[Tensor], Tensor]
-"""``[T, K]`` to ``[T, N]``, without gradients."""
-Prepare = Callable[[Tensor, "Tensor | None"], Product]
-"""Makes a ``Product`` from a weight ``[N, K]`` and a bias ``[N]``."""
 
 COMPILED = "compiled"
 """The C++ kind (``kernels.native``) that reads the weights as they are."""
@@ -39,40 +35,6 @@ PAIRS = "pairs"
 (AVX-512 BF16)."""
 PACKED_ROWS = 32
 """The number of rows for which the layout of packed weights is optimised."""
-
-
-class _Precision:
-    """The precision of float32 products, a process-wide setting: threads share it, and the last one
-    restores it."""
-
-    lock = Lock()
-    users = 0
-    precision = ""
-
-    @classmethod
-    def add(cls, users: int) -> None:
-        settings = cast(Any, torch.backends.mkldnn).matmul
-        with cls.lock:
-            if not cls.users:
-                cls.precision = settings.fp32_precision
-            cls.users += users
-            settings.fp32_precision = "bf16" if cls.users else cls.precision
-
-
-@contextmanager
-def bfloat16_operands(wanted: bool) -> Generator[None]:
-    """Make float32 products on a CPU round their operands to bfloat16, which is exact if both hold
-    bfloat16 values.
-
-    A bfloat16 product would also round its result; this is as fast and does not. Gradients of the
-    logits are rounded to bfloat16, as in any bfloat16 backward pass. Meanwhile, float32 products of
-    other threads are rounded too.
-    """
-    _Precision.add(int(wanted))
-    try:
-        yield
-    finally:
-        _Precision.add(-int(wanted))
 
 
 class WeightLayout(IntEnum):

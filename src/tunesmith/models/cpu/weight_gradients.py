@@ -10,36 +10,12 @@ Shape legend: ``T`` rows, ``N`` outputs, ``K`` inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tunesmith.models.cpu.training_functions import Sum, functions
-
-GradientSum = Callable[[], tuple[Tensor, bool]]
-"""The memory of a parameter's float32 gradient, and whether it already holds a sum."""
-_PLACE = "gradient_sum"
-"""The attribute in which a parameter keeps its ``GradientSum``."""
-
-
-def keep_sum(parameter: nn.Parameter, kept: GradientSum) -> None:
-    """Let backward passes add the parameter's gradient to ``kept`` where they can; elsewhere
-    autograd returns it."""
-    if (
-        parameter.device.type == "cpu"
-        and parameter.dtype == torch.bfloat16
-        and functions() is not None
-    ):
-        setattr(parameter, _PLACE, kept)
-
-
-def kept_sums(parameters: Sequence[Tensor]) -> list[GradientSum] | None:
-    """The sums to which gradients of weights ``[N, K]`` are added; None unless every weight has
-    one."""
-    found = [getattr(p, _PLACE, None) for p in parameters]
-    fits = all(p.requires_grad and multiplies(p) for p in parameters)
-    return [kept for kept in found if kept is not None] if fits and None not in found else None
 
 
 def multiplies(weight: Tensor) -> bool:

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tunesmith.models.cpu.layer_functions import HeadShape
-from tunesmith.models.cpu.products import Prepare, Product
-from tunesmith.models.cpu.weight_gradients import kept_sums
 from tunesmith.models.kernels.attention import AttentionContext, AttentionRule
+from tunesmith.models.kernels.functions import HeadShape, Prepare, Product
+from tunesmith.models.kernels.gradient_sums import kept_sums
 from tunesmith.models.kernels.lean_ops import OURS, Activation, Operations, embed, linear
 from tunesmith.plan.facts.model import LEAN_FAMILIES
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunesmith.models.cpu import layer_functions
-from tunesmith.models.cpu.layer_functions import HeadShape, computed
-from tunesmith.models.cpu.weight_gradients import GradientSum, add_product, kept_sums
+from tunesmith.models.kernels.functions import HeadShape, computed, which
+from tunesmith.models.kernels.gradient_sums import GradientSum, add_product, kept_sums
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -51,8 +50,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
     In bfloat16 the mean is taken in float32 and the normalized ``x`` is rounded before the weight
     is applied, or after it with ``offset``, as the Hugging Face families do.
     """
-    compiled = x.dim() == 2 and layer_functions.fits(x, weight)
-    return computed(layer_functions.RmsNorm if compiled else _RmsNorm, x, weight, eps, offset)
+    functions = which(lambda functions: functions.fits(x, weight)) if x.dim() == 2 else None
+    return computed(functions.RmsNorm if functions else _RmsNorm, x, weight, eps, offset)
 
 
 def heads(
@@ -67,8 +66,9 @@ def heads(
         weights: the weights of the query norm and the key norm, which precede rotation; empty: no
             norms.
     """
-    if tables is not None and layer_functions.fits(x, tables[0], *weights):
-        return computed(layer_functions.TurnedHeads, x, *tables, shape, *weights)
+    functions = tables and which(lambda functions: functions.fits(x, tables[0], *weights))
+    if tables is not None and functions is not None:
+        return computed(functions.Heads, x, *tables, shape, *weights)
     counts = shape.heads, shape.kv_heads
     qk, v = shape.split(x, sum(counts), shape.kv_heads)
     if weights:
@@ -83,8 +83,9 @@ def heads(
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """``activation(gate) * up`` of ``[T, 2 f]``, gate first."""
-    if activation == "silu" and layer_functions.fits(gate_up):
-        return computed(layer_functions.Gated, gate_up)
+    functions = which(lambda functions: functions.fits(gate_up)) if activation == "silu" else None
+    if functions is not None:
+        return computed(functions.Gated, gate_up)
     return computed(_Gated, gate_up, activation)
 
 
@@ -127,7 +128,7 @@ class _Linear(torch.autograd.Function):
         kept = cast("list[GradientSum] | None", ctx.kept)
         parts: list[Tensor | None] = [None] * (len(needs) - 5)
         if kept is not None:
-            add_product(grad, x, [of() for of in kept])
+            add_product(grad, x, weight, kept)
         elif any(needs[5 : 5 + len(rows)]):
             parts[: len(rows)] = (grad.t() @ x).split(rows)
         if any(needs[5 + len(rows) :]):

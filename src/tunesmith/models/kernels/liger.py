@@ -28,8 +28,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tunesmith.models.cpu.layer_functions import HeadShape
 from tunesmith.models.kernels import lean_ops
+from tunesmith.models.kernels.functions import HeadShape
 from tunesmith.models.kernels.lean_ops import Activation, Operations
 
 USED = ("rms_norm", "rope", "swiglu")

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from tunesmith.errors import ModelError
-from tunesmith.models.cpu.attention import CpuFlash
 from tunesmith.models.forest import Segment, subtree_ends
 from tunesmith.models.kernels.attention import AttentionRule, merge
+from tunesmith.models.kernels.cpu_attention import CpuFlash
 from tunesmith.models.kernels.varlen_attention import CudaFlash
 
 PassOn = Callable[[Tensor], Tensor]

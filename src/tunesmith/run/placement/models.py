@@ -100,10 +100,10 @@ def load_model(
     """
     import torch
 
-    from tunesmith.models.cpu import training_functions
+    from tunesmith.models.kernels import functions
 
     compiled = config.system.compile
-    training_functions.allow(compiled is True)
+    functions.allow(compiled is True)
     torch.set_num_threads(config.system.threads)
     trust_remote_code = config.model.trust_remote_code
     lora = config.lora

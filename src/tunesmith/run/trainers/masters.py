@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tunesmith.models.cpu.weight_gradients import keep_sum
+from tunesmith.models.kernels.gradient_sums import keep_sum
 from tunesmith.models.parallel.sharding import first_row, in_host_memory, local
 
 MOST_ON_THE_WAY = 4
