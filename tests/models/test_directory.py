@@ -14,15 +14,14 @@ from safetensors.torch import load_file
 
 from tests.support.odd_models import ODD, ONE
 from tests.support.tiny import save_model
-from tunesmith.config.commands import GenerateConfig
-from tunesmith.config.load import load_config
 from tunesmith.errors import ModelError
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.micro_batches import build_forest
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.sharding import Sharding, run
 from tunesmith.plan.facts.hub import known_model_facts
-from tunesmith.run.placement.engines import make_engine
+from tunesmith.run.placement.base import WeightSource
+from tunesmith.run.placement.engines import VllmSpec
 from tunesmith.types import Sample
 
 FOREST = build_forest(Batch.of([Sample([5, 9, 30, 77, 8, 20], [False] + [True] * 5)]))
@@ -60,21 +59,15 @@ def loaders(sharding: Sharding) -> dict[str, Callable[[Path], CausalLM]]:
     }
 
 
-@pytest.mark.parametrize("role", ["model.path", "system.draft_model"])
+@pytest.mark.parametrize("role", ["model", "draft_model"])
 def test_what_only_vllm_reads_has_its_values_checked_too(tmp_path: Path, role: str) -> None:
     """Without a trainer, which would load the same files, and as a draft."""
     good = save_model(tmp_path / "good")
     bad = save_model(tmp_path / "bad")
     ODD["nan"].make(bad)
-    paths = {"model.path": good, "system.draft_model": good, role: bad}
-    said = [
-        *(f"{key}={path}" for key, path in paths.items()),
-        "data.train=org/data",
-        'system.engine="vllm"',
-    ]
-    config = load_config(GenerateConfig, None, said)
+    settings = {"model": str(good), "draft_model": str(good), role: str(bad)}
     with pytest.raises(ModelError) as refused:
-        make_engine(config, None, lambda _: None)
+        VllmSpec(settings).check(WeightSource(), print)
     assert all(words in str(refused.value) for words in (*ODD["nan"].refused, str(bad)))
 
 

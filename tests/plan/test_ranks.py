@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from tunesmith.plan.plan import devices_of, draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.run.placement.checking import with_launched_ranks
-from tunesmith.run.placement.machines import Machine, check_machines, look
+from tunesmith.run.placement.machines import Machine, check_machines
 from tunesmith.run.processes.machines import differences, own_view
 from tunesmith.run.processes.torchrun import Launch
 
@@ -224,9 +225,9 @@ def test_machines_without_the_same_files(tmp_path: Path, left: str, words: str) 
             self.host = host
             self.same = same
 
-        def submit(self, method: str, probe: Path) -> Future[Machine]:
-            assert method == "look"
-            found = look(str(tmp_path), probe)
+        def submit(self, method: str, work: Callable[[], Machine]) -> Future[Machine]:
+            assert method == "run"
+            found = work()
             done = Future[Machine]()
             changed = (
                 {"probe": None}

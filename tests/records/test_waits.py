@@ -16,14 +16,15 @@ import pytest
 import tunesmith
 from tests.support import tiny
 from tests.support.tiny_runs import sums, write_lines
-from tunesmith.config.commands import GenerateConfig
-from tunesmith.config.load import load_config
 from tunesmith.config.objects import load_function
 from tunesmith.errors import EngineLostError
 from tunesmith.records import waits
 from tunesmith.records.waits import long_wait
 from tunesmith.run.offline.generate import run_generate
-from tunesmith.run.placement import engines
+from tunesmith.run.placement.base import WeightSource
+from tunesmith.run.placement.elsewhere import Elsewhere
+from tunesmith.run.placement.engines import LocalSpec
+from tunesmith.run.placement.models import ModelSpec
 
 
 def test_lines_come_while_it_takes_long_and_none_afterwards() -> None:
@@ -81,9 +82,11 @@ def test_models_data_and_engines_are_waited_for_aloud(tmp_path: Path, seen: list
         "system.threads=1",
     ]
     run_generate(None, settings)
-    config = load_config(GenerateConfig, None, settings)
+    nowhere: Any = Nowhere()
+    spec = LocalSpec(ModelSpec(str(model), "float32", "cpu"), 1 << 20, 1, 1)
+    pool: Any = Elsewhere(nowhere).engine(spec, WeightSource(), print)
     with pytest.raises(EngineLostError):
-        asyncio.run(engines._start_engine(Nowhere(), config, {}, print, 0))
+        asyncio.run(pool._start(0))
     for doing in (
         f"loading the tokenizer of {model}",
         "reading data.train",

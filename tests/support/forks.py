@@ -34,7 +34,7 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
     "tunesmith.run.placement.trainers",
-    "tunesmith.run.placement.processes",
+    "tunesmith.run.placement.choosing",
     "tunesmith.run.engines.far",
     "tunesmith.run.engines.local.engine",
 )

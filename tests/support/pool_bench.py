@@ -19,6 +19,8 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.run.engines.base import Member
 from tunesmith.run.engines.far import FarEngine
 from tunesmith.run.engines.pool import EnginePool
+from tunesmith.run.placement.engines import LocalSpec, VllmSpec
+from tunesmith.run.placement.models import ModelSpec
 from tunesmith.run.placement.planes import file_plane
 from tunesmith.run.weights.base import Plane
 
@@ -41,8 +43,12 @@ def lose_patience(pool: EnginePool) -> None:
     member.far._watch()  # pyright: ignore[reportPrivateUsage]
 
 
+def local_spec(path: str | Path, **changed: Any) -> LocalSpec:
+    return LocalSpec(ModelSpec(str(path), "float32", "cpu", **changed), 1 << 20, 6, 32)
+
+
 class PoolBench:
-    """Trainer's model, pool and event loop; ``start`` says where an engine of ``settings`` runs."""
+    """Trainer's model, pool and event loop; ``start`` says where an engine of ``spec`` runs."""
 
     def __init__(self, folder: Path, family: str = "llama", **shape: Any) -> None:
         self.path = save_model(
@@ -50,16 +56,7 @@ class PoolBench:
         )
         self.model = CausalLM.load(self.path)
         self.named = self.model.module.state_dict().items
-        self.settings: dict[str, Any] = {
-            "engine": "local",
-            "model": str(self.path),
-            "dtype": "float32",
-            "device": "cpu",
-            "trust_remote_code": False,
-            "kv_bytes": 1 << 20,
-            "max_running": 6,
-            "max_prefill_tokens": 32,
-        }
+        self.spec: LocalSpec | VllmSpec = local_spec(self.path)
         self.said: list[str] = []
         self.runner = asyncio.Runner()
 
@@ -70,7 +67,7 @@ class PoolBench:
             "kv_bytes": 1 << 26,
             "max_running": 8,
         }
-        self.settings = {"engine": "vllm", "model": str(self.path), **common, **options}
+        self.spec = VllmSpec({"model": str(self.path), **common, **options})
 
     async def start(self) -> Member:
         raise NotImplementedError

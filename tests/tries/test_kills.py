@@ -127,7 +127,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     import torch
 
     import tunesmith.run.loop.rl
-    import tunesmith.run.placement.engine_host
+    import tunesmith.run.placement.engines
     import tunesmith.run.placement.rl_run
     import tunesmith.run.placement.supervised_run  # noqa: F401  (imported before the copies are made)
 

@@ -275,7 +275,7 @@ def test_random_run_files(
 
     monkeypatch.chdir(folder)
     for module, name in (
-        (train, "open_processes"), (generate, "answer_tasks"), (generate, "score"),
+        (train, "open_placement"), (generate, "answer_tasks"), (generate, "score"),
         (rft._Run, "do"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, reached)

@@ -4,7 +4,6 @@ test-vllm``."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 
 import pytest
 
@@ -13,7 +12,6 @@ from tests.support.pool_bench import LAST, PoolBench, each_check
 from tunesmith.config.system import SystemSection
 from tunesmith.errors import EngineLostError
 from tunesmith.plan.cluster import Bundle
-from tunesmith.run.placement.engine_host import make_engine_host
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
@@ -29,7 +27,7 @@ class Bench(PoolBench):
 
     async def start(self) -> FarEngine:
         far = self.cluster.spawn("rollout", EngineLostError)
-        return await FarEngine.start(far, partial(make_engine_host, self.settings))
+        return await FarEngine.start(far, self.spec.build)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])

@@ -4,7 +4,6 @@ engine contract."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from tests.support.pool_bench import PoolBench, each_check
 from tunesmith.errors import EngineLostError
 from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.run.engines.far import FarEngine
-from tunesmith.run.placement.engine_host import make_engine_host
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 class Bench(PoolBench):
     async def start(self) -> FarEngine:
         far = ChildProcess("the engine's process", EngineLostError)
-        return await FarEngine.start(far, partial(make_engine_host, self.settings))
+        return await FarEngine.start(far, self.spec.build)
 
 
 @pytest.fixture(scope="module", params=["tensor", "pipeline"])

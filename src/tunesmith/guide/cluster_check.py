@@ -20,9 +20,8 @@ from tunesmith.learn.usercode.far import gather
 from tunesmith.plan.devices import visible_names
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.run.placement.machines import RankHost, written_probe
-from tunesmith.run.placement.planes import launched_address
 from tunesmith.run.processes.machines import PACKAGES, own_view
-from tunesmith.run.processes.torchrun import LaunchedProcesses, Meeting
+from tunesmith.run.processes.torchrun import LaunchedProcesses, Meeting, launched_address
 
 SMALL = 8
 LARGE = 32 << 20

@@ -11,9 +11,14 @@ class NoTokenizer:
     unk_token_id = chat_template = None
     pad_token = ""
     all_special_ids: tuple[int, ...] = ()
+    all_special_tokens: tuple[str, ...] = ()
 
     def __call__(self, texts: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": [[0] for _ in texts]}
+
+    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+        del token_ids
+        return ""
 
     def get_vocab(self) -> dict[str, int]:
         return {}

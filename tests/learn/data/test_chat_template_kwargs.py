@@ -19,7 +19,7 @@ from tunesmith.learn.data.preference import load_judged, load_pairs, load_steps
 from tunesmith.learn.data.prepare import load_samples, load_tasks
 from tunesmith.run import placement
 from tunesmith.run.offline.sampling import identity
-from tunesmith.run.placement.models import load_tokenizer
+from tunesmith.run.placement.specs import load_tokenizer
 
 SHOUTS = "{% if shout is defined and shout %}<bos>{% endif %}" + tiny.CHATML
 ANSWERED = {

@@ -33,7 +33,7 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
-from tunesmith.run.placement.rewards import make_reward_model
+from tunesmith.run.placement.scorers import ScorerSpec
 from tunesmith.types import Completion, FinishReason, Rollout, Status, Task
 
 SEQUENCES = [[5, 6, 7, 8, 9], [5, 6, 7, 11], [12, 13], [5, 6, 7, 8, 9], [40], list(range(20, 60))]
@@ -53,9 +53,7 @@ def load(
     **keys: Any,
 ) -> RewardModel:
     entry = ModelReward(path=str(path), **keys)
-    return make_reward_model(
-        entry, dtype="float32", device="cpu", max_tokens=max_tokens, chat=chat, offload=offload
-    )
+    return ScorerSpec(entry, "float32", "cpu", max_tokens, chat, offload=offload).build()
 
 
 def rollout(

@@ -35,7 +35,7 @@ from tunesmith.learn.rewards.remote import remote_reward
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.learn.rewards.server import RewardService, make_app
 from tunesmith.records.http_server import Limits, is_loopback, listen
-from tunesmith.run.placement.rewards import make_reward_model
+from tunesmith.run.placement.scorers import ScorerSpec
 from tunesmith.run.placement.serve_reward import ServeOptions, read_token, serve_reward
 from tunesmith.types import Completion, Message, Rollout, Status, Task
 
@@ -76,9 +76,7 @@ def lengths(completions: list[str], **columns: Any) -> list[float]:
 
 
 def test_a_model_gives_what_it_gives_directly_over_http(path: Path) -> None:
-    model = make_reward_model(
-        ModelReward(path=str(path)), dtype="float32", device="cpu", max_tokens=64
-    )
+    model = ScorerSpec(ModelReward(path=str(path)), "float32", "cpu", 64).build()
     talk = [{"role": "user", "content": "2+2?"}]
     body = {
         "prompts": ["1+1?", talk, "x"],
@@ -269,9 +267,7 @@ def process(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
 
 @pytest.mark.slow
 def test_the_command_serves_a_model_and_ends_on_sigterm(tmp_path: Path, path: Path) -> None:
-    model = make_reward_model(
-        ModelReward(path=str(path)), dtype="float32", device="cpu", max_tokens=64
-    )
+    model = ScorerSpec(ModelReward(path=str(path)), "float32", "cpu", 64).build()
     (score,) = direct_scores(path, [model.encode("1+1?", "2")])
     with process(tmp_path, str(path), "--normalize", "--max-tokens", "64", "--window-ms", "1") as (
         server,

@@ -28,7 +28,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu import training_functions
 from tunesmith.models.kernels import compiled
 from tunesmith.models.kernels.inductor import CACHE
-from tunesmith.run.placement.models import load_model, load_tokenizer
+from tunesmith.run.placement.specs import load_tokenizer, model_spec
 
 
 @pytest.fixture(autouse=True)
@@ -231,7 +231,7 @@ def test_a_run_compiles_its_models_and_not_its_own_training_functions(
     config = resolved(
         tmp_path, "sft", "system.device=cpu", "system.compile=default", "system.threads=1"
     )
-    model = load_model(CausalLM, config, load_tokenizer(config))
+    model = model_spec(config).build(load_tokenizer(config))
     assert model.lean is not None and isinstance(model.lean.compiled, compiled.CompiledLayers)
     assert training_functions.functions() is None
     assert np.isfinite(model.predict(forest_of(samples_of())).logprobs.detach().numpy()).all()

@@ -37,7 +37,7 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import draft
 from tunesmith.plan.rules import checks
 from tunesmith.plan.rules.checks import check, contradictions
-from tunesmith.run.placement.models import load_model, load_tokenizer
+from tunesmith.run.placement.specs import load_tokenizer, model_spec
 
 GPU = "H100-80GB"
 
@@ -235,7 +235,7 @@ def test_a_run_on_a_gpu_computes_with_them(
     here = config.model_copy(
         update={"system": config.system.model_copy(update={"device": "cpu", "threads": 1})}
     )
-    model = load_model(CausalLM, here, load_tokenizer(here))
+    model = model_spec(here).build(load_tokenizer(here))
     assert torch.isfinite(model.predict(forest_of(samples_of())).logprobs).all() and stand_in.calls
     with pytest.raises(ConfigError, match=r"system\.kernels = 'liger'"):
         check_dry_run(config)
@@ -247,7 +247,7 @@ def test_ours_is_the_default(
     monkeypatch.setattr(training_functions, "_allowed", False)
     config = resolved(tmp_path, "sft", "system.device=cpu", "system.threads=1")
     assert config.system.kernels == "torch"
-    load_model(CausalLM, config, load_tokenizer(config)).predict(forest_of(samples_of()))
+    model_spec(config).build(load_tokenizer(config)).predict(forest_of(samples_of()))
     assert not stand_in.calls
 
 

@@ -49,7 +49,7 @@ from tunesmith.plan.cost.seconds import TO_THE_HOST, step_seconds
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.plan import draft
 from tunesmith.run.placement.planes import published
-from tunesmith.run.placement.rewards import SequenceScores
+from tunesmith.run.placement.scorers import SequenceScores
 from tunesmith.run.processes.rank_group import join_group_of_one
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.passes import Passes

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.engine_contract import FREE, Subject
-from tests.support.pool_bench import LAST, PoolBench, each_check, lose_patience
+from tests.support.pool_bench import LAST, PoolBench, each_check, local_spec, lose_patience
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sums, write_lines
 from tunesmith.config.schema import LoraSection
@@ -34,8 +33,7 @@ from tunesmith.records.metrics import read_metrics
 from tunesmith.run.engines.far import FarEngine
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.engines.pool import EnginePool
-from tunesmith.run.placement import engine_host
-from tunesmith.run.placement.engine_host import make_engine_host
+from tunesmith.run.placement import engines
 from tunesmith.run.placement.planes import file_plane, published
 from tunesmith.run.weights.base import Offer, Plane
 from tunesmith.run.weights.broadcast import BroadcastPlane
@@ -48,7 +46,7 @@ def spawn(python: Path | None = None) -> ChildProcess:
 
 class Bench(PoolBench):
     async def start(self) -> FarEngine:
-        return await FarEngine.start(spawn(), partial(make_engine_host, self.settings))
+        return await FarEngine.start(spawn(), self.spec.build)
 
     def gloo(self) -> Plane:
         return BroadcastPlane(self.named, "cpu", plane="gloo", group="gloo", bucket_bytes=10_000)
@@ -144,9 +142,7 @@ def test_a_process_that_cannot_start_says_how_it_ended(bench: Bench, tmp_path: P
 
     async def run() -> None:
         with pytest.raises(EngineError, match=r"exit code 7.*\n.*no such thing") as error:
-            await FarEngine.start(
-                spawn(python=interpreter), partial(make_engine_host, bench.settings)
-            )
+            await FarEngine.start(spawn(python=interpreter), bench.spec.build)
         assert not isinstance(error.value, EngineLostError), "another one would end in the same way"
 
     bench.runner.run(run())
@@ -156,9 +152,7 @@ def test_a_process_that_cannot_start_says_how_it_ended(bench: Bench, tmp_path: P
 def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
     async def run() -> None:
         with pytest.raises(UserError, match="nowhere"):
-            await FarEngine.start(
-                spawn(), partial(make_engine_host, {**bench.settings, "model": "/nowhere"})
-            )
+            await FarEngine.start(spawn(), local_spec("/nowhere").build)
 
     bench.runner.run(run())
 
@@ -166,7 +160,7 @@ def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
 async def test_requests_are_answered_while_weights_arrive_and_none_is_used_before_all_have(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine_host(bench.settings)
+    engine = bench.spec.build()
     arriving = threading.Event()
     go_on = threading.Event()
 
@@ -175,7 +169,7 @@ async def test_requests_are_answered_while_weights_arrive_and_none_is_used_befor
         arriving.set()
         assert go_on.wait(300)
 
-    monkeypatch.setattr(engine_host, "read_offer", read)
+    monkeypatch.setattr(engines, "read_offer", read)
 
     async def write() -> Any:
         return (await engine.ask("generate", [11, 12], FREE))[0]
@@ -194,18 +188,18 @@ async def test_requests_are_answered_while_weights_arrive_and_none_is_used_befor
 
 def test_an_adapter_reaches_the_worker_alone(bench: Bench) -> None:
     """The worker has the same base, and computes with base and adapter as the trainer does."""
-    model = CausalLM.load(bench.settings["model"])
+    model = CausalLM.load(bench.path)
     lora = LoraSection(rank=2)
     attach(model, lora)
     with torch.no_grad():
         for name, parameter in model.module.named_parameters():
             if ".lora_B." in name:
                 parameter.normal_(0, 0.3)
-    settings = {**bench.settings, "lora": lora.model_dump(mode="json")}
+    spec = local_spec(bench.path, frozen=True, lora=lora)
 
     async def run() -> None:
         async def start(_: int) -> FarEngine:
-            return await FarEngine.start(spawn(), partial(make_engine_host, settings))
+            return await FarEngine.start(spawn(), spec.build)
 
         pool = EnginePool(start, file_plane(published(model, merged=False)))
         inside = LocalEngine(model, kv_bytes=1 << 20, max_running=6, max_prefill_tokens=32)

@@ -177,7 +177,7 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(
 ) -> None:
     """They come of the last step, after which nothing else would look at them."""
     monkeypatch.setattr(
-        "tunesmith.run.placement.trainers.learning_rate",
+        "tunesmith.run.placement.learners.learning_rate",
         lambda step, **_: lr if step == 2 else 1e-3,
     )
     with pytest.raises(DivergedError, match="is not finite") as raised:

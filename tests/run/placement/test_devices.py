@@ -219,12 +219,12 @@ async def test_a_place_is_free_when_its_process_has_ended(
 
 
 def test_a_run_on_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tunesmith.run.placement.engines import make_engine
+    from tunesmith.run.placement.choosing import on_this_machine
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     wanted = config("system.engines=2", "system.trainer_ranks=1")
     with pytest.raises(ConfigError, match="take 3 GPUs, and this process sees 2"):
-        make_engine(wanted, None, print)  # pyright: ignore[reportArgumentType]
+        on_this_machine(wanted)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

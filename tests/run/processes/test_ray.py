@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.support import forks
 from tests.support.engine_contract import FREE, Subject
-from tests.support.pool_bench import PoolBench, each_check, lose_patience
+from tests.support.pool_bench import PoolBench, each_check, local_spec, lose_patience
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings
 from tests.support.training import learner_of
@@ -49,10 +49,8 @@ from tunesmith.plan.plan import devices_of
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.run.engines.pool import EnginePool
-from tunesmith.run.placement.engine_host import make_engine_host
-from tunesmith.run.placement.models import load_tokenizer
-from tunesmith.run.placement.processes import remote_trainer
-from tunesmith.run.placement.trainers import make_policy
+from tunesmith.run.placement.ray import Ray
+from tunesmith.run.placement.specs import trainer_spec
 from tunesmith.run.trainers.base import TrainBackend
 from tunesmith.types import Sample
 
@@ -86,7 +84,7 @@ class Bench(PoolBench):
 
     async def start(self) -> FarEngine:
         far = self.cluster.spawn("rollout", EngineLostError)
-        return await FarEngine.start(far, partial(make_engine_host, self.settings))
+        return await FarEngine.start(far, self.spec.build)
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +139,7 @@ def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
     async def run() -> None:
         far = bench.cluster.spawn("rollout", EngineLostError)
         with pytest.raises(ModelError, match="nowhere"):
-            settings = {"engine": "local", "model": "/nowhere", "dtype": "float32", "device": "cpu"}
-            await FarEngine.start(
-                far, partial(make_engine_host, {**settings, "trust_remote_code": False})
-            )
+            await FarEngine.start(far, local_spec("/nowhere").build)
 
     bench.runner.run(run())
 
@@ -178,9 +173,8 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_pat
     checkpoints."""
     config = resolved(tmp_path, algorithm__kl__coef=0.1, train__ema_decay=0.5)
     assert processes(devices_of(config)) == {"actor": 1, "ref": 1, "rollout": 1}
-    tokenizer = load_tokenizer(config)
-    local = make_policy(with_values(config, {"system.cluster": "none"}), tokenizer)
-    there, _ = remote_trainer(cluster, config, make_policy)
+    local = trainer_spec(with_values(config, {"system.cluster": "none"})).build().backend
+    there: Any = Ray(cluster).trainer(trainer_spec(config)).backend
     assert there.cost == local.cost
     objective = policy_objective(config.algorithm)
     weighed = batch()
@@ -222,9 +216,10 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_pat
 def test_two_trainer_ranks_take_the_steps_of_one(cluster: RayCluster, tmp_path: Path) -> None:
     """Memory runs out on one at first; then a checkpoint of both goes on in one; then one dies."""
     config = resolved(tmp_path, system__trainer_ranks=2, train__ema_decay=0.5)
-    tokenizer = load_tokenizer(config)
-    local = make_policy(with_values(config, {"system.cluster": "none"}), tokenizer)
-    there, limits = remote_trainer(cluster, config, make_policy)
+    local = trainer_spec(with_values(config, {"system.cluster": "none"})).build().backend
+    trained = Ray(cluster).trainer(trainer_spec(config))
+    there: Any = trained.backend
+    limits = trained.limits
     assert there.ranks == 2 and limits.flops_per_second > 0
     objective = policy_objective(config.algorithm)
     full = tmp_path / "full"

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -32,7 +31,6 @@ from tunesmith.guide.simulate.device import FakeDevice
 from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.run.engines.far import FarEngine
 from tunesmith.run.engines.pool import EnginePool
-from tunesmith.run.placement.engine_host import make_engine_host
 from tunesmith.run.placement.planes import read_offer
 from tunesmith.run.processes import checksum as sums
 from tunesmith.run.processes.checksum import word_sum
@@ -333,7 +331,7 @@ def spawn() -> ChildProcess:
 
 class Bench(PoolBench):
     async def start(self) -> FarEngine:
-        return await FarEngine.start(spawn(), partial(make_engine_host, self.settings))
+        return await FarEngine.start(spawn(), self.spec.build)
 
     def another(self, plane: Plane | None = None, **options: Any) -> EnginePool:
         return super().another(plane or plane_of(self.named, bucket_bytes=10_000), **options)

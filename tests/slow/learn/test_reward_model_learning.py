@@ -18,7 +18,7 @@ from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.learn.rewards.server import RewardService, make_app
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
-from tunesmith.run.placement.rewards import make_reward_model
+from tunesmith.run.placement.scorers import ScorerSpec
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_reward_rises_by_more_than_half_of_its_spread(
         )
     else:
         entry = ModelReward(path=str(path))
-        model = make_reward_model(entry, dtype="float32", device="cpu", max_tokens=2048, chat=False)
+        model = ScorerSpec(entry, "float32", "cpu", 2048, chat=False).build()
         rewards = RewardSet({"rm": 1.0}, 30.0)
         rewards.add(model_reward("rm", model, exact=False, in_thread=True))
         with running(make_app(RewardService(rewards, 0.002), 2**20)) as url:

@@ -28,19 +28,16 @@ from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
-from tunesmith.run.placement.models import policy_predict
-from tunesmith.run.placement.processes import ReferenceHost
+from tunesmith.run.placement.host import PartHost
+from tunesmith.run.placement.specs import predict_spec, reference_spec
 from tunesmith.run.trainers.passes import Passes
 from tunesmith.types import Sample
 
 PROCESSES = 2
 
 
-class Host(ReferenceHost):
+class Telling(PartHost):
     """Tells what it holds, and may be short of memory."""
-
-    def __post_init__(self) -> None:
-        self.address = HERE  # without asking Ray, which does not run here
 
     def held(self) -> int:
         return sum(local(p).numel() for p in self.passes.model.module.parameters())
@@ -83,7 +80,8 @@ def test_processes_share_weights_and_score_as_one(tmp_path: Path) -> None:
     packing = Packing.of(of_three(), 9)
     assert len(packing) == 3
     old, new = (
-        Passes(CausalLM.load(p, dtype=torch.float32), policy_predict(config)) for p in (path, other)
+        Passes(CausalLM.load(p, dtype=torch.float32), predict_spec(config).build())
+        for p in (path, other)
     )
     with ExitStack() as stack:
         children = [
@@ -91,7 +89,9 @@ def test_processes_share_weights_and_score_as_one(tmp_path: Path) -> None:
         ]
         for far in children:
             stack.callback(far.close)
-        gather(far.make(partial(Host, config)) for far in children)
+        # HERE is known without asking Ray, which does not run here.
+        made = partial(Telling, reference_spec(config), HERE.__str__)
+        gather(far.make(made) for far in children)
         place = children[0].call("open_store")
         gather(far.submit("build", rank, PROCESSES, place) for rank, far in enumerate(children))
         parameters = sum(p.numel() for p in old.model.module.parameters())

@@ -29,8 +29,10 @@ from tunesmith.plan.facts.model import count_parameters
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import devices_of
 from tunesmith.plan.resolve import resolve
-from tunesmith.run.placement import processes
-from tunesmith.run.placement.processes import RewardHost, remote_reward_model
+from tunesmith.run.placement import elsewhere
+from tunesmith.run.placement.host import PartHost
+from tunesmith.run.placement.ray import Ray
+from tunesmith.run.placement.specs import scorer_spec
 
 ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
 
@@ -51,7 +53,7 @@ SEQUENCES = [
 ]
 
 
-class Host(RewardHost):
+class Telling(PartHost):
     """Tells what it holds, and may be short of memory."""
 
     def held(self) -> int:
@@ -67,8 +69,7 @@ class Host(RewardHost):
 
     @property
     def module(self) -> Any:
-        scores: Any = self.model.score_ids
-        return scores.passes.model.module
+        return self.score_ids.passes.model.module
 
 
 def resolved(folder: Path, **reward: int) -> RLConfig:
@@ -90,7 +91,7 @@ def resolved(folder: Path, **reward: int) -> RLConfig:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Far]]:
     """The processes in the order in which they were started."""
-    monkeypatch.setattr(processes, "RewardHost", Host)
+    monkeypatch.setattr(elsewhere, "PartHost", Telling)
     fars: list[Far] = []
     spawn = RayCluster.spawn
 
@@ -125,7 +126,7 @@ def test_two_processes_share_a_reward_model_and_score_as_one(
         ("rollout",),
     ]
     with RayCluster.open(SystemSection(), bundles(devices_of(config))) as cluster:
-        model = remote_reward_model(cluster, config, config.reward.models[0], said.append)
+        model = Ray(cluster).scorer(scorer_spec(config, config.reward.models[0]), said.append)
 
         def check(fits: int = len(SEQUENCES)) -> None:
             assert model.score(SEQUENCES[:fits]) == pytest.approx(expected[:fits], abs=1e-5)
@@ -137,7 +138,7 @@ def test_two_processes_share_a_reward_model_and_score_as_one(
         assert model.score([]) == []
         gather(far.submit("limit", 6) for far in started)
         check(5)
-        caps = [far.get("model.score_ids.max_tokens") for far in started]
+        caps = [far.get("score_ids.max_tokens") for far in started]
         assert caps == [8, 8], "64, halved as often as needed"
         with pytest.raises(DeviceMemoryError, match="7 tokens"):
             model.score([[*range(10, 16)], [*range(20, 26)]])
@@ -161,7 +162,7 @@ def test_two_copies_of_two_shares_deal_out_what_there_is(
     config = resolved(tmp_path, processes=4, shards=2)
     expected = direct_scores(judge, SEQUENCES)
     with RayCluster.open(SystemSection(), bundles(devices_of(config))) as cluster:
-        model = remote_reward_model(cluster, config, config.reward.models[0], print)
+        model = Ray(cluster).scorer(scorer_spec(config, config.reward.models[0]), print)
         assert [far.call("held") for far in started] == 2 * shares_of(judge)
         for fits in (len(SEQUENCES), 1):
             assert model.score(SEQUENCES[:fits]) == pytest.approx(expected[:fits], abs=1e-5)

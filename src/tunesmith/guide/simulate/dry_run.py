@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from math import ceil
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.changing import with_values
@@ -24,40 +23,35 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
 from tunesmith.config.system import Role
 from tunesmith.errors import ConfigError
-from tunesmith.guide.simulate.parts import (
-    KEYS_AND_VALUES,
-    groups_of,
-    items_of,
-    parts_replaced,
-    run_with_data,
-)
+from tunesmith.guide.simulate.data import groups_of, items_of, run_with_data
+from tunesmith.guide.simulate.placement import Simulated
 from tunesmith.guide.simulate.processes import FakeProcesses
 from tunesmith.guide.simulate.threads import FIRST
-from tunesmith.learn.algorithms.kl import KLController
+from tunesmith.learn.environments.loading import EnvironmentSet
+from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.models.no_tokenizer import NoTokenizer
 from tunesmith.plan.cluster import NAMES
 from tunesmith.plan.cost.device import Price
-from tunesmith.plan.cost.memory import (
-    LEAST_TOKENS,
-    planned,
-    planned_elsewhere,
-)
+from tunesmith.plan.cost.memory import LEAST_TOKENS, planned, planned_elsewhere
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import devices_of, draft, longest_sample
-from tunesmith.run.placement.processes import remote_reward_model
-from tunesmith.run.placement.rewards import load_reward_model
-from tunesmith.run.placement.rl_run import make_learner_and_engine
-from tunesmith.run.placement.supervised_run import make_parts
-from tunesmith.run.placement.trainers import make_critic
+from tunesmith.run.placement import rl_run, supervised_run
+from tunesmith.run.placement.here import Here
+from tunesmith.run.placement.port import Placement
+from tunesmith.run.placement.processes import Processes
+from tunesmith.run.placement.ray import Ray
+from tunesmith.run.processes.torchrun import launched_address
 from tunesmith.run.trainers.ranked import RankedBackend
+from tunesmith.types import RolloutGroup, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tunesmith.guide.simulate.device import FakeDevice
-    from tunesmith.learn.rewards.model import RewardModel
     from tunesmith.models.decoder import Decoder
     from tunesmith.run.engines.base import RolloutEngine
     from tunesmith.run.loop.learner import Learner
+    from tunesmith.run.loop.parts import RLParts
     from tunesmith.run.trainers.passes import Passes
     from tunesmith.run.trainers.torch import TorchBackend
 
@@ -83,13 +77,12 @@ class DryPhase:
 
 @dataclass(slots=True)
 class DryRun:
-    """A resolved run on one simulated device."""
+    """A resolved run on simulated devices."""
 
     config: RunConfig
     facts: Facts
     device: FakeDevice
-    processes: FakeProcesses | None
-    """The processes of the ranks; None: this process trains."""
+    placement: Simulated
     phases: defaultdict[str, dict[str, DryPhase]] = field(default_factory=lambda: defaultdict(dict))
     """Phases by name, for each kind of GPU."""
 
@@ -123,7 +116,9 @@ class DryRun:
     def supervised(self) -> None:
         items = items_of(self.config, self.longest, self.tokens)
         with self.phase("load"):
-            parts = make_parts(run_with_data(self.config, items), _SESSION, self.processes)
+            parts = supervised_run.make_parts(
+                run_with_data(self.config, items), self.placement, _silent
+            )
             self.name(parts.learner)
             self.name_gradients(parts.learner)
         for _ in range(STEPS):
@@ -138,84 +133,68 @@ class DryRun:
 
     async def reinforced(self, config: RLConfig) -> None:
         """Take the steps of an RL run with a single engine; the others are like it."""
-        from tunesmith.run.loop.experience import make_experience
+        groups = groups_of(config, self.longest, self.tokens)
+        with self.phase("load"):
+            parts = await self._load(config, groups)
+        for step in range(STEPS):
+            await self._step(parts, groups, step)
+        await parts.engine.close()
+
+    async def _load(self, config: RLConfig, groups: Sequence[RolloutGroup]) -> RLParts:
+        models = {each.name: 1.0 for each in (*config.reward.models, *config.reward.remote)}
+        run = run_with_data(
+            with_values(config, {"system.engines": 1}), [group.task for group in groups]
+        )
+        parts = await rl_run.make_parts(
+            run,
+            self.placement,
+            RewardSet(models, config.reward.timeout),
+            EnvironmentSet(config.environment, [], run.base_dir),
+            _silent,
+            None,
+        )
+        self.name(*_learners(parts))
+        self.name_gradients(*_learners(parts))
+        return replace(parts, rewards=RewardSet({}, config.reward.timeout))
+
+    async def _step(self, parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> None:
         from tunesmith.run.loop.rl import learn
         from tunesmith.run.loop.rollouts import hand_device_to_engine, hand_device_to_trainer
 
-        groups = groups_of(config, self.longest, self.tokens)
-        processes = self.processes
-        with self.phase("load"):
-            run = run_with_data(
-                with_values(config, {"system.engines": 1}), [group.task for group in groups]
-            )
-            with self.device.allocating(KEYS_AND_VALUES):  # the others are named next
-                learner, engine = make_learner_and_engine(run, _SESSION, processes)
-            self.name(learner)
-            critic = make_critic(config, _SESSION, run.tokenizer, learner, processes)
-            learners = (
-                [learner]
-                if critic is None or critic.learner is learner
-                else [learner, critic.learner]
-            )
-            with self.device.allocating("frozen models"):
-                models = [*self.reward_models(config)]
-            self.name(*learners)
-            self.name_gradients(*learners)
-        used = {
-            "config": config,
-            "learner": learner,
-            "critic": critic,
-            "kl": KLController.of(config.algorithm.kl),
-        }
-        used |= {
-            "engine": engine,
-            "backends": [each.backend for each in learners],
-            "objective": None,
-        }
-        parts: Any = SimpleNamespace(**used, rewards=SimpleNamespace(weights={}))
-        for step in range(STEPS):
-            if devices_of(config).weights_apart or config.system.hybrid:
-                with self.phase("publish"):
-                    await hand_device_to_engine(parts, engine.load_weights, step)
-            with self.phase("sample"):
-                await _sample(engine, groups[: ceil(len(groups) / config.system.engines)])
-            if models:
-                with self.phase("reward"):
-                    for model in models:
-                        model.score(
-                            [rollout.token_ids for group in groups for rollout in group.rollouts]
-                        )
-            with self.phase("hand over"):
-                await hand_device_to_trainer(parts)
-            self.name(*learners)
-            with self.phase("train"):
-                learn(parts, groups, step)
-            self.name(*learners)
-            scoring = known(config.system, "scoring_max_tokens")
-            if scoring:
-                played = groups_of(config, self.longest, self._tokens(scoring))
-                with self.phase("score"):
-                    new = config.rollout.max_new_tokens
-                    make_experience(
-                        played,
-                        config.algorithm,
-                        learner,
-                        kl_coef=0.0,
-                        max_new_tokens=new,
-                        seed=0,
-                        critic=critic,
-                    )
-        await engine.close()
+        config = parts.config
+        if devices_of(config).weights_apart or config.system.hybrid:
+            with self.phase("publish"):
+                await hand_device_to_engine(parts, parts.engine.load_weights, step)
+        with self.phase("sample"):
+            await _sample(parts.engine, groups[: ceil(len(groups) / self.config.system.engines)])
+        if self.placement.scorers:
+            played = [rollout.token_ids for group in groups for rollout in group.rollouts]
+            with self.phase("reward"):
+                for model in self.placement.scorers:
+                    model.score(played)
+        with self.phase("hand over"):
+            await hand_device_to_trainer(parts)
+        self.name(*_learners(parts))
+        with self.phase("train"):
+            learn(parts, groups, step)
+        self.name(*_learners(parts))
+        scoring = known(config.system, "scoring_max_tokens")
+        if scoring:
+            with self.phase("score"):
+                self._score(parts, groups_of(config, self.longest, self._tokens(scoring)))
 
-    def reward_models(self, config: RLConfig) -> Iterator[RewardModel]:
-        shards = devices_of(config).scoring_shards("reward")
-        if shards > 1:  # other copies are like the first one
-            config = with_values(config, {"system.placement.reward.processes": shards})
-        for entry in config.reward.models:
-            if self.processes and config.system.cluster != "none":
-                yield remote_reward_model(self.processes, config, entry, _silent)
-            else:
-                yield load_reward_model(config, entry)
+    def _score(self, parts: RLParts, groups: Sequence[RolloutGroup]) -> None:
+        from tunesmith.run.loop.experience import make_experience
+
+        make_experience(
+            groups,
+            parts.config.algorithm,
+            parts.learner,
+            kl_coef=0.0,
+            max_new_tokens=parts.config.rollout.max_new_tokens,
+            seed=0,
+            critic=parts.critic,
+        )
 
     def name(self, *learners: Learner) -> None:
         """Record the purpose of the learners' tensors."""
@@ -258,9 +237,10 @@ def _silent(text: str) -> None:
     del text
 
 
-_SESSION: Any = SimpleNamespace(
-    note=_silent, recorder=SimpleNamespace(timeline=None), resume_from=None
-)
+def _learners(parts: RLParts) -> list[Learner]:
+    """The policy's learner, and the critic's if it has its own."""
+    critic = parts.critic and parts.critic.learner
+    return [parts.learner] if critic in (None, parts.learner) else [parts.learner, critic]
 
 
 def check_dry_run(config: RunConfig) -> None:
@@ -291,21 +271,17 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, DryPhase]]:
     from tunesmith.guide.simulate.device import FakeDevice
     from tunesmith.models.parallel.sequence import sequence_group
 
-    apart = isinstance(config, RLConfig) and devices_of(config).weights_apart
     engine = planned_elsewhere(draft(config, facts)) or planned(draft(config, facts)) or Price()
     if config.model.quantize is not None:
         import_module("bitsandbytes")  # it detects real GPUs on import
     judges = devices_of(config).scoring_shards("reward")
     together = max(config.system.trainer_ranks, devices_of(config).scoring_shards("ref"), judges)
-    with FakeDevice(len(facts.hardware.gpus), together) as device, parts_replaced(device, engine):
-        remote = config.system.trainer_ranks > 1 or apart
+    gpus = len(facts.hardware.gpus)
+    with FakeDevice(gpus, together) as device:
+        inner = _inner(config, facts, judges)
         try:
-            with (
-                FakeProcesses(partial(_gpu_of, config, facts), judges)
-                if remote
-                else nullcontext() as processes
-            ):
-                run = DryRun(config, facts, device, processes)
+            with Simulated(inner, device, engine) as placement:
+                run = DryRun(config, facts, device, placement)
                 if isinstance(config, RLConfig):
                     asyncio.run(run.reinforced(config))
                 else:
@@ -313,6 +289,18 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, DryPhase]]:
         finally:
             sequence_group.cache_clear()  # its process groups end with the device
     return dict(run.phases)
+
+
+def _inner(config: RunConfig, facts: Facts, judges: int) -> Placement:
+    """The run's own placement, over simulated processes."""
+    apart = isinstance(config, RLConfig) and devices_of(config).weights_apart
+    if config.system.trainer_ranks == 1 and not apart:
+        return Here(NoTokenizer())
+    starter = FakeProcesses(partial(_gpu_of, config, facts), judges)
+    if config.system.cluster == "ray":
+        return Ray(starter, launched_address)
+    own_gpus = devices_of(config).have_own_gpus(len(facts.hardware.gpus))
+    return Processes(starter, own_gpus=own_gpus, tokenizer=NoTokenizer())
 
 
 def _gpu_of(config: RunConfig, facts: Facts, role: Role) -> str:
@@ -326,8 +314,6 @@ def _gpu_of(config: RunConfig, facts: Facts, role: Role) -> str:
 
 
 async def _sample(engine: RolloutEngine, groups: Sequence[Any]) -> None:
-    from tunesmith.types import Sampling
-
     sampling = Sampling(3, ignore_eos=True)
     await asyncio.gather(
         *(engine.generate(g.task.prompt_ids, sampling) for g in groups for _ in g.rollouts)

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
@@ -16,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import (
     FakeStore,
 )  # the import registers the backend
 
+from tunesmith.guide.simulate.replacing import replacing
 from tunesmith.guide.simulate.threads import gpu_of_thread
 
 
@@ -43,12 +42,13 @@ def fake_groups(most: int) -> Generator[None]:
         return joined[gpu_of_thread()] if group is None else size_of(group)
 
     with (
-        patch.multiple(
-            dist, init_process_group=join, is_initialized=is_initialized, get_world_size=world_size
+        replacing(
+            dist,
+            init_process_group=join,
+            is_initialized=is_initialized,
+            get_world_size=world_size,
+            ProcessGroupNCCL=_Nccl,  # which a torch without CUDA lacks
         ),
-        patch.object(
-            dist, "ProcessGroupNCCL", _Nccl, create=True
-        ),  # which a torch without CUDA lacks
     ):
         try:
             yield
@@ -57,8 +57,12 @@ def fake_groups(most: int) -> Generator[None]:
                 dist.destroy_process_group()
 
 
+class _Options:
+    pass
+
+
 class _Nccl:
-    Options = SimpleNamespace
+    Options = _Options
 
     def __new__(cls, store: Any, rank: int, world: int, options: Any) -> Any:
         del store, options

@@ -49,8 +49,8 @@ class MemoryUse:
             self.resized(storage)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        held = self._storages.get(storage._cdata)
-        if held:  # pyright: ignore[reportPrivateUsage]
+        held = self._storages.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]
+        if held:
             before = held.size
             held.size = -(-storage.nbytes() // BLOCK) * BLOCK
             self._change(held.purpose, held.size - before)

@@ -16,10 +16,10 @@ from tunesmith.errors import TunesmithError
 from tunesmith.guide.simulate.threads import FIRST, on_gpu
 from tunesmith.learn.usercode.far import Far, PendingResult
 from tunesmith.learn.usercode.host import Host
-from tunesmith.run.processes.local import Processes
+from tunesmith.run.processes.local import Starter
 
 
-class FakeProcesses(Processes):
+class FakeProcesses(Starter):
     """Processes that are in this one; others of a role answer as the first one, which gets the same
     requests.
 

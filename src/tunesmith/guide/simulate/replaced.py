@@ -7,9 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import Thread
-from types import SimpleNamespace
 from typing import Any, Protocol
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from torch.nn.utils import clip_grad
 
 from tunesmith.guide.simulate.groups import fake_groups
 from tunesmith.guide.simulate.memory import MemoryUse
+from tunesmith.guide.simulate.replacing import replacing
 from tunesmith.guide.simulate.sharded import shards_named
 from tunesmith.guide.simulate.threads import starts_here
 
@@ -110,23 +109,20 @@ def replaced(device: Device) -> Generator[None]:
 
     methods: dict[str, Any] = {name: reader(name) for name in READ} | {"tolist": tolist, "to": _to}
     methods |= {"record_stream": _used_by, "is_pinned": _in_host_memory}
+    methods["numpy"] = _no_bytes
     kinds = {f"is_{name}": kind(name) for name in ("cuda", "cpu", "meta")}
     of_rows = {"to": _to, "device": property(lambda tensor: tensor._local_tensor.device)}
     with ExitStack() as stack:
         for owner, attributes in ((FakeTensor, methods | kinds), (DTensor, of_rows | kinds)):
-            for name, attribute in attributes.items():
-                stack.enter_context(patch.object(owner, name, attribute, create=True))
+            stack.enter_context(replacing(owner, **attributes))
         # A module that changes its parameters' dtype swaps them, unless one has a weak reference.
-        stack.enter_context(
-            patch.object(torch.utils, "weakref", SimpleNamespace(getweakrefs=_no_references))
-        )
-        stack.enter_context(patch.multiple(Thread, run=run_inside, start=start_on))
-        stack.enter_context(
-            patch.object(torch, "set_num_threads", _nothing)
-        )  # the number is for another machine
-        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
-        stack.enter_context(patch.multiple(torch.cuda, **_cuda(device)))
-        stack.enter_context(patch.object(clip_grad, GROUPED, _grouped))
+        stack.enter_context(replacing(torch.utils, weakref=_NoWeakReferences))
+        stack.enter_context(replacing(Thread, run=run_inside, start=start_on))
+        # The number is for another machine.
+        stack.enter_context(replacing(torch, set_num_threads=_nothing))
+        stack.enter_context(replacing(torch.UntypedStorage, resize_=resized))
+        stack.enter_context(replacing(torch.cuda, **_cuda(device)))
+        stack.enter_context(replacing(clip_grad, **{GROUPED: _grouped}))
         stack.enter_context(fake_groups(device.together))
         stack.enter_context(shards_named(device.allocating))
         yield
@@ -167,8 +163,16 @@ def _as_told(argument: Any) -> Any:
     return META if names_cuda else argument
 
 
-def _no_references(_: object) -> tuple[()]:
-    return ()
+class _NoWeakReferences:
+    """Instead of the module ``weakref``."""
+
+    @staticmethod
+    def getweakrefs(_: object) -> tuple[()]:
+        return ()
+
+
+def _no_bytes(_: Tensor) -> bytes:
+    return b""
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...

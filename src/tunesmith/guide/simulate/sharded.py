@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
-from unittest.mock import patch
 
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from tunesmith.guide.simulate.replacing import replacing
 
 GATHERED = "gathered weights"
 SHAPES_ALONE = "nothing"
@@ -41,5 +42,6 @@ def shards_named(allocating: Callable[[str], AbstractContextManager[None]]) -> G
 
     with ExitStack() as stack:
         for owner, name, purpose in _ALLOCATE:
-            stack.enter_context(patch.object(owner, name, named(getattr(owner, name), purpose)))
+            function = named(getattr(owner, name), purpose)
+            stack.enter_context(replacing(owner, **{name: function}))
         yield

@@ -54,7 +54,7 @@ def far_reward_model(places: Sequence[RestartingFars]) -> RewardModel:
     """A reward model that encodes texts here and scores them in other processes; the processes of
     each place hold one whole model together and score a share of each batch."""
     names = ("tokenizer", "context", "template", "stats")
-    tokenizer, context, template, stats = (places[0].fars[0].get(f"model.{name}") for name in names)
+    tokenizer, context, template, stats = (places[0].fars[0].get(name) for name in names)
     return RewardModel(partial(_score, places), tokenizer, context, template, stats)
 
 
@@ -66,7 +66,7 @@ def _score(places: Sequence[RestartingFars], sequences: list[list[int]]) -> list
     scores = [0.0] * len(sequences)
     with ThreadPoolExecutor(len(places)) as threads:
         calls = [
-            threads.submit(place.call, "model.score_ids", [sequences[i] for i in share])
+            threads.submit(place.call, "score_ids", [sequences[i] for i in share])
             for place, share in zip(places, shares, strict=False)
         ]
         for share, call in zip(shares, calls, strict=True):

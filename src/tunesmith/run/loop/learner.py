@@ -126,16 +126,17 @@ class Learner:
         Args:
             ends: append the quantity after the last token of each sample: ``[N + S]``.
         """
-        scores = np.zeros(0)
-        least = 0.0
         started = time.perf_counter()
-        for attempt in self._attempts(batch, SCORING):
-            with attempt as packing:
-                asked = packing.with_ends() if ends else packing
+        while True:
+            packing = self._packing(batch, SCORING)
+            asked = packing.with_ends() if ends else packing
+            try:
                 scores = self.backend.score(asked, of, reference=reference)
-                least = (
-                    self._work(packing).get("attainable_seconds", 0.0) / 3
-                )  # forward only, a third of a step
+                break
+            except DeviceMemoryError as failure:
+                self._lower_cap(batch, SCORING, failure)
+        # Forward only: a third of a step.
+        least = self._work(packing).get("attainable_seconds", 0.0) / 3
         self._scored = self._scored[0] + time.perf_counter() - started, self._scored[1] + least
         return scores
 
@@ -158,21 +159,24 @@ class Learner:
         metrics are NaN.
         """
         weigh(batch, self.aggregation, self.max_new_tokens)
-        metrics: Metrics = {}
-        for attempt in self._attempts(batch, SCORING):
-            with attempt as packing:
-                metrics = with_shares(self.backend.evaluate(packing, objective))
-        return metrics
+        while True:
+            packing = self._packing(batch, SCORING)
+            try:
+                return with_shares(self.backend.evaluate(packing, objective))
+            except DeviceMemoryError as failure:
+                self._lower_cap(batch, SCORING, failure)
 
     def _step(self, batch: Batch, objective: Objective) -> Metrics:
-        """Take an optimizer step; retry with a smaller loss scale while float16 gradients
-        overflow."""
+        """Take an optimizer step; retry with smaller micro-batches while memory runs out, and with
+        a smaller loss scale while float16 gradients overflow."""
         while True:
-            metrics: Metrics = {}
-            for attempt in self._attempts(batch, TRAINING):
-                with attempt as packing:
-                    summed = self.backend.forward_backward(packing, objective)
-                    metrics = with_shares(summed) | self._work(packing)
+            packing = self._packing(batch, TRAINING)
+            try:
+                summed = self.backend.forward_backward(packing, objective)
+            except DeviceMemoryError as failure:
+                self._lower_cap(batch, TRAINING, failure)
+                continue
+            metrics = with_shares(summed) | self._work(packing)
             lr = self.learning_rate(self.backend.optimizer_steps)
             interrupts.commit()
             taken = dict(self.backend.step(lr))
@@ -216,34 +220,31 @@ class Learner:
             )
         return work
 
-    def _attempts(self, batch: Batch, name: str) -> Iterator[_Attempt]:
-        """Packings of a batch, to be tried until one fits in memory, each with half the cap of the
-        one before.
+    def _packing(self, batch: Batch, name: str) -> Packing:
+        """The batch in micro-batches. Args: name: the cap's, one of ``SETTINGS``."""
+        return Packing.of(
+            batch,
+            self._cap(batch, name),
+            share=self.share_prompts,
+            keep_groups=self.keep_groups,
+            multiple_of=self.backend.ranks,
+            cost=self.backend.cost,
+        )
 
-        Args:
-            name: the cap's, in ``caps``.
+    def _cap(self, batch: Batch, name: str) -> int:
+        """The current cap; a longer sequence raises one that was lowered on shorter ones."""
+        name = name if name in self.caps else TRAINING
+        return max(self.caps[name], min(getattr(self, name), self._longest(batch)))
+
+    def _lower_cap(self, batch: Batch, name: str, failure: DeviceMemoryError) -> None:
+        """Halve the cap with which memory ran out.
+
+        Raises:
+            DeviceMemoryError: no micro-batch can be smaller.
         """
         name = name if name in self.caps else TRAINING
-        while True:
-            longest = self._longest(batch)
-            # A longer sequence raises a cap that was lowered on shorter ones.
-            cap = max(self.caps[name], min(getattr(self, name), longest))
-            attempt = _Attempt(
-                Packing.of(
-                    batch,
-                    cap,
-                    share=self.share_prompts,
-                    keep_groups=self.keep_groups,
-                    multiple_of=self.backend.ranks,
-                    cost=self.backend.cost,
-                )
-            )
-            yield attempt
-            if attempt.failure is None:
-                return
-            self._halve(name, attempt.failure, longest, cap)
-
-    def _halve(self, name: str, failure: str, longest: int, before: int) -> None:
+        before = self._cap(batch, name)
+        longest = self._longest(batch)
         self._retries += 1
         lowered = self.caps[name] = min(self.caps[name], max(longest, before // 2))
         if max(longest, lowered) >= before:
@@ -251,7 +252,7 @@ class Learner:
                 f"{failure}, and no micro-batch can be smaller than the longest "
                 f"{'group' if self.keep_groups else 'sequence'} ({longest} tokens). "
                 f"Try, in this order: {'; '.join(LESS_MEMORY)}"
-            )
+            ) from None
         self.report(f"{failure}; {SETTINGS[name]} lowered from {before} to {lowered} and kept")
 
     def _longest(self, batch: Batch) -> int:
@@ -260,21 +261,6 @@ class Learner:
         if self.keep_groups:
             return group_tokens(batch, share=self.share_prompts)
         return int(batch.lengths.max(initial=0))
-
-
-class _Attempt:
-    """A packing to try; if memory runs out inside ``with``, ``failure`` holds the message."""
-
-    def __init__(self, packing: Packing) -> None:
-        self.packing = packing
-        self.failure: str | None = None
-
-    def __enter__(self) -> Packing:
-        return self.packing
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        self.failure = str(error) if isinstance(error, DeviceMemoryError) else None
-        return self.failure is not None
 
 
 def optimizer_batches(

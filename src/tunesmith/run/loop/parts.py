@@ -25,6 +25,7 @@ from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.critic import Critic
 from tunesmith.run.loop.curriculum import Curriculum
 from tunesmith.run.loop.evaluate import EvaluationPlan
+from tunesmith.run.loop.gate import Gate
 from tunesmith.run.loop.learner import Learner
 from tunesmith.run.trainers.base import Metrics, TrainBackend
 from tunesmith.types import Sampling
@@ -46,10 +47,14 @@ class RLParts:
     critic: Critic | None
     kl: KLController
     evaluation: EvaluationPlan | None
+    gate: Gate | None = None
+    """Between collector and engine, if rollouts are played ahead."""
     canary: Canary | None = None
     """Compares sampler and trainer after each sync, if they do not share their weights."""
     objective: Objective | None = None
     """Minimised instead of the algorithm's loss."""
+    kl_name: str = "ref_kl"
+    """The metric's name for the KL to what takes the reference's place."""
 
     @property
     def backend(self) -> TrainBackend:

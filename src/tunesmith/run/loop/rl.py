@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from tunesmith.config.commands import DistillConfig
 from tunesmith.errors import RewardError
 from tunesmith.learn.algorithms.objective import policy_objective
 from tunesmith.records import interrupts
@@ -95,12 +94,10 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
         metrics |= parts.learner.update(
             batch, objective, batch_size=batch_size, passes=passes, seed=seed
         )
-        if (
-            isinstance(config, DistillConfig) and "ref_kl" in metrics
-        ):  # the teacher takes the reference's place
-            metrics["teacher_kl"] = metrics.pop("ref_kl")
         if parts.kl.target is not None:
             metrics["kl_coef"] = parts.kl.update(metrics["ref_kl"], batch.num_rollouts)
+        if "ref_kl" in metrics:
+            metrics[parts.kl_name] = metrics.pop("ref_kl")
     least = [metrics.pop(name, 0.0) for name in ("attainable_seconds", "critic/attainable_seconds")]
     return {**metrics, "attainable_seconds/train": sum(least)}
 

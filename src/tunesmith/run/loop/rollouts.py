@@ -102,7 +102,7 @@ class AsyncRollouts:
 
     parts: RLParts
     session: Session
-    gate: Gate
+    gate: Gate = field(init=False)
     buffer: Buffer = field(init=False)
     _players: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
     """Failed tasks stay until ``next`` raises their error."""
@@ -113,6 +113,8 @@ class AsyncRollouts:
     )
 
     def __post_init__(self) -> None:
+        assert self.parts.gate is not None, "playing ahead needs a gate"
+        self.gate = self.parts.gate
         rollout = self.parts.config.rollout
         self.buffer = Buffer(
             rollout.prompts_per_step,

@@ -24,7 +24,7 @@ from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.run.offline.answering import window_of
 from tunesmith.run.placement.engines import local_engine_for, make_sampling
 from tunesmith.run.placement.event_loop import run_async
-from tunesmith.run.placement.models import load_model, load_tokenizer
+from tunesmith.run.placement.specs import load_tokenizer, model_spec
 from tunesmith.types import Completion, FinishReason, Prompt
 
 if TYPE_CHECKING:
@@ -128,13 +128,12 @@ def _checked(prompts: Iterable[Any], stop: object) -> list[Prompt]:
 def _generate(
     config: GenerateConfig, model: str | Path | CausalLM, prompts: Sequence[Prompt]
 ) -> list[Generation]:
-    from tunesmith.models.causal_lm import CausalLM
-
     section = config.sampling
     if isinstance(model, str | Path):
-        model = load_model(CausalLM, config, load_tokenizer(config), frozen=True)
-        tokenizer: Any = model.tokenizer
+        loaded: CausalLM = model_spec(config, frozen=True).build(load_tokenizer(config))
+        tokenizer: Any = loaded.tokenizer
     else:
+        loaded = model
         tokenizer = copy(model.tokenizer)
         set_defaults(tokenizer, system_prompt=None, options=config.data.chat_template_kwargs)
     encoder = PromptEncoder.of(config.data, tokenizer, prompts)
@@ -144,8 +143,8 @@ def _generate(
         if problem:
             raise UserError(f"prompts[{place}]: {problem}")
     longest = max(map(len, prompt_ids)) + section.max_new_tokens
-    engine = local_engine_for(model, config.system, longest, len(prompts) * section.n)
-    defaults = model.module.generation_config
+    engine = local_engine_for(loaded, config.system, longest, len(prompts) * section.n)
+    defaults = loaded.module.generation_config
     sampling = make_sampling(section, tokenizer, section.temperature, defaults)
     room = asyncio.Semaphore(window_of(config.system.max_running, section.n))
 

@@ -16,8 +16,8 @@ from tunesmith.learn.data.prepare import load_tasks
 from tunesmith.learn.data.prompts import PromptEncoder, Shots, read_shots
 from tunesmith.learn.environments.multi_turn import tools_in_data
 from tunesmith.plan.derive.generation import SEPARATOR
-from tunesmith.run.placement.models import load_tokenizer
 from tunesmith.run.placement.opening import OpenRun, limited_data
+from tunesmith.run.placement.specs import load_tokenizer
 from tunesmith.types import Task
 
 

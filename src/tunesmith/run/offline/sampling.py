@@ -27,10 +27,13 @@ from tunesmith.run.offline.lines import LineWriter, repair
 from tunesmith.run.offline.unfinished import Unfinished
 from tunesmith.run.offline.usage import Usage
 from tunesmith.run.offline.watch import JobWatch
-from tunesmith.run.placement.engines import make_engine, make_sampling
-from tunesmith.run.placement.models import load_model, saved_generation
+from tunesmith.run.placement.base import WeightSource
+from tunesmith.run.placement.choosing import on_this_machine
+from tunesmith.run.placement.engines import make_sampling
+from tunesmith.run.placement.models import saved_generation
 from tunesmith.run.placement.opening import FROM_A_COMMAND, Caller, OpenRun, open_run
 from tunesmith.run.placement.rewards import add_rewards
+from tunesmith.run.placement.specs import engine_spec, model_spec, plane_spec
 from tunesmith.types import RolloutGroup, Task
 
 C = TypeVar("C", GenerateConfig, RFTConfig)
@@ -131,17 +134,16 @@ async def _serving(
 
 def _load(config: SamplingConfig, tokenizer: Any, rewards: RewardSet | None) -> RolloutEngine:
     """The engine, with the model that it needs; also loads the reward models."""
-    from tunesmith.models.causal_lm import CausalLM
-
     report = partial(print, flush=True)
-    model = (
-        load_model(CausalLM, config, tokenizer, frozen=True)
-        if devices_of(config).loads_model
-        else None
-    )
-    engine = make_engine(config, model, report)
+    placement = on_this_machine(config)
+    source = WeightSource()
+    if devices_of(config).loads_model:
+        model = model_spec(config, frozen=True).build(tokenizer)
+        spec = plane_spec(config)
+        source = WeightSource(model, spec.build(model) if spec else None)
+    engine = placement.engine(engine_spec(config), source, report)
     if rewards is not None:
-        add_rewards(rewards, config, tokenizer, report)
+        add_rewards(rewards, config, tokenizer, report, placement)
     return engine
 
 

@@ -20,6 +20,7 @@ from tunesmith.run.offline.answering import BLOCK, answer, window_of
 from tunesmith.run.offline.lines import Json, repair, scores_of
 from tunesmith.run.offline.unfinished import Unfinished
 from tunesmith.run.offline.watch import JobWatch
+from tunesmith.run.placement.here import Here
 from tunesmith.run.placement.rewards import add_rewards
 from tunesmith.types import Completion, Rollout, RolloutGroup, Task
 
@@ -66,7 +67,7 @@ def score(
         return RolloutGroup(task, rollouts)
 
     if repair(out) < len(tasks):
-        add_rewards(rewards, config, tokenizer, partial(print, flush=True))
+        add_rewards(rewards, config, tokenizer, partial(print, flush=True), Here())
         line = partial(_line, column=column)
         share = config.reward.max_failed_share
         watch.follow(config, tokenizer, EngineStats, 1)

@@ -1,22 +1,20 @@
-"""The engine with which a run samples, and its sampling settings."""
+"""Specs of the engines with which a run samples, and their sampling settings."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from tunesmith.config.commands import SamplingSection
 from tunesmith.config.schema import RolloutSection, RunConfig, SystemSection
-from tunesmith.config.section import known
 from tunesmith.config.system import Role
-from tunesmith.config.values import parse_size
-from tunesmith.errors import EngineLostError
+from tunesmith.costs import PeakRates
 from tunesmith.learn.data.chat import end_of_turn_id
+from tunesmith.models.openmp import to_thread
 from tunesmith.plan.derive.sizes import LEAST_KV_BYTES
 from tunesmith.plan.devices import device_problems, visible_names
 from tunesmith.plan.facts.hardware import read_hardware
@@ -24,91 +22,180 @@ from tunesmith.plan.plan import devices_of
 from tunesmith.plan.rules.checks import raise_all
 from tunesmith.records.timeline import Timeline
 from tunesmith.records.waits import long_wait
-from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.engines.timed import TimedEngine
-from tunesmith.run.placement.models import limits_of, load_frozen
+from tunesmith.run.placement.base import EngineSpec, Report, WeightSource
+from tunesmith.run.placement.models import ModelSpec
+from tunesmith.run.placement.planes import published, read_offer, streams
+from tunesmith.run.weights.base import Offer
 from tunesmith.types import Sampling
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
     from tunesmith.models.causal_lm import CausalLM
-    from tunesmith.run.engines.base import Member, RolloutEngine
-    from tunesmith.run.processes.local import Processes
-    from tunesmith.run.weights.base import Plane
+    from tunesmith.run.engines.base import RolloutEngine
+    from tunesmith.run.engines.far import EngineHost
 
 
-def make_engine(
-    config: RunConfig,
-    model: CausalLM | None,
-    report: Callable[[str], None],
-    timeline: Timeline | None = None,
-) -> RolloutEngine:
-    """The engine set by ``[system]``; ``report`` receives messages for the run's user.
+@dataclass(frozen=True, slots=True)
+class LocalSpec(EngineSpec):
+    """Tunesmith's own engine."""
 
-    Args:
-        model: the trainer's; None for an engine that loads the model's files and never gets other
-            weights.
-    """
-    if config.system.engine_kind.served:
-        assert model is not None, "servers are compared with it"
-        from tunesmith.run.placement.http_engines import make_http_engine
+    model: ModelSpec
+    """The model that it loads in a process of its own; ``lora`` if only the adapter's weights will
+    be sent."""
+    kv_bytes: int
+    max_running: int
+    max_prefill_tokens: int
+    compiled: bool = True
+    limits: PeakRates | None = None
+    """The device's, in a process of its own."""
+    draft: ModelSpec | None = None
+    """A smaller model that drafts ahead, in the trainer's process; None: nothing is drafted."""
+    draft_tokens: int = 4
 
-        return make_http_engine(config, model, report, timeline)
-    _check_unread(config, model, report)
-    if config.system.engine_process:
-        from tunesmith.run.placement.planes import NoPlane, make_plane
-        from tunesmith.run.processes.local import LocalProcesses
+    def with_own_gpus(self) -> Self:
+        return replace(self, model=replace(self.model, device="cuda"))
 
-        processes = LocalProcesses(local_gpus(config))
-        return make_engines(
-            processes, config, make_plane(config, model) if model else NoPlane(), report, timeline
+    def beside_trainer(self) -> Self:
+        return replace(self, limits=_limits(self.model))
+
+    def around(
+        self, source: WeightSource, report: Report, timeline: Timeline | None
+    ) -> RolloutEngine:
+        del report
+        assert source.model is not None, "it samples with the trainer's"
+        engine = self.engine(
+            source.model,
+            limits=_limits(self.model),
+            assistant=self.draft.build() if self.draft else None,
+            speculative_tokens=self.draft_tokens,
         )
-    engine = _engine_inside(config, model, report)
-    return TimedEngine(engine, timeline) if timeline else engine
+        return TimedEngine(engine, timeline) if timeline else engine
+
+    def load(self) -> CausalLM:
+        """The engine's own copy of the model."""
+        return self.model.build()
+
+    def engine(self, model: CausalLM, **options: Any) -> RolloutEngine:
+        from tunesmith.run.engines.local.engine import LocalEngine
+
+        return LocalEngine(
+            model,
+            kv_bytes=self.kv_bytes,
+            max_running=self.max_running,
+            max_prefill_tokens=self.max_prefill_tokens,
+            compiled=self.compiled,
+            **options,
+        )
+
+    def build(self) -> EngineHost:
+        from transformers.utils import logging
+
+        from tunesmith.run.engines.far import EngineHost
+
+        logging.disable_progress_bar()
+        weights = ArrivingWeights(self.load())
+        # Otherwise only some are sent again.
+        whole = self.model.lora is None and self.model.quantize is None
+        engine = self.engine(
+            weights.model,
+            limits=self.limits,
+            update=weights.update,
+            weights=weights.offloaded() if weights.on_gpu and whole else None,
+        )
+        return EngineHost(engine, weights.take)
 
 
-def _check_unread(config: RunConfig, model: CausalLM | None, report: Callable[[str], None]) -> None:
-    """Check the values of models that only vLLM reads, which does not: the policy's without a
-    trainer, and a draft's.
+class ArrivingWeights:
+    """The weights of an engine with its own copy, and those that have been offered to it."""
 
-    Raises:
-        ModelError: some are not finite.
-    """
-    if not config.system.engine_kind.third_party:
-        return
-    from tunesmith.models.loading import check_stored_values
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
+        self.on_gpu = model.device.type == "cuda"
+        self._parameters = model.module.state_dict()
+        self._arrived: Iterable[tuple[str, Any]] = ()
 
-    with long_wait("checking the values of the weights", report):
-        for path in (config.model.path if model is None else None, config.system.draft_model):
-            if path is not None:
-                check_stored_values(path)
+    def offloaded(self) -> Any:
+        from tunesmith.models.parallel.host_weights import HostWeights
+
+        return HostWeights(self._parameters.values(), self.model.lean, kept=False)
+
+    async def take(self, offer: Offer) -> None:
+        """Requests continue while weights arrive; without room to buffer them, weights arrive
+        between two steps."""
+        reading = partial(read_offer, offer)
+        self._arrived = reading() if streams(offer) else await to_thread(lambda: list(reading()))
+
+    def update(self) -> None:
+        arrived = self._arrived
+        self._arrived = ()
+        for name, tensor in arrived:
+            self._parameters[name].copy_(tensor)
+        if self.on_gpu:  # with CUDA IPC, the trainer's copy is read until here
+            import torch
+
+            torch.cuda.synchronize()
 
 
-def _engine_inside(
-    config: RunConfig, model: CausalLM | None, report: Callable[[str], None]
-) -> RolloutEngine:
-    """An engine in this process."""
-    system = config.system
-    if system.engine == "vllm":
+@dataclass(frozen=True, slots=True)
+class VllmSpec(EngineSpec):
+    """vLLM."""
+
+    settings: Mapping[str, Any]
+    """See ``engines.vllm.start.VllmSettings``."""
+
+    def check(self, source: WeightSource, report: Report) -> None:
+        """Check the values of models that only vLLM reads, which does not: the policy's without a
+        trainer, and a draft's.
+
+        Raises:
+            ModelError: some are not finite.
+        """
+        from tunesmith.models.loading import check_stored_values
+
+        with long_wait("checking the values of the weights", report):
+            if source.model is None and source.plane is None:
+                check_stored_values(self.settings["model"])
+            draft = self.settings.get("draft_model")
+            if draft is not None:
+                check_stored_values(draft)
+
+    def around(
+        self, source: WeightSource, report: Report, timeline: Timeline | None
+    ) -> RolloutEngine:
         from tunesmith.run.engines.vllm.engine import VllmEngine
         from tunesmith.run.engines.vllm.start import VllmSettings
-        from tunesmith.run.placement.planes import published
 
-        weights = published(model, as_stored=True) if model else dict[str, Any]().items
+        nothing = dict[str, Any]().items
+        weights = published(source.model, as_stored=True) if source.model else nothing
         with long_wait("starting vLLM", report):
-            return VllmEngine(VllmSettings(**_vllm_settings(config)), weights)
-    from tunesmith.run.engines.local.engine import LocalEngine
+            engine = VllmEngine(VllmSettings(**self.settings), weights)
+        return TimedEngine(engine, timeline) if timeline else engine
 
-    assert model is not None, "it samples with the trainer's"
-    draft = system.draft_model
-    return LocalEngine(
-        model,
-        **_local_settings(config),
-        limits=limits_of(config),
-        assistant=None if draft is None else load_frozen(config, draft),
-        speculative_tokens=system.speculative_tokens,
-    )
+    def build(self) -> EngineHost:
+        from transformers.utils import logging
+
+        from tunesmith.run.engines.far import EngineHost
+        from tunesmith.run.engines.vllm.engine import VllmEngine
+        from tunesmith.run.engines.vllm.start import VllmSettings
+
+        logging.disable_progress_bar()
+        newest: Offer = {}
+
+        async def take(offer: Offer) -> None:
+            newest.clear()
+            newest.update(offer)
+
+        engine = VllmEngine(VllmSettings(**self.settings), lambda: read_offer(newest))
+        return EngineHost(engine, take)
+
+
+def _limits(model: ModelSpec) -> PeakRates:
+    from tunesmith.run.trainers.limits import measure_limits
+
+    dtype: Any = model.dtype
+    return measure_limits(model.device, dtype)
 
 
 def local_engine_for(
@@ -136,30 +223,6 @@ def local_engine_for(
     )
 
 
-def make_engines(
-    processes: Processes,
-    config: RunConfig,
-    plane: Plane,
-    report: Callable[[str], None],
-    timeline: Timeline | None,
-) -> RolloutEngine:
-    """A pool of ``system.engines`` engines in other processes, which get the weights that ``plane``
-    publishes."""
-    here = config.system.cluster == "none"
-    separate = here and "rollout" in local_gpus(config)
-    settings = engine_settings(
-        config, "cuda" if separate else None
-    )  # an engine sees only its own GPUs
-    if here and config.system.engine == "local":
-        settings["threads"] = devices_of(config).engine_threads
-        if not separate:  # on the trainer's device
-            settings["limits"] = asdict(limits_of(config))
-    start = partial(_start_engine, processes, config, settings, report)
-    size = config.system.engines
-    restarts = config.system.engine_restarts
-    return EnginePool(start, plane, size=size, restarts=restarts, report=report, timeline=timeline)
-
-
 def local_gpus(config: RunConfig) -> dict[Role, Sequence[Sequence[str]]]:
     """The GPUs of this machine that each process of a role sees, for roles that do not see all of
     them.
@@ -183,68 +246,6 @@ def local_gpus(config: RunConfig) -> dict[Role, Sequence[Sequence[str]]]:
     if engines:
         found["rollout"] = engines
     return found
-
-
-async def _start_engine(
-    processes: Processes,
-    config: RunConfig,
-    settings: Mapping[str, Any],
-    report: Callable[[str], None],
-    number: int,
-) -> Member:
-    from tunesmith.run.engines.far import FarEngine
-    from tunesmith.run.placement.engine_host import make_engine_host
-
-    with long_wait(f"starting engine {number}", report):
-        far = await asyncio.to_thread(
-            processes.spawn, "rollout", EngineLostError, config.system.engine_python
-        )
-        return await FarEngine.start(far, partial(make_engine_host, settings))
-
-
-def engine_settings(config: RunConfig, device: str | None = None) -> dict[str, Any]:
-    """Settings for an engine in another process (``placement.engine_host``), where ``device`` may
-    have another name."""
-    system = config.system
-    if system.engine == "vllm":
-        return {"engine": "vllm", **_vllm_settings(config)}
-    own = {
-        "model": config.model.path,
-        "dtype": config.model.dtype,
-        "device": device or system.device,
-    }
-    trusted = config.model.trust_remote_code
-    lora = config.lora.model_dump(mode="json") if system.adapter_sync == "adapter" else None
-    own |= {"quantize": config.model.quantize, "lora": lora}
-    return {"engine": "local", **own, "trust_remote_code": trusted, **_local_settings(config)}
-
-
-def _local_settings(config: RunConfig) -> dict[str, Any]:
-    system = config.system
-    return {
-        "kv_bytes": parse_size(system.kv_memory),
-        "max_running": system.max_running,
-        "max_prefill_tokens": system.max_prefill_tokens,
-        "compiled": bool(system.compile),
-    }
-
-
-def _vllm_settings(config: RunConfig) -> dict[str, Any]:
-    system = config.system
-    model = config.model
-    return {
-        "model": model.path,
-        "dtype": model.dtype,
-        "kv_bytes": None if system.vllm.memory_share else parse_size(system.kv_memory),
-        "max_running": system.max_running,
-        "trust_remote_code": model.trust_remote_code,
-        # Freeing memory only helps if the trainer is on the same GPU.
-        "sleeps": system.device != "cpu"
-        and (bool(known(system, "hybrid")) or not devices_of(config).engines_apart),
-        "speculative_tokens": system.speculative_tokens,
-        "draft_model": system.draft_model,
-        **system.vllm.model_dump(),
-    }
 
 
 def make_sampling(

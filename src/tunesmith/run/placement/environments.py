@@ -204,10 +204,10 @@ def build_environments(
     return by_name
 
 
-def goes_through_template(section: DataSection, tokenizer: Any, data: Prepared[Task]) -> bool:
+def goes_through_template(section: DataSection, tokenizer: Any, tasks: Sequence[Task]) -> bool:
     """Whether prompts go through the chat template (as in ``data.prompts``)."""
     wanted = section.chat or (section.chat is None and tokenizer.chat_template)
-    return bool(wanted) or any(isinstance(task.prompt, list) for task in data.items)
+    return bool(wanted) or any(isinstance(task.prompt, list) for task in tasks)
 
 
 def _prompts(
@@ -215,7 +215,7 @@ def _prompts(
 ) -> tuple[bool, Callable[[Task], list[Message]]]:
     """Whether prompts go through the chat template (as in ``data.prompts``), and a function to a
     task's messages."""
-    chat = goes_through_template(section, tokenizer, data)
+    chat = goes_through_template(section, tokenizer, data.items)
 
     def prompt_of(task: Task) -> list[Message]:
         if chat:

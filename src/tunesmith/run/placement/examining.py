@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from tunesmith.config.commands import SamplingConfig
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
@@ -146,12 +145,10 @@ def _examine(config: RunConfig, base_dir: Path, examples: Sequence[Example]) -> 
         with open_user_code(config.model_copy(update=given), base_dir) as (rewards, environments):
             rewards.check_tasks(tasks)
             if any(one.kind == "agent" or one.schemas for one in environments.loaded):
-                from tunesmith.run.placement.models import load_tokenizer
+                from tunesmith.run.placement.specs import load_tokenizer
 
                 tokenizer = load_tokenizer(config)
-                chat = goes_through_template(
-                    config.data, tokenizer, cast(Any, SimpleNamespace(items=tasks))
-                )
+                chat = goes_through_template(config.data, tokenizer, tasks)
                 environments.template(tokenizer, chat=chat)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.schema import RunConfig
 from tunesmith.learn.data.tokens import decode
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.records.timeline import Timeline
@@ -16,35 +16,47 @@ from tunesmith.run.engines.base import Member, RolloutEngine
 from tunesmith.run.engines.http.engine import Served, SglangEngine
 from tunesmith.run.engines.local.engine import end_of_sequence_ids
 from tunesmith.run.engines.pool import EnginePool
+from tunesmith.run.placement.base import EngineSpec, Report, WeightSource
 from tunesmith.run.placement.planes import published
 from tunesmith.run.weights.base import Plane
 from tunesmith.run.weights.files import FilePlane, shared_directory
 
 
-def make_http_engine(
-    config: RunConfig,
-    model: CausalLM,
-    report: Callable[[str], None],
-    timeline: Timeline | None = None,
-) -> RolloutEngine:
-    """The servers of ``system.engine_urls`` as one engine."""
-    system = config.system
-    served = make_served(model, config.model.path)
-    plane = weight_files(model, system.engine_directory)
-    used = Counter[str]()
+@dataclass(frozen=True, slots=True)
+class ServedSpec(EngineSpec):
+    """Servers that are already running, as one engine."""
 
-    async def start(_: int) -> Member:
-        # A lost server may be back, perhaps restarted by hand.
-        url = min(system.engine_urls, key=lambda url: used[url])
-        used[url] += 1
-        leave = partial(used.subtract, [url])
-        return SglangEngine(
-            url, served, max_running=system.max_running, report=report, on_close=leave
+    urls: Sequence[str]
+    path: str
+    """The path of the model that they serve."""
+    max_running: int
+    directory: Path | None = None
+    """One that trainer and servers see; None: in this machine's memory or on its disk."""
+
+    def around(
+        self, source: WeightSource, report: Report, timeline: Timeline | None
+    ) -> RolloutEngine:
+        assert source.model is not None, "servers are compared with it"
+        served = make_served(source.model, self.path)
+        used = Counter[str]()
+
+        async def start(_: int) -> Member:
+            # A lost server may be back, perhaps restarted by hand.
+            url = min(self.urls, key=lambda url: used[url])
+            used[url] += 1
+            leave = partial(used.subtract, [url])
+            return SglangEngine(
+                url, served, max_running=self.max_running, report=report, on_close=leave
+            )
+
+        return EnginePool(
+            start,
+            weight_files(source.model, self.directory),
+            size=len(self.urls),
+            restarts=self.pool.restarts,
+            report=report,
+            timeline=timeline,
         )
-
-    size = len(system.engine_urls)
-    restarts = system.engine_restarts
-    return EnginePool(start, plane, size=size, restarts=restarts, report=report, timeline=timeline)
 
 
 def make_served(model: CausalLM, path: str = "") -> Served:

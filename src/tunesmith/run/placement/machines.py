@@ -7,6 +7,7 @@ import socket
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,14 +103,14 @@ def check_machines(ranks: Sequence[Far], model: str, run_dir: Path) -> None:
     """Refuse machines that do not see the run's directory, or whose files of the model differ.
 
     Args:
-        ranks: far objects with a method ``look``.
+        ranks: far objects with a method ``run``.
 
     Raises:
         ConfigError: the machines write to different directories of the same name.
         ModelError: they have different models.
     """
     with written_probe(run_dir) as (probe, text):
-        first, *others = gather(far.submit("look", probe) for far in ranks)
+        first, *others = gather(far.submit("run", partial(look, model, probe)) for far in ranks)
     for rank, found in enumerate(others, start=1):
         if found.probe != text:
             raise ConfigError(

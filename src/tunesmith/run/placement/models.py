@@ -1,17 +1,19 @@
-"""Loading the models of a run, and merging an adapter into its base. Torch is imported on use."""
+"""Specs of the tokenizers and models of a run, and merging an adapter into its base. Torch is
+imported on use."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from tunesmith.config.reading.files import adapter_directory
-from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.costs import PeakRates
+from tunesmith.config.schema import LoraSection, RunConfig
+from tunesmith.config.system import SequenceParallelSection
 from tunesmith.errors import StorageError, about, boundary
 from tunesmith.learn.data.chat import HERMES
 from tunesmith.learn.data.chat_checks import check_chatml
@@ -28,53 +30,231 @@ if TYPE_CHECKING:
     from tunesmith.models.forest import Forest, Predictions
     from tunesmith.models.parallel.sharding import Sharding
 
-    M = TypeVar("M", bound=Decoder)
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSpec:
+    """A model's tokenizer, and what the run adds to it."""
+
+    path: str
+    key: str = "model.path"
+    """The setting that names the model."""
+    directory: Path | None = None
+    """Of an adapter on the model, which holds the tokenizer; None: the model's."""
+    chat_template: Literal["hermes"] | Path | None = None
+    """Replaces the tokenizer's own."""
+    system_prompt: str | None = None
+    options: Mapping[str, Any] | None = None
+    """Defaults of the chat template, see ``data.chat_defaults``."""
+    trust_remote_code: bool = False
+
+    def build(self) -> Any:
+        from transformers.utils import logging
+
+        from tunesmith.learn.data.chat_defaults import set_defaults
+        from tunesmith.models import loading
+
+        logging.disable_progress_bar()  # its bars would be drawn over ours
+        template = HERMES if self.chat_template == "hermes" else self.chat_template
+        source = self.directory or self.path
+        with about(self.key):
+            with long_wait(f"loading the tokenizer of {source}"):
+                tokenizer: Any = loading.load_tokenizer(
+                    source,
+                    trust_remote_code=self.trust_remote_code,
+                    chat_template=template,
+                )
+            facts = known_model_facts(self.path)
+            set_rows(tokenizer, facts.vocab_size if facts else None)
+            check_end(self.path, tokenizer)
+            if template is HERMES:
+                check_chatml(tokenizer)
+            set_defaults(tokenizer, self.system_prompt, self.options)
+        return tokenizer
 
 
-@about("model.path")
-def load_tokenizer(config: RunConfig) -> Any:
-    """The run's tokenizer; its chat template has the defaults of ``data.chat_defaults``.
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What ends a completion in this run, besides what the model's files say."""
 
-    It is the adapter's, if the run continues one that has its own.
-    """
-    from tunesmith.learn.data.chat_defaults import set_defaults
-
-    template = config.model.chat_template
-    adapter = config.lora.path
-    own = adapter if adapter is not None and (adapter / "tokenizer_config.json").is_file() else None
-    tokenizer = read_tokenizer(
-        config, config.model.path, HERMES if template == "hermes" else template, own
-    )
-    if template == "hermes":
-        check_chatml(tokenizer)
-    set_defaults(tokenizer, config.data.system_prompt, config.data.chat_template_kwargs)
-    return tokenizer
+    token_ids: tuple[int, ...] = ()
+    strings: tuple[str, ...] = ()
 
 
-def read_tokenizer(
-    config: RunConfig, path: str, chat_template: Path | None = None, directory: Path | None = None
-) -> Any:
-    """The tokenizer of any model.
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model, and how this run computes with it."""
+
+    path: str
+    dtype: str
+    device: str
+    key: str = "model.path"
+    """The setting that names the model."""
+    scores: bool = False
+    """Whether it has a score head instead of a language model's."""
+    frozen: bool = False
+    """Whether it is never trained."""
+    trust_remote_code: bool = False
+    quantize: Literal["int8", "nf4"] | None = None
+    zero_stage: int = 0
+    shard_size: int = 1
+    """Sharding over the processes that build it together."""
+    sequence: SequenceParallelSection = field(default_factory=SequenceParallelSection)
+    streams: bool = False
+    """Whether the layers' weights stay in host memory."""
+    compile: bool | str | None = None
+    """The value of ``system.compile``; None leaves this process's compiled functions as they
+    are."""
+    liger: bool = False
+    threads: int | None = None
+    """Threads of this process; None: as many as it has."""
+    lora: LoraSection | None = None
+    """The adapter; None: there is none."""
+    seed: int = 0
+    """Of a new adapter's weights."""
+    ends: Ends | None = None
+    """Written into the model's generation configuration; None leaves it as it is."""
+
+    def build(self, tokenizer: Any = None) -> Any:
+        """Load the model. Args: tokenizer: its tokenizer, if it is loaded already."""
+        import torch
+
+        from tunesmith.models.causal_lm import CausalLM
+        from tunesmith.models.score_model import ScoreModel
+
+        if self.compile is not None:
+            from tunesmith.models.kernels import functions
+
+            functions.allow(self.compile is True)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        if self.lora is not None:
+            from tunesmith.models.adapters import check_targets
+
+            check_targets(self.path, self.lora, trust_remote_code=self.trust_remote_code)
+        with long_wait(f"loading {self.path}"), about(self.key):
+            model = (ScoreModel if self.scores else CausalLM).load(
+                self.path,
+                dtype=getattr(torch, self.dtype),
+                device=self.device,
+                trust_remote_code=self.trust_remote_code,
+                tokenizer=tokenizer,
+                quantize=self.quantize,
+                sharding=sharding_over(
+                    self.device, self.zero_stage, self.shard_size, streams=self.streams
+                ),
+                trains=not self.frozen and self.lora is None,
+            )
+        self._share_sequences(model)
+        if isinstance(self.compile, str):
+            model.compile_layers(self.compile)
+        if self.liger:
+            model.use_liger()
+        if self.ends is not None:
+            self._set_ends(model, self.ends)
+        if self.lora is not None:
+            self._attach(model, self.lora)
+        elif self.frozen and model.sharding is None:
+            model.module.requires_grad_(False)
+        return model
+
+    def _share_sequences(self, model: Decoder) -> None:
+        """Make a model on a trainer's rank compute only its part of each micro-batch.
+
+        Raises:
+            ModelError: its attention cannot be split over ranks.
+        """
+        import torch.distributed as dist
+
+        if self.sequence.size == 1 or not dist.is_initialized():
+            return
+        from tunesmith.models.parallel.sequence import sequence_group
+
+        model.sequence = sequence_group(self.sequence.size, self.sequence.type)
+        model.sequence.check(model.module.name_or_path, model.module.config.get_text_config())
+
+    def _set_ends(self, model: Decoder, own: Ends) -> None:
+        """Make the model's files say what ends a completion in this run; see ``models.export``."""
+        from tunesmith.learn.data.chat import end_of_turn_id
+        from tunesmith.models.export import read_generation, set_ends
+
+        adapter = self.lora.path if self.lora else None
+        tokenizer: Any = model.tokenizer
+        changes = set_ends(
+            model.module,
+            tokenizer,
+            end_of_turn=end_of_turn_id(tokenizer),
+            saved=adapter and read_generation(adapter),
+            token_ids=own.token_ids,
+            strings=own.strings,
+        )
+        if changes and not self.frozen:
+            print(changes, flush=True)
+
+    def _attach(self, model: Decoder, lora: LoraSection) -> None:
+        import torch
+
+        from tunesmith.models.adapters import attach
+
+        torch.manual_seed(self.seed)
+        adapter = attach(
+            model,
+            lora,
+            path=lora.path,
+            trust_remote_code=self.trust_remote_code,
+            frozen=self.frozen,
+        )
+        if not self.frozen:
+            trained, total = adapter.counts()
+            print(
+                f"LoRA: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})",
+                flush=True,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PredictSpec:
+    """How a policy, or its reference, is run on a forest."""
+
+    temperature: float = 1.0
+    entropy: bool = False
+    chunk: int | None = None
+
+    def build(
+        self, value_head: nn.Linear | None = None
+    ) -> Callable[[CausalLM, Forest], Predictions]:
+        from tunesmith.models.causal_lm import CausalLM
+
+        return partial(
+            CausalLM.predict,
+            temperature=self.temperature,
+            entropy=self.entropy,
+            chunk=self.chunk,
+            value_head=value_head,
+        )
+
+
+def sharding_over(
+    device: str, zero_stage: int, shard_size: int, *, streams: bool = False
+) -> Sharding | None:
+    """How a model is sharded; None outside processes that share a model.
 
     Args:
-        chat_template: replaces its own template.
-        directory: of an adapter on the model, which holds the tokenizer; None: the model's.
+        streams: keep the layers' rows in host memory; without ``zero_stage`` each rank has all.
     """
-    from transformers.utils import logging
+    import torch.distributed as dist
 
-    from tunesmith.models import loading
+    from tunesmith.models.parallel.sharding import Sharding
 
-    logging.disable_progress_bar()  # its bars would be drawn over ours
+    kind = device.partition(":")[0]
+    if streams and not zero_stage:
+        if not dist.is_initialized():
+            from tunesmith.run.processes.rank_group import join_group_of_one
 
-    trust_remote_code = config.model.trust_remote_code
-    with long_wait(f"loading the tokenizer of {directory or path}"):
-        tokenizer: Any = loading.load_tokenizer(
-            directory or path, trust_remote_code=trust_remote_code, chat_template=chat_template
-        )
-    facts = known_model_facts(path)
-    set_rows(tokenizer, facts.vocab_size if facts else None)
-    check_end(path, tokenizer)
-    return tokenizer
+            join_group_of_one(device)
+        return Sharding.over(kind, 3, 1, streams=True)
+    if not zero_stage or not dist.is_initialized():
+        return None
+    return Sharding.over(kind, zero_stage, shard_size, streams=streams)
 
 
 def saved_generation(config: RunConfig) -> GenerationConfig | None:
@@ -83,169 +263,6 @@ def saved_generation(config: RunConfig) -> GenerationConfig | None:
 
     adapter = config.lora.path and read_generation(config.lora.path)
     return adapter or read_generation(config.model.path)
-
-
-def load_model(
-    kind: type[M],
-    config: RunConfig,
-    tokenizer: Any,
-    path: str | None = None,
-    *,
-    frozen: bool = False,
-) -> M:
-    """The run's model, or another one at ``path``, with the adapter that ``[lora]`` asks for.
-
-    Args:
-        frozen: the model is never trained.
-    """
-    import torch
-
-    from tunesmith.models.kernels import functions
-
-    compiled = config.system.compile
-    functions.allow(compiled is True)
-    torch.set_num_threads(config.system.threads)
-    trust_remote_code = config.model.trust_remote_code
-    lora = config.lora
-    if lora.on:
-        from tunesmith.models import adapters
-
-        adapters.check_targets(path or config.model.path, lora, trust_remote_code=trust_remote_code)
-    with (
-        long_wait(f"loading {path or config.model.path}"),
-        about("critic.path" if path else "model.path"),
-    ):
-        model = kind.load(
-            path or config.model.path,
-            dtype=getattr(torch, config.model.dtype),
-            device=config.system.device,
-            trust_remote_code=trust_remote_code,
-            tokenizer=tokenizer,
-            quantize=config.model.quantize,
-            sharding=sharding_of(config, streams=not frozen and config.system.offload_parameters),
-            trains=not frozen and not lora.on,
-        )
-    _share_sequences(config, model)
-    if isinstance(compiled, str):
-        model.compile_layers(compiled)
-    if config.system.kernels == "liger":
-        model.use_liger()
-    start = None if path else lora.path
-    changes = _set_ends(config, model, start)
-    if changes and not frozen:
-        print(changes, flush=True)
-    if lora.on:
-        from tunesmith.models import adapters
-
-        torch.manual_seed(config.train.seed)
-        adapter = adapters.attach(
-            model, lora, path=start, trust_remote_code=trust_remote_code, frozen=frozen
-        )
-        if frozen:
-            return model
-        trained, total = adapter.counts()
-        print(
-            f"LoRA: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})",
-            flush=True,
-        )
-    return model
-
-
-def _set_ends(config: RunConfig, model: Decoder, adapter: Path | None) -> str | None:
-    """Make the model's files say what ends a completion in this run; see ``models.export``."""
-    from tunesmith.learn.data.chat import end_of_turn_id
-    from tunesmith.models.export import read_generation, set_ends
-
-    rollout = config.rollout if isinstance(config, RLConfig) else None
-    tokenizer: Any = model.tokenizer
-    return set_ends(
-        model.module,
-        tokenizer,
-        end_of_turn=end_of_turn_id(tokenizer),
-        saved=adapter and read_generation(adapter),
-        token_ids=rollout.stop_token_ids if rollout else (),
-        strings=rollout.stop if rollout else (),
-    )
-
-
-def sharding_of(config: RunConfig, *, streams: bool = False) -> Sharding | None:
-    """How the model is sharded; None outside processes that share a model.
-
-    Args:
-        streams: keep the layers' rows in host memory; without ``zero_stage`` each rank has all.
-    """
-    import torch.distributed as dist
-
-    from tunesmith.models.parallel.sharding import Sharding
-    from tunesmith.run.processes.rank_group import join_group_of_one
-
-    system = config.system
-    device = system.device.partition(":")[0]
-    if streams and not system.zero_stage:
-        if not dist.is_initialized():
-            join_group_of_one(system.device)
-        return Sharding.over(device, 3, 1, streams=True)
-    if not system.zero_stage or not dist.is_initialized():
-        return None
-    return Sharding.over(device, system.zero_stage, system.shard_size, streams=streams)
-
-
-def _share_sequences(config: RunConfig, model: Decoder) -> None:
-    """Make a model on a trainer's rank compute only its part of each micro-batch.
-
-    Raises:
-        ModelError: its attention cannot be split over ranks.
-    """
-    import torch.distributed as dist
-
-    if config.system.sequence_parallel.size == 1 or not dist.is_initialized():
-        return
-    from tunesmith.models.parallel.sequence import sequence_group
-
-    section = config.system.sequence_parallel
-    model.sequence = sequence_group(section.size, section.type)
-    model.sequence.check(model.module.name_or_path, model.module.config.get_text_config())
-
-
-def load_frozen(config: RunConfig, path: str, tokenizer: Any = None) -> CausalLM:
-    """Another language model, computed like the run's own but never trained: a teacher or a draft
-    model."""
-    import torch
-
-    from tunesmith.models.causal_lm import CausalLM
-
-    with long_wait(f"loading {path}"):
-        model = CausalLM.load(
-            path,
-            dtype=getattr(torch, config.model.dtype),
-            device=config.system.device,
-            trust_remote_code=config.model.trust_remote_code,
-            tokenizer=tokenizer,
-        )
-    model.module.requires_grad_(False)
-    _share_sequences(config, model)
-    return model
-
-
-def policy_predict(
-    config: RLConfig, value_head: nn.Linear | None = None
-) -> Callable[[CausalLM, Forest], Predictions]:
-    """The function that runs the policy, or its reference, on a forest."""
-    from tunesmith.models.causal_lm import CausalLM
-
-    return partial(
-        CausalLM.predict,
-        temperature=config.rollout.temperature,
-        entropy=bool(config.algorithm.entropy_coef),
-        chunk=config.system.logprob_chunk,
-        value_head=value_head,
-    )
-
-
-def limits_of(config: RunConfig) -> PeakRates:
-    from tunesmith.run.trainers.limits import measure_limits
-
-    return measure_limits(config.system.device, config.model.dtype)
 
 
 def run_merge(

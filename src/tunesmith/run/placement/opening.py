@@ -44,7 +44,7 @@ from tunesmith.run.placement.checking import (
 from tunesmith.run.placement.contents import contents_of
 from tunesmith.run.placement.examining import task_data
 from tunesmith.run.placement.learning import unknown_share
-from tunesmith.run.placement.models import load_tokenizer
+from tunesmith.run.placement.specs import load_tokenizer
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from tunesmith.config.schema import RunConfig
 from tunesmith.models.openmp import to_thread
 from tunesmith.plan.devices import BUCKET
-from tunesmith.plan.plan import devices_of
-from tunesmith.run.processes.machines import own_address as own_address_in_launch
-from tunesmith.run.processes.torchrun import Launch
+from tunesmith.run.placement.base import ALONE, Seat
 from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 
 if TYPE_CHECKING:
@@ -47,76 +45,78 @@ class PublishingRank(NoPlane):
         raise AssertionError(f"the first rank makes the offers, not this one to {takers}")
 
 
-def make_publishing(config: RunConfig, model: Decoder, rank: int) -> Plane:
-    """The part of the plane, or its substitute, on a sharded model's ranks other than the first."""
-    if config.system.weight_copy == "gpu":
-        return broadcast_plane(config, model, rank)
-    return PublishingRank(
-        published(model, merged=config.system.adapter_sync != "adapter", in_host_memory=False)
-    )
+@dataclass(frozen=True, slots=True)
+class PlaneSpec:
+    """The trainer's side of the weight plane, for engines with their own weights."""
 
+    kind: Literal["memory", "disk", "gloo", "nccl", "ipc"]
+    publishers: int = 1
+    """Trainer ranks that publish: the first ones, which together have the whole model."""
+    merged: bool = True
+    """Whether an adapter is merged into the weights; if not, it is all that is sent."""
+    as_stored: bool = False
+    """See ``published``."""
+    copy_on_gpu: bool = False
+    """Whether ``nccl`` sends from a copy on the trainer's GPUs, a part of it on each."""
+    directory: Path | None = None
+    """For ``disk``: the directory that trainer and engines see."""
+    ranks_per_engine: int = 1
 
-def make_plane(config: RunConfig, model: Decoder) -> Plane:
-    """The trainer's side of the plane, for engines with their own weights."""
-    system = config.system
-    if system.weight_plane in ("gloo", "nccl"):
-        return broadcast_plane(config, model)
-    tensors, size = _publication(config, model)
-    if system.weight_plane == "ipc":
-        from tunesmith.run.weights.ipc import IpcPlane
+    @property
+    def stays_on_gpu(self) -> bool:
+        """Whether published weights go only from the trainer's GPU to an engine's, never to the
+        host."""
+        return self.kind == "ipc" or self.copy_on_gpu
 
-        return IpcPlane(tensors, str(model.device), size)
-    directory = system.engine_directory if system.weight_plane == "disk" else None
-    return file_plane(tensors, directory, size)
-
-
-def broadcast_plane(config: RunConfig, model: Decoder, rank: int = 0) -> BroadcastPlane:
-    """A trainer rank's part of the plane; if the copy is in host memory, the first rank sends
-    everything."""
-    from tunesmith.run.weights.broadcast import BroadcastPlane
-
-    system = config.system
-    host = own_address(config)
-    ranks = devices_of(config).ranks_per_engine
-    here, (tensors, room) = stays_on_gpu(config), _publication(config, model)
-    senders = devices_of(config).publishing_ranks if here else 1
-    room = room if senders == 1 else room // senders + largest_bytes(model)
-    if system.weight_plane == "gloo":
-        return BroadcastPlane(
-            tensors, "cpu", host=host, room=room, ranks=ranks, plane="gloo", group="gloo"
+    def tensors(self, model: Decoder) -> NamedTensors:
+        """The weights that engines get."""
+        return published(
+            model,
+            merged=self.merged,
+            as_stored=self.as_stored,
+            in_host_memory=not self.stays_on_gpu,
         )
-    return BroadcastPlane(tensors, str(model.device), here, host, room, ranks, rank, senders)
 
+    def build(self, model: Decoder, seat: Seat = ALONE) -> Plane | None:
+        """A rank's part of the plane; None if it has none."""
+        if seat.rank >= self.publishers:
+            return None
+        if self.copy_on_gpu or (self.kind in ("gloo", "nccl") and not seat.rank):
+            return self.broadcast(model, seat)
+        if seat.rank:
+            return PublishingRank(published(model, merged=self.merged, in_host_memory=False))
+        size = published_bytes(model, merged=self.merged)
+        if self.kind == "ipc":
+            from tunesmith.run.weights.ipc import IpcPlane
 
-def _publication(config: RunConfig, model: Decoder) -> tuple[NamedTensors, int]:
-    """The weights that a run's engines get, and their bytes."""
-    merged = config.system.adapter_sync != "adapter"
-    as_stored = config.system.engine_kind.third_party
-    tensors = published(
-        model, merged=merged, as_stored=as_stored, in_host_memory=not stays_on_gpu(config)
-    )
-    return tensors, published_bytes(model, merged=merged)
+            return IpcPlane(self.tensors(model), str(model.device), size)
+        return file_plane(self.tensors(model), self.directory, size)
 
+    def broadcast(self, model: Decoder, seat: Seat) -> BroadcastPlane:
+        """A rank's part of a broadcast; if the copy is in host memory, the first rank sends
+        everything."""
+        from tunesmith.run.weights.broadcast import BroadcastPlane
 
-def stays_on_gpu(config: RunConfig) -> bool:
-    """Whether published weights go only from the trainer's GPU to an engine's, never to the
-    host."""
-    return config.system.weight_plane == "ipc" or config.system.weight_copy == "gpu"
-
-
-def own_address(config: RunConfig) -> str:
-    """This machine's address, as the run's other processes reach it."""
-    if config.system.cluster == "none":
-        return launched_address()
-    from tunesmith.run.processes.ray_actor import node_address
-
-    return node_address()
-
-
-def launched_address() -> str:
-    """As ``own_address``, without Ray."""
-    launch = Launch.of()
-    return own_address_in_launch() if launch and launch.several_machines else "127.0.0.1"
+        tensors = self.tensors(model)
+        room = published_bytes(model, merged=self.merged)
+        senders = self.publishers if self.stays_on_gpu else 1
+        if senders > 1:
+            room = room // senders + largest_bytes(model)
+        common: dict[str, Any] = {
+            "host": seat.address,
+            "room": room,
+            "ranks": self.ranks_per_engine,
+        }
+        if self.kind == "gloo":
+            return BroadcastPlane(tensors, "cpu", plane="gloo", group="gloo", **common)
+        return BroadcastPlane(
+            tensors,
+            str(model.device),
+            self.stays_on_gpu,
+            rank=seat.rank,
+            senders=senders,
+            **common,
+        )
 
 
 def file_plane(

@@ -98,19 +98,19 @@ def _model(target: str, options: ServeOptions) -> RewardSet:
     from transformers.utils import logging
 
     from tunesmith.learn.rewards.model import model_reward
-    from tunesmith.run.placement.rewards import make_reward_model
+    from tunesmith.run.placement.scorers import ScorerSpec
 
     logging.disable_progress_bar()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = make_reward_model(
+    spec = ScorerSpec(
         entry,
-        dtype=options.dtype or "float32",
-        device=device,
-        max_tokens=options.max_tokens or MOST_TOKENS[device.partition(":")[0]],
+        options.dtype or "float32",
+        device,
+        options.max_tokens or MOST_TOKENS[device.partition(":")[0]],
         chat=options.chat,
     )
     rewards = RewardSet({target: 1.0}, FUNCTION_SECONDS)
-    rewards.add(model_reward(target, model, exact=False, in_thread=True))
+    rewards.add(model_reward(target, spec.build(), exact=False, in_thread=True))
     return rewards
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
+from typing import Any
 
 from tunesmith.config.objects import check_reference, load_object
 from tunesmith.config.resolved import settings
@@ -78,9 +77,18 @@ def _open(name: str, run: RunInfo, base_dir: Path) -> Sink:
         raise ConfigError(
             f"monitor.sinks: '{name}' has no method write(step, metrics)", keys=("monitor.sinks",)
         )
+    return _WholeSink(sink)
 
-    def ignore(*_: object) -> None: ...
 
-    show = getattr(sink, "show", ignore)
-    close = getattr(sink, "close", ignore)
-    return cast("Sink", SimpleNamespace(write=sink.write, show=show, close=close))
+class _WholeSink(Sink):
+    """A user's sink, which may lack all methods but ``write``."""
+
+    def __init__(self, own: Any) -> None:
+        self.write = own.write
+        show: Any = getattr(own, "show", _ignore)
+        close: Any = getattr(own, "close", _ignore)
+        self.show = show
+        self.close = close
+
+
+def _ignore(*_: object, **__: object) -> None: ...

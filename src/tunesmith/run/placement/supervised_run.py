@@ -29,42 +29,32 @@ from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.preference import Comparison, Solution
 from tunesmith.learn.data.prepare import Prepared
 from tunesmith.learn.rewards.stats import STATS_FILE
-from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.length import draws
-from tunesmith.plan.plan import devices_of
 from tunesmith.run.loop import preference, supervised
 from tunesmith.run.loop.learner import Learner
 from tunesmith.run.loop.parts import SupervisedParts
-from tunesmith.run.loop.session import Session
 from tunesmith.run.loop.supervised import evaluate
-from tunesmith.run.placement.models import load_model
+from tunesmith.run.placement.base import Report
+from tunesmith.run.placement.learners import make_learner
 from tunesmith.run.placement.opening import OpenRun
-from tunesmith.run.placement.processes import MakeBackend
+from tunesmith.run.placement.port import Placement
 from tunesmith.run.placement.session import RunResult, kept_on_interrupt, open_session, run_result
-from tunesmith.run.placement.trainers import (
-    compare_with,
-    load_teacher,
-    make_backend,
-    make_learner,
-    make_trainer,
-)
+from tunesmith.run.placement.specs import trainer_spec
+from tunesmith.run.placement.trainers import TrainerSpec
 from tunesmith.run.placement.training_data import TRAINING_DATA, label_tokens
-from tunesmith.run.processes.local import Processes
 from tunesmith.run.trainers.base import Metrics
-from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
 T = TypeVar("T")
 
 
 def train_on_data(
-    run: OpenRun[Any, Any], processes: Processes | None, checkpoint: Path | None
+    run: OpenRun[Any, Any], placement: Placement, checkpoint: Path | None
 ) -> RunResult:
     """The run from ``checkpoint`` on, or from the beginning."""
     with open_session(run, checkpoint, TRAINING_DATA[type(run.config)].metric) as session:
         with session.phase("setup"):
-            parts = make_parts(run, session, processes)
+            parts = make_parts(run, placement, session.note, checkpoint)
             session.start(parts, parts.describe)
         with kept_on_interrupt(run, session):
             supervised.run(parts, session)
@@ -76,21 +66,27 @@ class Setup(Generic[T]):
     """The inputs for building the parts."""
 
     run: OpenRun[Any, T]
-    session: Session
-    processes: Processes | None
-    """The processes of the trainer's ranks; None: this process trains."""
+    placement: Placement
+    report: Report
+    checkpoint: Path | None
+    """The one to resume from."""
 
     def learner(
-        self, make: MakeBackend, aggregation: str = AGGREGATION, *, keep_groups: bool = False
+        self,
+        aggregation: str = AGGREGATION,
+        *,
+        spec: TrainerSpec | None = None,
+        keep_groups: bool = False,
     ) -> Learner:
-        """A learner with its model loaded."""
-        run = self.run
+        """A learner with its model loaded. Args: spec: if it is not the run's as it is."""
         config = self.run.config
-        trained = make_trainer(
-            self.processes, config, make, run.tokenizer, run_dir=run.directory.path
-        )
         return make_learner(
-            config, self.session, trained, aggregation, config.train.steps, keep_groups=keep_groups
+            config,
+            self.placement.trainer(spec or trainer_spec(config)),
+            self.report,
+            aggregation,
+            config.train.steps,
+            keep_groups=keep_groups,
         )
 
     def parts(
@@ -132,29 +128,31 @@ class Setup(Generic[T]):
 
 
 def make_parts(
-    run: OpenRun[Any, Any], session: Session, processes: Processes | None
+    run: OpenRun[Any, Any], placement: Placement, report: Report, checkpoint: Path | None = None
 ) -> SupervisedParts[Any]:
     """Load the model and build everything else that the command needs."""
-    return _MAKERS[type(run.config)](Setup(run, session, processes))
+    return _MAKERS[type(run.config)](Setup(run, placement, report, checkpoint))
 
 
 def _sft(setup: Setup[Sample]) -> SupervisedParts[Sample]:
-    learner = setup.learner(_language_model, "token_mean")
+    learner = setup.learner("token_mean")
     return setup.parts(
         learner, SFTObjective(), Batch.of, without=("nonfinite", "nll")
     )  # nll is the loss
 
 
 def _distill(setup: Setup[Sample]) -> SupervisedParts[Sample]:
-    learner = setup.learner(_student, "token_mean")
+    learner = setup.learner("token_mean")
     return setup.parts(learner, DistillationObjective(setup.run.config.distill.alpha), Batch.of)
 
 
 def _rm(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
     run = setup.run
     config = setup.run.config
+    spec = trainer_spec(config)
     padding = padding_token(run.tokenizer, run.train.items)
-    learner = setup.learner(partial(_reward_model, padding=padding), keep_groups=True)
+    model = replace(spec.model, scores=True)
+    learner = setup.learner(spec=replace(spec, model=model, padding=padding), keep_groups=True)
     objective = RewardObjective(margins=config.rm.loss == "sigmoid")
     parts = setup.parts(learner, objective, preference.pair_batch, preference.with_reward_std)
     measure = parts.evaluate
@@ -190,7 +188,7 @@ def padding_token(tokenizer: Any, items: Sequence[Comparison]) -> str | None:
 def _dpo(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
     section = setup.run.config.dpo
     objective = DPOObjective(section.loss, section.beta, section.label_smoothing, section.nll_coef)
-    learner = setup.learner(_language_model, keep_groups=True)
+    learner = setup.learner(keep_groups=True)
     prepare = partial(preference.reference_pairs, learner)
     return _reference_parts(
         setup, learner, objective, prepare, beforehand=section.precompute_reference
@@ -200,7 +198,7 @@ def _dpo(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
 def _kto(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
     section = setup.run.config.kto
     objective = KTOObjective(section.beta, section.desirable_weight, section.undesirable_weight)
-    learner = setup.learner(_language_model)
+    learner = setup.learner()
     prepare = partial(preference.judged_answers, learner)
     summarise = preference.with_margin
     return _reference_parts(
@@ -210,7 +208,7 @@ def _kto(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
 
 def _prm(setup: Setup[Solution]) -> SupervisedParts[Solution]:
     good, bad = label_tokens(setup.run.config, setup.run.tokenizer)
-    learner = setup.learner(_language_model, keep_groups=True)
+    learner = setup.learner(keep_groups=True)
     return setup.parts(learner, StepObjective(), partial(preference.step_pairs, good=good, bad=bad))
 
 
@@ -227,43 +225,13 @@ def _reference_parts(
     data."""
     if not beforehand:
         return setup.parts(learner, objective, prepare, summarise)
-    references = preference.References(learner, setup.session.resume_from)
+    references = preference.References(learner, setup.checkpoint)
     train = setup.run.train
     held_out = setup.run.eval_items
     train = replace(train, items=references.attach("train", train.items))
     held_out = references.attach("eval", held_out) if held_out is not None else None
     parts = setup.parts(learner, objective, prepare, summarise, train=train, held_out=held_out)
     return replace(parts, save_beside=references.save)
-
-
-# What each rank of a trainer builds
-
-
-def _language_model(config: RunConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
-    model = load_model(CausalLM, config, tokenizer)
-    reference = (
-        load_model(CausalLM, config, tokenizer, frozen=True)
-        if devices_of(config).kind.reference
-        else None
-    )
-    return make_backend(
-        config, model, partial(CausalLM.predict, chunk=config.system.logprob_chunk), reference
-    )
-
-
-def _student(config: OfflineDistillConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
-    predict = compare_with(load_teacher(config, tokenizer), config)
-    return make_backend(config, load_model(CausalLM, config, tokenizer), predict)
-
-
-def _reward_model(
-    config: RMConfig, tokenizer: Any, padding: str | None
-) -> TorchBackend[ScoreModel]:
-    model = load_model(ScoreModel, config, tokenizer)
-    if padding is not None:
-        tokenizer.pad_token = padding
-        model.module.config.pad_token_id = tokenizer.pad_token_id
-    return make_backend(config, model, ScoreModel.predict)
 
 
 _MAKERS: dict[type[RunConfig], Callable[[Setup[Any]], SupervisedParts[Any]]] = {

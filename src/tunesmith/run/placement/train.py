@@ -16,9 +16,10 @@ from tunesmith.config.commands import (
 )
 from tunesmith.config.load import find_kind
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.run.placement.choosing import open_placement
 from tunesmith.run.placement.environments import load_run_tasks, open_user_code
 from tunesmith.run.placement.opening import FROM_A_COMMAND, Caller, open_run, prepare_training
-from tunesmith.run.placement.processes import open_processes, run_with_restarts
+from tunesmith.run.placement.restarts import with_restarts
 from tunesmith.run.placement.session import RunResult
 from tunesmith.run.placement.training_data import TRAINING_DATA
 
@@ -43,9 +44,9 @@ def run_rl(
         )
         from tunesmith.run.placement.rl_run import train_policy
 
-        with open_processes(run.config) as processes:
-            train = partial(train_policy, run, rewards, environments, processes)
-            return run_with_restarts(train, run, processes)
+        with open_placement(run) as placement:
+            train = partial(train_policy, run, rewards, environments, placement)
+            return with_restarts(train, run, placement)
 
 
 def run_supervised(
@@ -62,8 +63,8 @@ def run_supervised(
         )
         from tunesmith.run.placement.supervised_run import train_on_data
 
-        with open_processes(run.config) as processes:
-            return run_with_restarts(partial(train_on_data, run, processes), run, processes)
+        with open_placement(run) as placement:
+            return with_restarts(partial(train_on_data, run, placement), run, placement)
 
 
 run_sft = partial(run_supervised, SFTConfig)

@@ -1,257 +1,258 @@
-"""What trains: the policy with its reference or teacher, the critic, and the learners over their
-backends."""
+"""Specs of what trains: a model with its optimizer, and with a reference, a teacher or a value head;
+and of a reference in its own processes. Torch is imported on use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import nn
-
-from tunesmith.config.commands import DistillConfig, OfflineDistillConfig, SampledDistillConfig
 from tunesmith.config.optimizer import Muon
-from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import known
 from tunesmith.config.system import Role
 from tunesmith.costs import PeakRates
-from tunesmith.errors import ConfigError, about
-from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.decoder import Decoder
-from tunesmith.models.embedding_rows import enough_rows
-from tunesmith.models.forest import Forest, Predictions
-from tunesmith.models.parallel.host_weights import HostWeights
-from tunesmith.models.score_model import ScoreModel
-from tunesmith.models.teacher import check_same_vocabulary, predict_with_teacher
-from tunesmith.plan.cost.price import USUAL_RANK
-from tunesmith.plan.length import critic_steps
-from tunesmith.plan.plan import devices_of
-from tunesmith.run.loop.critic import Critic
-from tunesmith.run.loop.learner import Learner
-from tunesmith.run.loop.session import Session
-from tunesmith.run.placement.models import (
-    limits_of,
-    load_frozen,
-    load_model,
-    policy_predict,
-    read_tokenizer,
-)
-from tunesmith.run.placement.processes import MakeBackend, remote_trainer
-from tunesmith.run.processes.local import Processes
-from tunesmith.run.trainers.base import TrainBackend
-from tunesmith.run.trainers.optimizer import AdamWSettings, learning_rate
-from tunesmith.run.trainers.torch import TorchBackend
+from tunesmith.errors import about
+from tunesmith.run.placement.base import ALONE, Seat, Trained, WeightSource
+from tunesmith.run.placement.models import ModelSpec, PredictSpec, TokenizerSpec
+from tunesmith.run.placement.planes import PlaneSpec
 
-M = TypeVar("M", bound=Decoder)
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-Trained = tuple[TrainBackend, PeakRates]
-"""The backend that trains a model, and the peak rates of its devices."""
+    from tunesmith.models.causal_lm import CausalLM
+    from tunesmith.run.trainers.passes import Passes
+    from tunesmith.run.trainers.torch import TorchBackend
+    from tunesmith.run.weights.base import Plane
 
 
-def make_trainer(
-    processes: Processes | None,
-    config: RunConfig,
-    make: MakeBackend,
-    tokenizer: Any,
-    role: Role = "actor",
-    run_dir: Path | None = None,
-) -> Trained:
-    """The backend that ``make`` builds, in this process or over the ranks in others; see
-    ``remote_trainer``."""
-    if processes is None:
-        return make(config, tokenizer), limits_of(config)
-    return remote_trainer(processes, config, make, role, run_dir)
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """AdamW, or Muon and AdamW, with the memory that a step may take."""
+
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    max_grad_norm: float
+    muon: Muon | None = None
+    offload: bool = False
+    head_lr_ratio: float = 1.0
+    ema_decay: float | None = None
+    gradient_checkpointing: float = 0
+    offload_activations: bool = False
+    seed: int = 0
 
 
-def make_learner(
-    config: RunConfig,
-    session: Session,
-    trained: Trained,
-    aggregation: str,
-    optimizer_steps: int,
-    max_new_tokens: int | None = None,
-    *,
-    keep_groups: bool = False,
-    max_tokens: int | None = None,
-) -> Learner:
-    """A learner for a run.
+@dataclass(frozen=True, slots=True)
+class TeacherSpec:
+    """A frozen teacher."""
 
-    Args:
-        max_tokens: tokens per micro-batch, if different from the policy's.
-    """
-    train, system, (backend, limits) = config.train, config.system, trained
-    return Learner(
-        backend=backend,
-        aggregation=aggregation,
-        max_new_tokens=max_new_tokens,
-        learning_rate=partial(
-            learning_rate,
-            peak=train.lr,
-            total=optimizer_steps,
-            warmup=train.warmup_steps,
-            schedule=train.schedule,
-            min_ratio=train.min_lr_ratio,
-        ),
-        max_tokens=max_tokens or system.max_tokens_per_microbatch,
-        scoring_max_tokens=known(system, "scoring_max_tokens"),
-        share_prompts=system.share_prompts,
-        keep_groups=keep_groups,
-        group_size=config.rollout.group_size if isinstance(config, RLConfig) else 1,
-        flops_per_second=limits.flops_per_second,
-        report=session.note,
-    )
+    model: ModelSpec
+    tokenizer: TokenizerSpec
+    student: str
+    """The path of its student."""
+    top_k: int | None = None
+    """How many of its log-probabilities the student is compared with at each token; None: it takes
+    the place of the reference."""
+    temperature: float = 1.0
+    offload: bool = False
 
+    def build(self, tokenizer: Any) -> CausalLM:
+        """Raises ModelError: it cannot be loaded, or its vocabulary is not the student's."""
+        from tunesmith.models.teacher import check_same_vocabulary
 
-def make_backend(
-    config: RunConfig,
-    model: M,
-    predict: Callable[[M, Forest], Predictions],
-    reference: M | None = None,
-    value_head: nn.Linear | None = None,
-) -> TorchBackend[M]:
-    train = config.train
-    optimizer = config.train.optimizer
-    offload = config.system.offload_optimizer
-    muon = optimizer if isinstance(optimizer, Muon) else None
-    head_lr = config.critic.lr if isinstance(config, RLConfig) and value_head is not None else None
-    return TorchBackend(
-        model,
-        AdamWSettings(
-            train.weight_decay, train.betas, train.eps, train.max_grad_norm, muon, offload
-        ),
-        predict,
-        reference=reference,
-        value_head=value_head,
-        head_lr_ratio=head_lr / train.lr if head_lr else 1.0,
-        ema_decay=train.ema_decay,
-        gradient_checkpointing=config.system.gradient_checkpointing,
-        offload_activations=config.system.offload_activations,
-        offload_reference=config.system.offload_reference,
-        seed=train.seed,
-    )
+        theirs = self.tokenizer.build()
+        with about(self.model.key):
+            check_same_vocabulary(tokenizer, theirs, (self.student, self.model.path))
+        return self.model.build(theirs)
+
+    def compared(self, teacher: CausalLM, chunk: int | None) -> Any:
+        """A function to the student's predictions with its divergence from the teacher."""
+        from tunesmith.models.parallel.host_weights import HostWeights
+        from tunesmith.models.teacher import predict_with_teacher
+
+        assert self.top_k is not None, "this teacher takes the reference's place"
+        host = HostWeights.of(teacher.module, teacher.lean) if self.offload else None
+        return partial(
+            predict_with_teacher,
+            teacher=teacher,
+            top_k=self.top_k,
+            temperature=self.temperature,
+            chunk=chunk,
+            weights=host.here if host else nullcontext,
+        )
 
 
-def make_policy(config: RLConfig, tokenizer: Any) -> TorchBackend[CausalLM]:
-    """The backend that trains the policy, with a frozen reference, a teacher or a value head if the
-    run has one."""
-    model = load_model(CausalLM, config, tokenizer)
-    # With an adapter, the reference is the same model without it.
-    frozen = (
-        config.algorithm.reference is not None
-        and not config.lora.on
-        and not devices_of(config).reference_apart
-    )
-    teacher = load_teacher(config, tokenizer) if isinstance(config, DistillConfig) else None
-    # Distilling on the student's samples is a KL penalty in the reward: the teacher takes the
-    # reference's place.
-    reference_model = teacher or (
-        load_model(CausalLM, config, tokenizer, frozen=True) if frozen else None
-    )
-    head = make_value_head(config, model)
-    predict = policy_predict(config, head)
-    if teacher and isinstance(config, SampledDistillConfig):
-        predict = compare_with(teacher, config)
-        reference_model = None
-    return make_backend(config, model, predict, reference_model, head)
+@dataclass(slots=True)
+class TrainerPart:
+    """What each process of a trainer holds."""
+
+    backend: TorchBackend[Any]
+    limits: PeakRates | None
+    """Peak rates of the device, on the first rank only."""
+    plane: Plane | None
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights, on the first rank; all ranks of a sharded model call this together."""
+        from tunesmith.models.parallel.sharding import whole_weights
+
+        model = self.backend.model
+        first = self.backend.group is None or self.backend.group.rank == 0
+        gathers = first or (model.sharding is not None and model.sharding.first_copy)
+        named = whole_weights(model.module, model.dtype) if gathers else ()
+        return {name: tensor for name, tensor in named if first}
 
 
-@about("teacher.path")
-def load_teacher(config: DistillConfig | OfflineDistillConfig, tokenizer: Any) -> CausalLM:
-    """The frozen teacher.
+@dataclass(frozen=True, slots=True)
+class TrainerSpec:
+    """The backend that trains a model, with everything it is computed with."""
 
-    Raises:
-        ModelError: the teacher cannot be loaded, or its vocabulary is not the student's.
-    """
-    path = config.teacher.path
-    theirs = read_tokenizer(config, path)
-    check_same_vocabulary(tokenizer, theirs, (config.model.path, path))
-    return load_frozen(config, path, theirs)
+    model: ModelSpec
+    tokenizer: TokenizerSpec
+    optimizer: OptimizerSpec
+    predict: PredictSpec = field(default_factory=PredictSpec)
+    role: Role = "actor"
+    ranks: int = 1
+    """Processes that train the model together."""
+    reference: ModelSpec | None = None
+    offload_reference: bool = False
+    reference_apart: ReferenceSpec | None = None
+    """The reference, if it has its own processes."""
+    teacher: TeacherSpec | None = None
+    value_head: bool = False
+    """Whether a value head is trained along with the model."""
+    padding: str | None = None
+    """The padding token to save with a reward model."""
+    plane: PlaneSpec | None = None
+    """How its weights reach engines with their own copy; None: there are none."""
+
+    @property
+    def device(self) -> str:
+        return self.model.device
+
+    @property
+    def shares(self) -> bool:
+        model = self.model
+        return bool(model.zero_stage) or model.streams or model.sequence.size > 1
+
+    def build(self, seat: Seat = ALONE, tokenizer: Any = None) -> TrainerPart:
+        """Args: tokenizer: the run's, if it is loaded already."""
+        from tunesmith.run.trainers.limits import measure_limits
+
+        tokenizer = tokenizer or self.tokenizer.build()
+        with redirect_stdout(None) if seat.rank else nullcontext():  # all ranks would print it
+            backend = self._backend(tokenizer)
+        if seat.group:
+            backend.join(seat.group)
+        plane = self.plane.build(backend.model, seat) if self.plane else None
+        dtype: Any = self.model.dtype
+        return TrainerPart(
+            backend, None if seat.rank else measure_limits(self.device, dtype), plane
+        )
+
+    def train_here(self, tokenizer: Any) -> Trained:
+        """The trainer in this process."""
+        part = self.build(ALONE, tokenizer)
+        assert part.limits is not None, "a single process is the first rank"
+        return Trained(part.backend, part.limits, WeightSource(part.backend.model, part.plane))
+
+    def _backend(self, tokenizer: Any) -> TorchBackend[Any]:
+        from tunesmith.models.score_model import ScoreModel
+        from tunesmith.run.trainers.optimizer import AdamWSettings
+        from tunesmith.run.trainers.torch import TorchBackend
+
+        model = self.model.build(tokenizer)
+        if self.padding is not None:
+            tokenizer.pad_token = self.padding
+            model.module.config.pad_token_id = tokenizer.pad_token_id
+        reference = self.reference.build(tokenizer) if self.reference else None
+        head = _value_head(model) if self.value_head else None
+        predict = ScoreModel.predict if self.model.scores else self.predict.build(head)
+        if self.teacher is not None:
+            teacher = self.teacher.build(tokenizer)
+            if self.teacher.top_k is None:
+                reference = teacher
+            else:
+                predict = self.teacher.compared(teacher, self.predict.chunk)
+        how = self.optimizer
+        return TorchBackend(
+            model,
+            AdamWSettings(
+                how.weight_decay, how.betas, how.eps, how.max_grad_norm, how.muon, how.offload
+            ),
+            predict,
+            reference=reference,
+            value_head=head,
+            head_lr_ratio=how.head_lr_ratio,
+            ema_decay=how.ema_decay,
+            gradient_checkpointing=how.gradient_checkpointing,
+            offload_activations=how.offload_activations,
+            offload_reference=self.offload_reference,
+            seed=how.seed,
+        )
 
 
-def compare_with(
-    teacher: CausalLM, config: SampledDistillConfig | OfflineDistillConfig
-) -> Callable[[CausalLM, Forest], Predictions]:
-    """A function to the student's predictions with its divergence from the teacher."""
-    host = HostWeights.of(teacher.module, teacher.lean) if config.system.offload_reference else None
-    temperature = config.rollout.temperature if isinstance(config, SampledDistillConfig) else 1.0
-    return partial(
-        predict_with_teacher,
-        teacher=teacher,
-        top_k=config.distill.top_k,
-        temperature=temperature,
-        chunk=config.system.logprob_chunk,
-        weights=host.here if host else nullcontext,
-    )
+def _value_head(model: CausalLM) -> nn.Linear:
+    """A head on the policy's trunk, initialised to output 0."""
+    import torch
+    from torch import nn
 
-
-def make_value_head(config: RLConfig, model: CausalLM) -> nn.Linear | None:
-    """A head on the policy's trunk, initialised to output 0; None unless the critic shares the
-    trunk."""
-    if not config.critic.shared_trunk:
-        return None
     wide = torch.promote_types(model.dtype, torch.float32)
     head = nn.Linear(model.head.in_features, 1, bias=False, dtype=wide, device=model.device)
     nn.init.zeros_(head.weight)
     return head
 
 
-def make_critic(
-    config: RLConfig,
-    session: Session,
-    tokenizer: Any,
-    policy: Learner,
-    processes: Processes | None,
-    size: int | None = None,
-) -> Critic | None:
-    """A separate value model, or the value head on the policy's trunk; None if the algorithm needs
-    neither.
+@dataclass(slots=True)
+class ReferencePart:
+    """What each process of a reference holds."""
 
-    Args:
-        size: the number of training prompts, on which the length of the last step depends.
+    passes: Passes[CausalLM]
+    rank: int
 
-    Raises:
-        ConfigError: the vocabulary of ``critic.path`` differs from the policy's.
-        ModelError: the value model cannot be loaded.
-    """
-    if "critic" not in config.algorithm.needs:
-        return None
-    section = config.critic
-    clip = config.critic.value_clip or None
-    if section.shared_trunk:
-        return Critic(policy, 0, clip, section.value_coef)
-    _check_tokens(config, tokenizer)
-    shared = ("lr", "schedule", "min_lr_ratio", "warmup_steps", "max_grad_norm", "passes_per_batch")
-    train = {"ema_decay": None, **{key: getattr(section, key) for key in shared}}
-    lora = config.lora
-    if lora.path is not None:  # the critic's adapter is new, even if the policy continues one
-        lora = lora.model_copy(update={"path": None, "rank": lora.rank or USUAL_RANK})
-    own = config.model_copy(update={"train": config.train.model_copy(update=train), "lora": lora})
-    trained = make_trainer(processes, own, critic_backend, tokenizer, "critic")
-    steps = critic_steps(config, size)
-    tokens = config.system.critic_max_tokens
-    learner = make_learner(own, session, trained, "token_mean", steps, max_tokens=tokens)
-    return Critic(learner, section.passes_per_batch, clip)
+    def take(self, weights: dict[str, Tensor]) -> None:
+        from tunesmith.models.parallel.shard_files import fill
 
-
-def critic_backend(config: RLConfig, tokenizer: Any) -> TorchBackend[ScoreModel]:
-    """Args: config: the run's, with the critic's ``train`` and ``lora`` sections."""
-    return make_backend(
-        config, load_model(ScoreModel, config, tokenizer, config.critic.path), ScoreModel.predict
-    )
-
-
-@about("critic.path")
-def _check_tokens(config: RLConfig, tokenizer: Any) -> None:
-    path = config.critic.path
-    if path is None:
-        return
-    theirs = read_tokenizer(config, path)
-    if theirs.get_vocab() != tokenizer.get_vocab() or not enough_rows(tokenizer, theirs):
-        raise ConfigError(
-            f"critic.path: '{path}' has a different vocabulary from the policy, whose tokens it judges. "
-            "Take a model of the policy's family, or leave critic.path out.",
-            keys=("critic.path",),
+        fill(
+            self.passes.model.module,
+            lambda name, start, count: weights[name][start : start + count],
+            {*weights},
         )
+
+    def save(self, directory: Path) -> None:
+        """Write the model: the first process the whole model, or each process its part."""
+        if self.rank == 0 or self.passes.model.sharding is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.passes.model.save(directory)
+
+    def load(self, directory: Path) -> None:
+        from tunesmith.run.trainers.torch import load_weights
+
+        load_weights(self.passes.model, directory)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceSpec:
+    """A frozen reference in its own processes, which make the same calls together if they share
+    it."""
+
+    model: ModelSpec
+    tokenizer: TokenizerSpec
+    predict: PredictSpec
+    copies: int = 1
+    shares: Literal[True] = True
+
+    @property
+    def device(self) -> str:
+        return self.model.device
+
+    @property
+    def shards(self) -> int:
+        """Processes that share one copy."""
+        return self.model.shard_size
+
+    def build(self, seat: Seat = ALONE) -> ReferencePart:
+        from tunesmith.run.trainers.passes import Passes
+
+        model = self.model.build(self.tokenizer.build())
+        return ReferencePart(Passes(model, self.predict.build(), seat.group), seat.rank)

@@ -21,7 +21,7 @@ RANKED: tuple[Role, ...] = ("actor", "critic")
 """Roles in which several processes train one model."""
 
 
-class Processes(ABC):
+class Starter(ABC):
     """Starts a run's processes, on this machine (``LocalProcesses``) or a Ray cluster
     (``RayCluster``).
 
@@ -68,7 +68,7 @@ class Processes(ABC):
         """A new process, and its place among those of its role."""
 
 
-class LocalProcesses(Processes):
+class LocalProcesses(Starter):
     """Child processes. When one ends, its GPUs go to the next process of its role.
 
     Args:

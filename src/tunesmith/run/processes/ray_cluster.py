@@ -22,7 +22,7 @@ from tunesmith.errors import (
 )
 from tunesmith.learn.usercode.far import PATIENCE, Far
 from tunesmith.plan.cluster import NAMES, Bundle, missing
-from tunesmith.run.processes.local import Processes
+from tunesmith.run.processes.local import Starter
 
 PLACING = 120.0
 """Seconds to wait for resources that others hold, on a cluster that is large enough."""
@@ -32,7 +32,7 @@ OBJECT_STORE = 200 << 20
 """Bytes for objects in transit between processes of a cluster started here; more goes to disk."""
 
 
-class RayCluster(Processes):
+class RayCluster(Starter):
     """Places for the processes of one run. A process's place is its bundle; None: it is in no
     bundle."""
 

@@ -32,7 +32,13 @@ from tunesmith.plan.cluster import NAMES
 from tunesmith.plan.devices import visible_names
 from tunesmith.records.children import remove_at_end
 from tunesmith.run.processes.local import RANKED, LocalProcesses
-from tunesmith.run.processes.machines import Rendezvous, differences, own_view, watched
+from tunesmith.run.processes.machines import (
+    Rendezvous,
+    differences,
+    own_address,
+    own_view,
+    watched,
+)
 
 MEETING = 60.0
 """Seconds that the processes of one launch may take to meet."""
@@ -134,6 +140,12 @@ def _connect(launch: Launch, role: Role, rendezvous: Rendezvous | None) -> Conne
             if time.monotonic() > deadline:
                 sys.exit(f"rank {launch.rank}: rank 0 did not appear within {MEETING:g} s")
             time.sleep(0.05)
+
+
+def launched_address() -> str:
+    """This machine's address, as the run's other processes reach it without Ray."""
+    launch = Launch.of()
+    return own_address() if launch and launch.several_machines else "127.0.0.1"
 
 
 class ServedRank(ConnectedFar):

@@ -20,7 +20,8 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.rules.checks import check
 from tunesmith.run.offline.generate import run_generate
 from tunesmith.run.placement import run_rl
-from tunesmith.run.placement.http_engines import make_http_engine
+from tunesmith.run.placement.base import WeightSource
+from tunesmith.run.placement.specs import engine_spec
 
 
 @pytest.fixture
@@ -148,5 +149,5 @@ def test_how_often_servers_may_be_lost_can_be_said(tmp_path: Path, model: Path) 
     said = [*rl_settings(tmp_path, model), "system.engine=sglang", HERE, "system.engine_restarts=2"]
     config = load_config(RLConfig, None, said)
     check(config)
-    pool: Any = make_http_engine(config, CausalLM.load(model), print)
+    pool: Any = engine_spec(config).around(WeightSource(CausalLM.load(model)), print, None)
     assert pool._restarts_left == 2

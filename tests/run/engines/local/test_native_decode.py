@@ -47,7 +47,7 @@ from tunesmith.run.engines.local.native_decode import (
 from tunesmith.run.engines.local.pool import KVSpan, tables
 from tunesmith.run.engines.local.runner import probe
 from tunesmith.run.loop.profiling import StepProfiler
-from tunesmith.run.placement.models import load_model, load_tokenizer
+from tunesmith.run.placement.specs import load_tokenizer, model_spec
 from tunesmith.types import Completion, Sampling
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
@@ -568,7 +568,7 @@ def test_training_in_bfloat16_compiles_where_the_cpu_multiplies_it(
         with pytest.raises(ConfigError, match=r"system\.compile"):
             found("system.compile=true")
     config = found("system.compile=false")
-    load_model(CausalLM, config, load_tokenizer(config))
+    model_spec(config).build(load_tokenizer(config))
     assert training_functions.functions() is None
 
 

@@ -22,7 +22,8 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check, said_contradictions
 from tunesmith.plan.rules.vllm import FIXED_ARGUMENTS, OWN_ARGUMENTS, extra_problem, version_problem
 from tunesmith.run.engines.vllm.start import VllmSettings, engine_arguments
-from tunesmith.run.placement.engines import engine_settings
+from tunesmith.run.placement.engines import VllmSpec
+from tunesmith.run.placement.specs import engine_spec
 
 MODEL = ModelFacts(
     parameters=10**6,
@@ -52,6 +53,12 @@ BASE = (
 
 def resolved(*overrides: str, facts: Facts = FACTS) -> Any:
     return resolve(load_config(RLConfig, None, [*BASE, *overrides]), facts)
+
+
+def vllm_settings(config: Any) -> Any:
+    spec = engine_spec(config)
+    assert isinstance(spec, VllmSpec)
+    return spec.settings
 
 
 def refused(*overrides: str, facts: Facts = FACTS) -> str:
@@ -87,7 +94,7 @@ def test_runs_that_only_sample_have_them_too(kind: Any, samples: int) -> None:
     asked = [f"sampling.n={samples}"] if kind is GenerateConfig else ["rft.threshold=1"]
     config = resolve(load_config(kind, None, [*base, *asked]), FACTS).config
     assert (config.system.vllm.prefix_caching, config.system.vllm.eager) == (samples > 1, True)
-    given = engine_settings(config)
+    given = vllm_settings(config)
     assert given["eager"] and given["prefix_caching"] == (samples > 1)
 
 
@@ -111,9 +118,7 @@ def test_arguments_of_its_own_reach_vllm_and_ranks_stay_on_their_machine() -> No
         == found.config.system.vllm.extra
     )
     assert tomllib.loads(config_text(found))["system"]["vllm"]["extra"]["max_logprobs"] == 5
-    given = engine_arguments(
-        VllmSettings(**{k: v for k, v in engine_settings(found.config).items() if k != "engine"})
-    )
+    given = engine_arguments(VllmSettings(**vllm_settings(found.config)))
     assert (given["max_logprobs"], given["attention_config"]) == (5, {"backend": "FLASH_ATTN"})
     assert given["cudagraph_capture_sizes"] == [1, 8]
     assert given["distributed_executor_backend"] == "mp"

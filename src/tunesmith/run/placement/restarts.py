@@ -1,0 +1,45 @@
+"""Runs that continue when a trainer elsewhere is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tunesmith.errors import TrainerLostError
+from tunesmith.run.loop.checkpoint import Checkpoints
+from tunesmith.run.placement.opening import OpenRun
+from tunesmith.run.placement.port import Placement
+from tunesmith.run.placement.session import RunResult
+
+
+def with_restarts(
+    attempt: Callable[[Path | None], RunResult], run: OpenRun[Any, Any], placement: Placement
+) -> RunResult:
+    """Run, resuming from the newest checkpoint when a trainer, reference or critic process dies.
+
+    It resumes up to ``system.trainer_restarts`` times; without a checkpoint it starts over from
+    where it began.
+    """
+    config = run.config
+    checkpoint = run.checkpoint
+    checkpoints = Checkpoints(run.directory.checkpoints, config.checkpoint.keep)
+    before = checkpoints.newest()
+    left = config.system.trainer_restarts
+    while True:
+        try:
+            return attempt(checkpoint)
+        except TrainerLostError as lost:
+            if not placement.restarts:
+                raise
+            if not left:
+                raise TrainerLostError(
+                    f"{lost}, once too often (system.trainer_restarts)"
+                ) from lost
+            left -= 1
+            placement.end_training()
+            newest = checkpoints.newest()
+            if newest != before:  # an older one may belong to a course that this run abandoned
+                checkpoint = newest
+            place = checkpoint or "the beginning, as there is no checkpoint yet"
+            print(f"{lost}: the run continues from {place}; {left} more times", flush=True)
