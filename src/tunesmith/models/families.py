@@ -7,6 +7,7 @@ In an architecture that is not listed there, packed sequences may silently see e
 from __future__ import annotations
 
 import tomllib
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -20,6 +21,24 @@ REFUSED = {
     name: str(entry["reason"]) for entry in _TABLES["refused"] for name in entry["names"].split()
 }
 """Architecture → the reason why it is not supported."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFields:
+    """What a family's layers do that neither their modules nor its configuration say."""
+
+    norm_offset: bool = False
+    """The weights of norms are offsets from one, applied before rounding."""
+    softcap: bool = False
+    """Attention applies the configuration's soft cap."""
+    one_window: bool = False
+    """All layers have the configuration's window; otherwise each attention module has its own."""
+    rotary_by_kind: bool = False
+    """Local and global layers have different rotary tables."""
+
+
+def layer_fields(model_type: str) -> LayerFields:
+    return LayerFields(**_TABLES["layers"].get(model_type, {}))
 
 
 def check_family(config: Any) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tunesmith.models.families import layer_fields
 from tunesmith.models.kernels.attention import AttentionContext, AttentionRule
 from tunesmith.models.kernels.functions import HeadShape, Prepare, Product
 from tunesmith.models.kernels.gradient_sums import kept_sums
@@ -106,14 +107,14 @@ def _one_storage(parameters: Sequence[Tensor]) -> Tensor:
 
 
 class Norm:
-    """A root-mean-square norm. Gemma's weights are offsets from one, applied before rounding."""
+    """A root-mean-square norm; for ``offset`` see ``LayerFields.norm_offset``."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, offset: bool) -> None:
         self._own: dict[str, Tensor] = module._parameters
         self.eps: float = (
             module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
         )
-        self.offset = "Gemma" in type(module).__name__
+        self.offset = offset
 
     @property
     def weight(self) -> Tensor:
@@ -148,9 +149,9 @@ class Layer:
             mlp, *(("gate_up_proj",) if joint else ("gate_proj", "up_proj"))
         )
         self.down: Projection | Product = Projection(mlp, "down_proj")
-        windowed = config if config.model_type in ("mistral", "phi3") else attention
-        # Gemma 3 has the setting too, but its attention does not apply it.
-        softcap = config.attn_logit_softcapping if config.model_type == "gemma2" else None
+        fields = layer_fields(config.model_type)
+        windowed = config if fields.one_window else attention
+        softcap = config.attn_logit_softcapping if fields.softcap else None
         self.rule = AttentionRule(
             attention.scaling, getattr(windowed, "sliding_window", None), softcap
         )
@@ -159,19 +160,24 @@ class Layer:
             getattr(config, "hidden_act", None) or config.hidden_activation
         ]
         self.q_norm, self.k_norm = (
-            Norm(getattr(attention, n)) if hasattr(attention, n) else None
+            Norm(getattr(attention, n), fields.norm_offset) if hasattr(attention, n) else None
             for n in ("q_norm", "k_norm")
         )
         self.shape = HeadShape(config.num_attention_heads, config.num_key_value_heads)
         if self.q_norm is not None:
             self.shape = replace(self.shape, eps=self.q_norm.eps, offset=self.q_norm.offset)
-        self.before_attention = Norm(module.input_layernorm)
+        self.before_attention = Norm(module.input_layernorm, fields.norm_offset)
         sandwich = hasattr(module, "pre_feedforward_layernorm")
-        self.after_attention = Norm(module.post_attention_layernorm) if sandwich else None
-        self.before_mlp = Norm(
-            module.pre_feedforward_layernorm if sandwich else module.post_attention_layernorm
+        self.after_attention = (
+            Norm(module.post_attention_layernorm, fields.norm_offset) if sandwich else None
         )
-        self.after_mlp = Norm(module.post_feedforward_layernorm) if sandwich else None
+        self.before_mlp = Norm(
+            module.pre_feedforward_layernorm if sandwich else module.post_attention_layernorm,
+            fields.norm_offset,
+        )
+        self.after_mlp = (
+            Norm(module.post_feedforward_layernorm, fields.norm_offset) if sandwich else None
+        )
 
     def with_products(self, prepare: Prepare, dtype: torch.dtype) -> Layer:
         """See ``LeanDecoder.with_products``."""
@@ -222,13 +228,12 @@ class LeanDecoder:
         self.config = model.config
         self.kind = type(model)
         self.layers = [Layer(module, model.config, i) for i, module in enumerate(model.layers)]
-        self.norm = Norm(model.norm)
+        fields = layer_fields(self.config.model_type)
+        self.norm = Norm(model.norm, fields.norm_offset)
         self.rows: torch.dtype | None = None
         """Dtype in which layers compute; None: the embedding's."""
-        # Gemma 3 has different rotary tables for local and global layers.
-        local_and_global = self.config.model_type == "gemma3_text"
         kinds: list[str | None] = (
-            list(self.config.layer_types) if local_and_global else [None] * len(self.layers)
+            list(self.config.layer_types) if fields.rotary_by_kind else [None] * len(self.layers)
         )
         self.layer_types = kinds
         self.operations = OURS
