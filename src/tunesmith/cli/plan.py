@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunesmith.cli.arguments import Overrides, RunFile
-from tunesmith.plan.plan import draft
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,6 +65,7 @@ def plan(
     from tunesmith.config.resolved import print_resolved
     from tunesmith.errors import CapacityError
     from tunesmith.plan.cost.seconds import step_seconds
+    from tunesmith.plan.plan import draft
     from tunesmith.plan.report import (
         layout_of_run,
         memory_of,
