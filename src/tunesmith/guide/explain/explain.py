@@ -61,11 +61,8 @@ def called_elsewhere(key: str) -> Iterator[tuple[str, str]]:
         by_rule: dict[str, list[str]] = {}
         for meaning in about:
             by_rule.setdefault(rule_of(meaning), []).extend(meaning.names.get(framework, ()))
-        texts = [
-            ", ".join(names) + (f" ({rule})" if rule else "")
-            for rule, names in by_rule.items()
-            if names
-        ]
+        named = {rule: ", ".join(names) for rule, names in by_rule.items() if names}
+        texts = [f"{names} ({rule})" if rule else names for rule, names in named.items()]
         if texts:
             yield written, "; ".join(texts)
 
@@ -156,13 +153,10 @@ def meaning_of(metric: Metric) -> str:
     text = ""
     for of in next(metrics for metrics in CATALOGUE.values() if metric in metrics):
         of_another = of.meaning.startswith(("Its ", "Their ", "The same "))
-        text = (
-            f"{text} {of.meaning}"
-            if of_another and of is metric
-            else text
-            if of_another
-            else of.meaning
-        )
+        if not of_another:
+            text = of.meaning
+        elif of is metric:
+            text = f"{text} {of.meaning}"
         if of is metric:
             break
     return text.replace("`", "")
@@ -182,21 +176,12 @@ def _near(name: str) -> str:
         return f" It is a preset of algorithm.name: tunesmith presets {name}"
     words = {key.rpartition(".")[2]: key for key in reversed(keys)}
     metrics = [metric.name for metric in _all_metrics()]
-    foreign = [
-        n
-        for meaning in meanings()
-        for names in meaning.names.values()
-        for n in names
-        if "*" not in n
-    ]
+    every = [names for meaning in meanings() for names in meaning.names.values()]
+    foreign = [name for names in every for name in names if "*" not in name]
     last = re.split(r"[./]", spelled(name))[-1]
-    near = [
-        closest(name, keys, 0.75),
-        words.get(closest(last, words, 0.75) or ""),
-        closest(name, metrics, 0.75),
-    ]
-    near.append(closest(spelled(name), foreign, 0.75))
-    near_names = list(dict.fromkeys(word for word in near if word))
+    own = closest(name, keys, 0.75), words.get(closest(last, words, 0.75) or "")
+    near = [*own, closest(name, metrics, 0.75), closest(spelled(name), foreign, 0.75)]
+    near_names = list(dict.fromkeys(filter(None, near)))
     if near_names:
         return f" Did you mean {' or '.join(near_names)}?"
     return " tunesmith keys lists the settings; docs/observability.md the metrics"

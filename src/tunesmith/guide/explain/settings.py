@@ -94,8 +94,7 @@ def _of_schema(kind: type[BaseModel], key: str) -> tuple[str, ...]:
     fields = fields_at(kind, tuple(key.split(".")))
     last = key.rpartition(".")[2]
     names = [
-        str(getattr(section, "name", "")) if issubclass(section, Choice) else ""
-        for section in fields
+        getattr(section, "name", "") if issubclass(section, Choice) else "" for section in fields
     ]
     kinds = [describe_at(section, (last,)) for section in fields]
     defaults = [_default(field) for field in fields.values()]
@@ -117,14 +116,12 @@ def _default(field: FieldInfo) -> str:
 
 
 def _meaning(section: type[BaseModel], key: str) -> str:
-    ours = (
-        base
-        for base in section.__mro__
-        if is_section(base) and base.__module__.startswith("tunesmith.")
-    )
-    return next((texts[key] for base in ours if key in (texts := _documented(base))), "").replace(
-        "``", ""
-    )
+    for base in section.__mro__:
+        if is_section(base) and base.__module__.startswith("tunesmith."):
+            text = _documented(base).get(key)
+            if text is not None:
+                return text.replace("``", "")
+    return ""
 
 
 def _together(
@@ -137,12 +134,8 @@ def _together(
         by_text.setdefault(text, []).append(name)
     if len(by_text) == 1 and not (always and names[0]):
         return texts[0]
-    return (
-        "; ".join(
-            form.format(", ".join(types), text.rstrip(".")) for text, types in by_text.items()
-        )
-        + always * "."
-    )
+    parts = [form.format(", ".join(of), text.rstrip(".")) for text, of in by_text.items()]
+    return "; ".join(parts) + always * "."
 
 
 @cache

@@ -74,14 +74,9 @@ def write_start(task: str, directory: Path, model: str | None, tiny: bool) -> li
         raise ConfigError("--tiny-model makes a model, and --model names one: give one of them")
     start = STARTS[task]
     path = model or ("model" if tiny else MODEL)
-    texts = {
-        "run.toml": (_FILES / f"{task}.toml")
-        .read_text(encoding="utf-8")
-        .replace('"MODEL"', toml_value(path))
-    }
-    texts |= {
-        name: (_FILES / source).read_text(encoding="utf-8") for name, source in start.code.items()
-    }
+    sources = {"run.toml": f"{task}.toml", **start.code}
+    texts = {name: (_FILES / file).read_text(encoding="utf-8") for name, file in sources.items()}
+    texts["run.toml"] = texts["run.toml"].replace('"MODEL"', toml_value(path))
     texts |= _data(start.columns)
     wanted = [*(directory / name for name in texts), *([directory / "model"] if tiny else [])]
     existing = [str(file) for file in wanted if os.path.lexists(file)]
@@ -127,15 +122,9 @@ def make_tiny_model(directory: Path) -> Path:
     """An untrained Llama of 0.1 million parameters with a token per ASCII character and a chat
     template."""
     template = (_FILES / "chat.jinja").read_text(encoding="utf-8")
-    return make_model(
-        directory,
-        0,
-        hidden=64,
-        layers=2,
-        alphabet=string.printable,
-        context=2048,
-        chat_template=template,
-    )
+    alphabet = string.printable
+    sizes = {"hidden": 64, "layers": 2, "context": 2048}
+    return make_model(directory, 0, **sizes, alphabet=alphabet, chat_template=template)
 
 
 def _data(columns: Sequence[str]) -> dict[str, str]:
