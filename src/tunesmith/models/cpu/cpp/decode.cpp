@@ -78,20 +78,22 @@ static __attribute__((noinline)) void narrow_dots(const bfloat16* q, const bfloa
     }
 }
 
-// out[i] += sum over s of w[i][s] v[s] of n rows v; out is padded to a multiple of 2 W.
-template <int Q, bool Whole, class T>
-static __attribute__((noinline)) void mix(const float* w, int64_t w_step, const T* v, int64_t v_step, int64_t n, int64_t d,
-                                          float* out, int64_t out_step) {
+// out[i] += sum over s of w[i][s] v[s]; out is padded to a multiple of 2 W. `runs` calls f(s, v, n) for each n rows from
+// s that follow each other.
+template <int Q, bool Whole, class T, class Runs>
+static __attribute__((noinline)) void mix(const float* w, int64_t w_step, const Runs& runs, int64_t d, float* out, int64_t out_step) {
     for (int64_t c = 0; c < d; c += 2 * W) {
         Vec a[Q][2];
         for (int i = 0; i < Q; i++)
             for (int h = 0; h < 2; h++) a[i][h] = load(out + i * out_step + c + h * W);
-        for (int64_t s = 0; s < n; s++)
-            for (int h = 0; h < 2; h++) {
-                const T* row = v + s * v_step + c + h * W;
-                Vec x = Whole ? load(row) : load(row, std::max<int64_t>(d - c - h * W, 0));
-                for (int i = 0; i < Q; i++) a[i][h] += w[i * w_step + s] * x;
-            }
+        runs([&](int64_t from, const T* v, int64_t n) {
+            for (int64_t s = 0; s < n; s++)
+                for (int h = 0; h < 2; h++) {
+                    const T* row = v + s * d + c + h * W;
+                    Vec x = Whole ? load(row) : load(row, std::max<int64_t>(d - c - h * W, 0));
+                    for (int i = 0; i < Q; i++) a[i][h] += w[i * w_step + from + s] * x;
+                }
+        });
         for (int i = 0; i < Q; i++)
             for (int h = 0; h < 2; h++) store(out + i * out_step + c + h * W, a[i][h]);
     }
@@ -113,10 +115,10 @@ template <class T> static void all_dots(int64_t queries, const float* q, int64_t
     });
 }
 
-template <class T> static void all_mix(int64_t queries, const float* w, int64_t w_step, const T* v, int64_t n, int64_t d, float* out, int64_t out_step) {
+template <class T, class Runs> static void all_mix(int64_t queries, const float* w, int64_t w_step, const Runs& runs, int64_t d, float* out, int64_t out_step) {
     by_queries(queries, [&](int64_t i, auto size) {
         constexpr int Q = decltype(size)::value;
-        (d % (2 * W) ? mix<Q, false, T> : mix<Q, true, T>)(w + i * w_step, w_step, v, d, n, d, out + i * out_step, out_step);
+        (d % (2 * W) ? mix<Q, false, T, Runs> : mix<Q, true, T, Runs>)(w + i * w_step, w_step, runs, d, out + i * out_step, out_step);
     });
 }
 
@@ -247,14 +249,14 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
         totals[i] = exponentials(own, n);
         std::fill(scores + i * width + std::min(first, begin), own, 0.f);
     }
-    by_block(shared, first, prompt, [&](int64_t from, const T* k, int64_t n) {
-        all_mix(queries, scores + from, width, k + s.bank.plane, n, D, mixed, padded);
-    });
+    auto values_of = [&](const int64_t* table, int64_t from, int64_t to) {
+        return [=, &by_block, &s](auto f) { by_block(table, from, to, [&](int64_t slot, const T* k, int64_t n) { f(slot, k + s.bank.plane, n); }); };
+    };
+    all_mix<T>(queries, scores, width, values_of(shared, first, prompt), D, mixed, padded);
     for (int64_t m = 0; m < count; m++) {
         const int64_t row = rows[m], begin = std::max<int64_t>(begin_of(row) - prompt, 0);
-        by_block(s.own + row * s.own_width, begin, s.written[row] + 1, [&](int64_t from, const T* k, int64_t n) {
-            all_mix(G, scores + m * G * width + prompt + from, width, k + s.bank.plane, n, D, mixed + m * G * padded, padded);
-        });
+        const auto values = values_of(s.own + row * s.own_width, begin, s.written[row] + 1);
+        all_mix<T>(G, scores + m * G * width + prompt, width, values, D, mixed + m * G * padded, padded);
         for (int64_t g = 0; g < G; g++)
             for (int64_t c = 0; c < D; c += W)
                 store(out + (row * s.heads + head * G + g) * D + c, load(mixed + (m * G + g) * padded + c) / totals[m * G + g], D - c);
