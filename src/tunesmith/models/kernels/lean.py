@@ -242,6 +242,8 @@ class LeanDecoder:
             Callable[[Layer, Tensor, Tensor, Tensor, AttentionContext], Tensor] | None
         ) = None
         """Runs a layer in a trainer's passes; see ``compiled``."""
+        self.before_layer: Callable[[], None] | None = None
+        """Called before each layer of a forward pass."""
 
     @classmethod
     def of(cls, model: Any) -> LeanDecoder | None:
@@ -315,6 +317,8 @@ class LeanDecoder:
                 and torch.is_grad_enabled()
             ):
                 run = partial(layer.module._gradient_checkpointing_func, run)
+            if self.before_layer is not None:
+                self.before_layer()
             x = run(x, *tables[kind], attention)
         return self.norm(x, operations)
 

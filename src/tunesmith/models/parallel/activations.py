@@ -94,7 +94,7 @@ class HostActivations:
         for layer in layers:
             layer.register_forward_pre_hook(lambda *_: self.next_layer())  # pyright: ignore[reportUnknownLambdaType]
         if lean is not None:
-            lean.before_layer.insert(0, lambda _: self.next_layer())
+            lean.before_layer = self.next_layer
 
     @contextmanager
     def saving(self) -> Generator[None]:
