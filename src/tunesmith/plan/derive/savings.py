@@ -270,9 +270,11 @@ def _options(plan: Plan[C]) -> Iterator[Plan[C]]:
     said = {name: known(plan.said.system, name) for name in named}
     values = [[False, True] if said[name] is None else [said[name]] for name in named]
     ways = [*product(_shard_sizes(plan), _turns(plan), _copies(plan))]
+    of_updates = (said[PARAMETERS], said[OPTIMIZER])  # if both are set, a rule refuses them
     for flags in sorted(product(*values), key=sum):  # few flags first
         chosen = dict(zip(named, flags, strict=True))
-        if chosen[PARAMETERS] and not (chosen[OPTIMIZER] or plan.kind.adapter):
+        updated_there = chosen[OPTIMIZER] or plan.kind.adapter or None not in of_updates
+        if chosen[PARAMETERS] and not updated_there:
             continue  # weights in host memory are updated there
         memory = replace(plan.memory, **chosen)
         for size, turns, copy in ways:
