@@ -346,7 +346,7 @@ def test_only_the_listed_files_ask_for_an_engine_by_name() -> None:
         if re.search(code, path.read_text(encoding="utf-8"))
     }
     assert {
-        "run/placement/engines.py",
+        "run/placement/specs.py",
         "plan/rules/vllm.py",
         "plan/rules/engines.py",
         "records/doctor/speed.py",
