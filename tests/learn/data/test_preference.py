@@ -155,8 +155,8 @@ def test_steps_with_their_separators_in_a_text(tmp_path: Path, tags: Any) -> Non
         (TAGGED, ["+", "good"], "the label 'good' is neither"),
         (TAGGED, [1, 2], "the label 2 is neither"),
         (TAGGED, 3, "'label' is 3, needs text or a list"),
-        (TAGGED, TAGGED, "at label 1"),
-        (TAGGED, TAGGED.replace("ки", "+", 1), "at label 2"),
+        (TAGGED, TAGGED, "before label 1"),
+        (TAGGED, TAGGED.replace("ки", "+", 1), "before label 2"),
         ("no step", ["+"], "is not in the text"),
         (TAGGED + " and more", ["+", "-"], "nothing may come after the last"),
         ("one кики", ["+", "-"], "every separator has to end a step"),
@@ -235,12 +235,13 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("judged", {"prompt": "q", "completion": "a", "label": "yes"}, "'label' is 'yes'"),
     ("judged", {"prompt": "q", "completion": "", "label": True}, "'completion' is empty"),
     ("judged", {"prompt": "q", "completion": "a"}, "no column 'label'"),
-    ("steps", {**STEPS, "labels": [True]}, "2 'completions' and 1 'labels'"),
+    ("steps", {**STEPS, "labels": [True]}, "2 steps in 'completions' and 1 'labels'"),
     ("steps", {**STEPS, "labels": [True, "+"]}, "label 2 is '+'"),
     ("steps", {**STEPS, "labels": [True, 1.5]}, "label 2 is 1.5"),
     ("steps", {**STEPS, "completions": ["a", " "]}, "step 2 of 'completions'"),
     ("steps", {**STEPS, "completions": []}, "needs a list of steps"),
     ("steps", {**STEPS, "completions": "a"}, "needs a list of steps"),
+    ("steps", {"prompt": "", "completions": "a", "labels": []}, "'prompt' is empty"),
 ]
 LOAD: dict[str, Any] = {
     "pairs": load_pairs,
@@ -304,9 +305,11 @@ def test_limits(tmp_path: Path) -> None:
     cut = load(max_tokens=10, too_long="truncate_right").items[1].samples[0]
     assert texts(cut) == ("q", "a" * 9)
     assert len(load(room=24).items) == 2, "the prompt counts once"
-    with pytest.raises(DataError, match=r"d\.jsonl:2: .*24 tokens.*max_tokens_per_microbatch"):
+    with pytest.raises(
+        DataError, match=r"d\.jsonl:2: .*24 tokens together.*max_tokens_per_microbatch"
+    ):
         load(room=23)
-    with pytest.raises(DataError, match="25 tokens"):
+    with pytest.raises(DataError, match="25 tokens together"):
         load(room=24, share=False)
     same = [{"prompt": "q", "chosen": "abcd", "rejected": "abce"}]
     data = section(tmp_path, same, chat=False, max_tokens=4, too_long="truncate_right")

@@ -401,6 +401,19 @@ def test_a_stripped_conversation_becomes_several_samples_and_says_so(tmp_path: P
     assert made.report.counts["kept"] == 1
 
 
+def test_only_the_sample_of_a_conversation_that_is_far_too_long_is_skipped(tmp_path: Path) -> None:
+    tok = kit.byte_level(kit.template("qwen3"))
+    texts = ["q", "a", "s" * 5000, "b"]
+    talk = [
+        {"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, texts, strict=True)
+    ]
+    path = put(tmp_path / "a.jsonl", [{"messages": talk}])
+    (sample,) = samples(path, tok, max_tokens=100, too_long="skip").items
+    assert "a<|im_end|>" in learned(tok, sample)[1]
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .*100 \(data.max_tokens\).*truncate_right"):
+        samples(path, tok, max_tokens=100)
+
+
 def test_a_conversation_without_an_assistant_turn_is_a_bad_line(tmp_path: Path) -> None:
     path = put(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "x"}]}])
     with pytest.raises(DataError, match=r"a\.jsonl:1: no assistant turn to learn"):

@@ -86,7 +86,7 @@ def test_json_list_and_data_object_number_their_items(tmp_path: Path) -> None:
     [
         ('[{"a": 1},\n {"a": ', "a.json:2: not JSON.*cut off"),
         ('[{"a": 1}\n {"a": 2}]', "a.json:2: not JSON: Expecting ','"),
-        ('{"a": 1}\n{"a": 2}\n', "one object per line; name the file .jsonl"),
+        ('{"a": 1}\n{"a": 2}\n', "one JSON object per line; name the file .jsonl"),
         ('{"rows": [1]}', r"the keys rows; needs a list"),
         ('"text"', "holds a string; needs a list"),
         ("[]]", "a.json:1: not JSON: Extra data"),
@@ -189,7 +189,9 @@ def test_a_directory_reads_all_its_files_in_order(tmp_path: Path) -> None:
     (tmp_path / ".cache").mkdir()
     (tmp_path / ".cache" / "x.jsonl").write_text(jsonl(ROWS))
     assert columns(list(read(Source(path=str(tmp_path))))) == ROWS
-    with pytest.raises(DataError, match="no file is named after a split"):
+    with pytest.raises(
+        DataError, match="no file here is named after a split, so there is no 'test'"
+    ):
         list(read(Source(path=str(tmp_path), split="test")))
 
 
@@ -210,9 +212,9 @@ def test_what_is_not_there_is_refused_with_the_nearest_name(tmp_path: Path) -> N
     with pytest.raises(DataError, match="does not exist either"):
         list(read(Source(path=str(tmp_path / "no" / "train.jsonl"))))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"no data file in it"):
+    with pytest.raises(DataError, match=r"no data file in it.* Valid: .*jsonl"):
         list(read(Source(path=str(tmp_path / "empty"))))
-    with pytest.raises(DataError, match=r"unknown kind '.txt'"):
+    with pytest.raises(DataError, match=r"unknown kind of file '.txt'. Valid: .*jsonl"):
         lines(tmp_path / "a.txt", "x")
 
 

@@ -213,7 +213,11 @@ NO_CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}
             Status.TIMED_OUT,
             "1 s (rollout.timeout)",
         ),
-        ("await ask(messages=START, stream=True)", Status.ENVIRONMENT_FAILED, "'stream' is for"),
+        (
+            "await ask(messages=START, stream=True)",
+            Status.ENVIRONMENT_FAILED,
+            "'stream' is for the HTTP endpoint",
+        ),
         ("await ask(messages=[])", Status.ENVIRONMENT_FAILED, "'messages' is []"),
         (
             "await ask(messages=[{'role': 'user', 'content': 3}])",
@@ -227,7 +231,11 @@ NO_CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}
         ),
         ("await ask(messages=START, max_tokens=0)", Status.ENVIRONMENT_FAILED, "'max_tokens' is 0"),
         ("await ask(messages=START, stop=5)", Status.ENVIRONMENT_FAILED, "'stop' is 5"),
-        (f"await ask(messages=[{NO_CALL}])", Status.ENVIRONMENT_FAILED, "have a 'function'"),
+        (
+            f"await ask(messages=[{NO_CALL}])",
+            Status.ENVIRONMENT_FAILED,
+            "a list of calls with a 'function'",
+        ),
     ],
 )
 def test_what_goes_wrong_in_an_agent(
@@ -275,7 +283,7 @@ def test_an_engine_that_fails_is_not_the_agents_fault(
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("def agent(client): ...", "write `async def`"),
+        ("def agent(client): ...", "with `async def`"),
         ("async def agent(question): ...", "neither 'client' nor 'base_url'"),
         ("def agent(question): ...", "is not an environment"),
         ("agent = 3", "is not an environment"),

@@ -203,7 +203,9 @@ def test_what_is_refused_before_a_model_loads(
 def test_a_missing_column_is_refused_before_a_model_loads(model: Path, tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(CODE)
     path = f"{tmp_path / 'env.py'}:Needs"
-    with pytest.raises(ConfigError, match=r"Needs.reset' needs 'level', which is no column"):
+    with pytest.raises(
+        ConfigError, match=r"Needs.reset' needs 'level', which is not a column of the data"
+    ):
         run_rl(None, rl_settings(tmp_path, model, environment__path=path))
     with pytest.raises(DataError, match=r"has no column 'environment' \(environment.column\)"):
         run_rl(None, [*rl_settings(tmp_path, model), f"environment.path.needs={json.dumps(path)}"])

@@ -454,7 +454,7 @@ def test_a_column_says_who_plays_a_task(tokenizer: Any, tmp_path: Path) -> None:
         ({"gane": "guess"}, "has no column 'game' (environment.column)"),
         (
             {"game": "guest"},
-            "environment.path has no 'guest'. Did you mean 'guess'?",
+            "there is no environment 'guest' (environment.path). Did you mean 'guess'?",
         ),
     ],
 )

@@ -182,9 +182,9 @@ def test_lists_and_weights(directory: Path) -> None:
         (("regex_format",), {}, "reward.pattern is missing"),
         (("regex_format",), {"pattern": "(a"}, "not a regular expression"),
         (("numeric_match",), {"pattern": "a"}, "no group"),
-        (("math",), {"pattern": "(a)"}, "reward.pattern is for"),
+        (("math",), {"pattern": "(a)"}, "reward.pattern is set"),
         (("regex_format",), {"pattern": "a", "answer": "solution"}, "reward.answer is set"),
-        (("math",), {"answer": "completions"}, "not a column"),
+        (("math",), {"answer": "completions"}, "not a data column"),
     ],
 )
 def test_settings_that_no_builtin_can_use(

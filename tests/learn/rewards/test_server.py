@@ -198,11 +198,11 @@ def test_a_conversation_with_calls_of_tools_is_scored() -> None:
         (b"[" * 100_000, "recursion"),
         ([], "an object"),
         ({"prompts": ["p"]}, "completions: "),
-        ({"prompts": ["p"], "completions": ["a", "b"]}, "2 entries of 'completions'"),
+        ({"prompts": ["p"], "completions": ["a", "b"]}, "'completions' has 2"),
         ({"prompts": ["p"], "completions": [1]}, "completions.0: "),
         ({"prompts": [[{"role": "user"}]], "completions": ["a"]}, "prompts.0: "),
         ({"prompts": ["p"], "completions": ["a"], "columns": []}, "columns: "),
-        ({"prompts": ["p"], "completions": ["a"], "columns": {"x": [1, 2]}}, "2 entries of 'x'"),
+        ({"prompts": ["p"], "completions": ["a"], "columns": {"x": [1, 2]}}, "'x' has 2"),
         (
             {"prompts": ["p"], "completions": ["a"], "columns": {"prompts": ["x"]}},
             "columns: 'prompts'",

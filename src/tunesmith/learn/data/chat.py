@@ -324,7 +324,8 @@ class ChatTemplate:
             return len(body)
         end = _short(text[-40:])
         raise DataError(
-            f"the end of the turn in message {number} cannot be determined ({end}). {REMEDY}"
+            f"the end of the assistant's turn in message {number} cannot be determined ({end}). "
+            f"{REMEDY}"
         )
 
     def _marked_turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
@@ -345,7 +346,11 @@ class ChatTemplate:
         same = common_length(before, text)
         spans = tuple((a, b) for a, b in marks if a >= same and b > a)
         if not spans:
-            raise DataError(f"the {{% generation %}} tags leave message {len(messages)} out")
+            raise DataError(
+                "the chat template's {% generation %} tags do not mark the assistant's turn in "
+                f"message {len(messages)}; correct them, or name another template with "
+                "model.chat_template"
+            )
         return Rendered(text, spans)
 
 

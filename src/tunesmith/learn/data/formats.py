@@ -227,8 +227,9 @@ def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
         case "prompt":
             return replace(example, prompt=_prompt(row, form))
         case "steps":
+            prompt = _prompt(row, form)
             steps, labels = read_steps(row)
-            return replace(example, prompt=_prompt(row, form), steps=steps, labels=labels)
+            return replace(example, prompt=prompt, steps=steps, labels=labels)
         case _:
             prompt = _prompt(row, form)
             completion = read_prompt(row, form.completion)
@@ -297,7 +298,10 @@ def _pair_of_conversations(
         if not answer:
             raise row.bad(f"'{name}' has no answer: it is the beginning of the other")
         if answer[0]["role"] != "assistant":
-            raise row.bad(f"'{name}' differs from the other in a turn of the {answer[0]['role']}")
+            raise row.bad(
+                f"'{name}' differs from the other in a turn of the {answer[0]['role']}; the two "
+                "must answer one prompt"
+            )
         turns = [turn for turn in answer if turn["role"] == "assistant"]
         if not any(turn["content"].strip() or turn.get("tool_calls") for turn in turns):
             raise row.bad(f"'{name}' is empty")

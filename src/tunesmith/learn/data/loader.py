@@ -142,7 +142,8 @@ class Loader(Generic[T]):
             if state[key] != current[key]:
                 raise CheckpointError(
                     f"cannot continue: since the checkpoint {what} has changed from {state[key]} "
-                    f"to {current[key]}. Restore it, or start a new run from its model."
+                    f"to {current[key]}. Restore it, or start a new run from the checkpoint's "
+                    "model."
                 )
         taken = state["taken"]
         if len(taken) != len(self.parts) or not all(isinstance(n, int) and n >= 0 for n in taken):

@@ -24,8 +24,11 @@ def load_map(reference: str) -> MapRow:
     """
     function = load_function(reference, Path.cwd())
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        why = f"data.map = '{reference}' is a coroutine or a generator; it must return columns."
-        raise ConfigError(why, keys=("data.map",))
+        raise ConfigError(
+            f"data.map = '{reference}' is a coroutine or a generator; it must return the row's "
+            "columns.",
+            keys=("data.map",),
+        )
     try:
         inspect.signature(function).bind({})
     except TypeError:
@@ -60,5 +63,8 @@ def _mapped(row: SourceRow, function: MapRow, reference: str) -> SourceRow | Bad
         isinstance(name, str) for name in cast("Mapping[Any, Any]", result)
     ):
         kind = type(result).__name__
-        return row.bad(f"data.map = '{reference}' returned {kind}, not a dict of columns or None")
+        return row.bad(
+            f"data.map = '{reference}' returned {kind}; it must return a dict of columns, or None "
+            "to drop the row"
+        )
     return SourceRow(row.file, row.where, {**row.columns, **cast("Mapping[str, Any]", result)})

@@ -73,8 +73,10 @@ def load_pairs(
                 raise DataError("chosen and rejected are the same once they are tokenized and cut")
             tokens = num_forest_tokens(Batch.of(samples), share=share) if room else 0
             if room and tokens > room:
-                limit = f"system.max_tokens_per_microbatch = {room}"
-                raise DataError(f"the pair has {tokens} tokens, the limit is {limit}")
+                raise DataError(
+                    f"the pair has {tokens} tokens together, the limit is {room} "
+                    "(system.max_tokens_per_microbatch)"
+                )
             values = {"side": (1.0, -1.0), "margin": (example.margin, example.margin)}
             items.append((example.source, Comparison(samples, values)))
     return reading.prepared(items)
@@ -182,7 +184,9 @@ def _one_text(reading: Reading, example: Example, answer: Prompt) -> Rendered:
     cannot hold it."""
     texts = learned_texts(reading.section, replace(example, completion=answer), reading.template)
     if len(texts) > 1:
-        raise DataError("the chat template rewrites earlier turns; give each turn its own line")
+        raise DataError(
+            "the chat template rewrites earlier turns of the answer; give each turn its own line"
+        )
     return texts[0]
 
 
@@ -197,7 +201,9 @@ def _mismatched(samples: Sequence[Sample], where: str) -> list[Sample]:
     count = len(samples)
     longest = max((len(sample.token_ids) for sample in samples), default=0)
     if len(set(prompts)) < 2:
-        raise DataError(f"{where}: KTO compares with answers to other prompts, and all are equal")
+        raise DataError(
+            f"{where}: KTO compares with answers to other prompts, and all prompts here are equal"
+        )
     others: list[Sample] = []
     for number, prompt in enumerate(prompts):
         places = ((number + count // 2 + step) % count for step in range(count))
@@ -231,7 +237,8 @@ def with_steps(example: Example, separator: str, marks: tuple[str, str]) -> Exam
     for tag, label in zip(tags, labels, strict=True):
         if not isinstance(label, int | float) or not 0 <= label <= 1:
             raise DataError(
-                f"the label {tag!r} is neither {marks[0]!r}, {marks[1]!r} nor from 0 to 1"
+                f"the label {tag!r} is neither {marks[0]!r}, {marks[1]!r}, true, false nor a "
+                "number from 0 to 1"
             )
     example = replace(example, steps=tuple(steps), labels=tuple(map(float, labels)))
     return replace(example, text=None, prompt="")
@@ -244,7 +251,10 @@ def _tags_in(labelled: str, steps: list[str], marks: tuple[str, str]) -> list[st
         labelled = labelled[len(step) :] if labelled.startswith(step) else ""
         mark = next((mark for mark in marks if labelled.startswith(mark)), None)
         if mark is None:
-            raise DataError(f"the labels' text differs from the answer's at label {number}")
+            raise DataError(
+                f"the labels' text differs from the answer's before label {number}, or has no "
+                "label there"
+            )
         tags.append(mark)
         labelled = labelled[len(mark) :]
     return tags

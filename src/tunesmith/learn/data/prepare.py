@@ -7,7 +7,7 @@ and report on every line.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -133,14 +133,7 @@ def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) ->
     report = reading.report
     if template is None and tokenizer.eos_token_id is None:
         report.note("The tokenizer has no EOS token: the model does not learn to stop.")
-
-    def render(example: Example) -> list[Rendered]:
-        texts = learned_texts(section, example, template)
-        for text in texts:
-            reading.check_length(text.text)
-        return texts
-
-    rendered = reading.each(render)
+    rendered = reading.each(lambda example: learned_texts(section, example, template))
     split = sum(len(texts) > 1 for _, texts in rendered)
     if split:
         report.note(
@@ -151,8 +144,23 @@ def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) ->
     if template is not None:
         note_turn_end(template, [text for _, texts in rendered for text in texts], report)
     samples: list[tuple[int, Sample]] = []
-    for example, texts in reading.encoded(rendered):
+    for example, texts in reading.encoded(_not_far_too_long(reading, rendered)):
         for text, joint in texts:
             with report.line(example.where):
                 samples.append((example.source, reading.sample(example, text, joint)))
     return reading.prepared(samples)
+
+
+def _not_far_too_long(
+    reading: Reading, rendered: Iterable[tuple[Example, Sequence[Rendered]]]
+) -> list[tuple[Example, list[Rendered]]]:
+    """The examples without the texts that ``Reading.check_length`` refuses; the report lists
+    those."""
+    kept: list[tuple[Example, list[Rendered]]] = []
+    for example, texts in rendered:
+        kept.append((example, []))
+        for text in texts:
+            with reading.report.line(example.where):
+                reading.check_length(text.text)
+                kept[-1][1].append(text)
+    return kept

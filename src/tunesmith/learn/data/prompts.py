@@ -33,8 +33,11 @@ def choose_template(
     """
     talk = next((e for e in examples if isinstance(e.prompt or e.completion, list)), None)
     if talk is not None and section.chat is False:
-        why = f"data.chat = false, but {talk.where} is a conversation, which needs it."
-        raise ConfigError(why, keys=("data.chat",))
+        raise ConfigError(
+            f"data.chat = false, but {talk.where} is a conversation, which needs the chat "
+            "template. Leave data.chat out.",
+            keys=("data.chat",),
+        )
     chat = bool(tokenizer.chat_template) if section.chat is None else section.chat
     if talk is None and not (chat and any(e.prompt is not None for e in examples)):
         if section.system_prompt is not None:
@@ -71,7 +74,10 @@ def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: Loa
     """Note in the report if no learned turn ends with a stop token."""
     marker = template.stop_marker
     if not template.ends_turns:
-        report.note("The chat template has no end of turn: the model does not learn to stop.")
+        report.note(
+            "The chat template ends assistant turns with no special token: the model does not "
+            "learn to stop."
+        )
     elif template.marks_assistant and any(
         text.text.startswith(marker, stop) for text in texts for _, stop in text.spans
     ):
@@ -100,7 +106,9 @@ def learned_texts(
     messages = [*asked, *completion] if asked else with_system(section, completion)
     if section.loss_on == "all":
         if any(message.get("weight", 1) == 0 for message in messages):
-            raise DataError("a message has weight 0, and data.loss_on = 'all' learns every one")
+            raise DataError(
+                "a message has weight 0, and data.loss_on = 'all' learns every one; leave one out"
+            )
         text = template.whole(messages, example.tools)
         return [Rendered(text, ((0, len(text)),))]
     turns = [i for i, message in enumerate(messages) if is_learned(message)]

@@ -59,8 +59,10 @@ class LoadReport:
             yield
         except TooLong as error:
             if not self.skip_too_long:
-                remedy = "Raise the limit, or set data.too_long = 'skip' or 'truncate_left'."
-                raise DataError(f"{where}: {error}. {remedy}") from None
+                raise DataError(
+                    f"{where}: {error}. Raise the limit, or set data.too_long to skip, "
+                    "truncate_left or truncate_right."
+                ) from None
             self.skipped.append(Skipped(where, "too_long", str(error)))
         except DataError as error:
             reason = error.reason if isinstance(error, BadLine) else str(error)

@@ -88,7 +88,9 @@ def _read_files(path: Path, split: str) -> Rows:
     elif split != "train":
         raise ConfigError(f"{path}: a plain file has no split '{split}'; leave 'split' out.")
     elif path.suffix.lower() not in READERS:
-        raise DataError(f"{path}: unknown kind '{path.suffix}'. Valid: {', '.join(READERS)}.")
+        raise DataError(
+            f"{path}: unknown kind of file '{path.suffix}'. Valid: {', '.join(READERS)}."
+        )
     else:
         yield from READERS[path.suffix.lower()](path)
 
@@ -104,7 +106,8 @@ def directory_files(directory: Path, split: str) -> list[Path]:
     If files are named after splits (``train.jsonl``, ``data/test-00000-of-00001.parquet``), only
     those of the requested split are read, so a test set in the same directory is never trained on.
     """
-    with boundary(DataError, f"{directory}: its files cannot be listed", OSError):
+    unlisted = f"{directory}: its files cannot be listed; are they written meanwhile?"
+    with boundary(DataError, unlisted, OSError):
         paths = sorted(directory.rglob("*"))
         paths = [p for p in paths if p.is_file() and p.suffix.lower() in READERS]
     inner = {path: path.relative_to(directory) for path in paths}
@@ -113,7 +116,9 @@ def directory_files(directory: Path, split: str) -> list[Path]:
         raise DataError(f"{directory}: no data file in it. Valid: {', '.join(READERS)}.")
     if not any(split_of.values()):
         if split != "train":
-            raise DataError(f"{directory}: no file is named after a split: no '{split}'.")
+            raise DataError(
+                f"{directory}: no file here is named after a split, so there is no '{split}'."
+            )
         return list(split_of)
     wanted = next((name for name, words in SPLITS.items() if split in words), split)
     chosen = [p for p, name in split_of.items() if name == wanted]
@@ -163,8 +168,8 @@ def read_jsonl(path: Path) -> Rows:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 yield _row_of_object(row, _DECODER.decode(text)) if text else row.bad("blank line")
             except UnicodeDecodeError as error:
-                reason = f"not UTF-8 at byte {error.start} ({error.reason}); save the file as UTF-8"
-                yield row.bad(reason)
+                byte = f"not UTF-8 at byte {error.start} of the line"
+                yield row.bad(f"{byte} ({error.reason}); save the file as UTF-8")
             except json.JSONDecodeError as error:
                 start = "not JSON:" if raw.endswith(b"\n") else "the last line is cut off:"
                 yield row.bad(f"{start} {error.msg} at column {error.colno}")
@@ -206,7 +211,7 @@ def read_json(path: Path) -> Rows:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            raise DataError(f"{path}: one object per line; name the file .jsonl.") from error
+            raise DataError(f"{path}: one JSON object per line; name the file .jsonl.") from error
         cut = " (the file may be cut off)" if error.pos >= len(text) else ""
         raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}{cut}.") from error
     except (ValueError, RecursionError) as error:

@@ -32,7 +32,9 @@ def check_unread(row: SourceRow, goal: str, kind: str) -> None:
         goal, kind: the run's goal, and the kind of the row's format.
     """
     problems: dict[str, str] = dict.fromkeys(
-        MEDIA, "is not read: only text is trained. Drop the column"
+        MEDIA,
+        "is not read: only text is trained. Leave the line out, or drop the column to train its "
+        "text",
     )
     problems["chat_template_kwargs"] = (
         "is not read by line: set data.chat_template_kwargs for all lines, and drop the column"

@@ -90,7 +90,9 @@ def _from_json(row: SourceRow, name: str, value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise row.bad(f"'{name}' is text but not JSON ({error}); needs a list") from error
+        raise row.bad(
+            f"'{name}' is text but not JSON ({error}); needs a list, or that list as JSON"
+        ) from error
 
 
 def _message(row: SourceRow, place: str, item: Any) -> Message:
@@ -109,7 +111,8 @@ def _message(row: SourceRow, place: str, item: Any) -> Message:
     if role not in ROLES:
         raise row.bad(f"{place} has the unknown role '{role}'.{nearest(role, ROLES)}".rstrip("."))
     if message.get("weight", 1) not in (0, 1):
-        raise row.bad(f"{place} has weight {_brief(message['weight'])}; it is 1 (learned) or 0")
+        weight = _brief(message["weight"])
+        raise row.bad(f"{place} has weight {weight}; it can be 1 (learned) or 0 (not)")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_text_of_part(row, place, part) for part in content)
@@ -131,7 +134,10 @@ def _call(row: SourceRow, place: str, call: Any) -> Any:
         return {"type": "function", **rest, "function": inner}
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise row.bad(f"{place} has the tool call {_brief(call)}, needs a 'function' with a 'name'")
+        raise row.bad(
+            f"{place} has the tool call {_brief(call)}, needs a 'function' with a 'name' and "
+            "'arguments'"
+        )
     return call
 
 
@@ -174,9 +180,13 @@ def read_steps(row: SourceRow) -> tuple[tuple[str, ...], tuple[float, ...]]:
         _encodable(row, f"completions[{number}]", step)
     for number, label in enumerate(labels, 1):
         if not isinstance(label, int | float) or not 0 <= label <= 1:
-            raise row.bad(f"label {number} is {_brief(label)}, needs true, false or 0 to 1")
+            raise row.bad(
+                f"label {number} is {_brief(label)}, needs true, false or a number from 0 to 1"
+            )
     if len(steps) != len(labels):
-        raise row.bad(f"{len(steps)} 'completions' and {len(labels)} 'labels'; give one each")
+        raise row.bad(
+            f"{len(steps)} steps in 'completions' and {len(labels)} 'labels'; give one each"
+        )
     return tuple(steps), tuple(map(float, labels))
 
 
@@ -184,8 +194,8 @@ def _encodable(row: SourceRow, name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        reason = f"'{name}' has half of a surrogate pair at character {error.start}"
-        raise row.bad(reason) from error
+        half = f"'{name}' has half of a surrogate pair at character {error.start}"
+        raise row.bad(f"{half}; no tokenizer reads that") from error
     return text
 
 

@@ -51,7 +51,9 @@ def is_agent(function: Callable[..., Any], reference: str) -> bool:
             "policy. Write async def agent(client, **columns)."
         )
     if "client" in access and not is_async(function):
-        raise ConfigError(f"'{reference}' takes 'client', which is awaited: write `async def`.")
+        raise ConfigError(
+            f"'{reference}' takes 'client', whose calls are awaited: define it with `async def`."
+        )
     return True
 
 

@@ -178,7 +178,9 @@ class Conversation:
     ) -> Completion:
         """Append the policy's next turn to a record."""
         if self.turns >= self.setting.section.max_turns:
-            raise OutOfRoom(f"it has reached its {self.turns} turns (environment.max_turns)")
+            raise OutOfRoom(
+                f"the episode has reached its {self.turns} turns (environment.max_turns)"
+            )
         limit = self.setting.max_tokens
         room = limit - len(record.token_ids)
         if room < 1:
@@ -314,7 +316,10 @@ def for_template(message: Message) -> Message:
         listed = calls if isinstance(calls, list | tuple) else [calls]
         for call in listed:
             if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-                raise EpisodeError(f"'tool_calls' have a 'function', not {shortened(repr(call))}")
+                wrong = shortened(repr(call))
+                raise EpisodeError(
+                    f"'tool_calls' is a list of calls with a 'function', not {wrong}"
+                )
         cleaned["tool_calls"] = [with_object_arguments(call) for call in listed]
     return cleaned
 

@@ -158,7 +158,8 @@ class OpenRLHF(Game):
         observation = value.get("observation") if isinstance(value, Mapping) else None
         if not isinstance(observation, str):
             raise EpisodeError(
-                f"{self.name}.reset returned {shortened(repr(value))}; no 'observation'"
+                f"{self.name}.reset returned {shortened(repr(value))}; expected a dictionary with "
+                "'observation'"
             )
         if observation == self.text:
             return None
@@ -178,7 +179,9 @@ class OpenRLHF(Game):
             expected = "a dictionary with 'rewards', 'environment_feedback' and 'done'"
             raise EpisodeError(f"{what} returned {shortened(repr(value))}; expected {expected}")
         if value.get("sampling_params") is not None:
-            raise EpisodeError(f"{what} changes 'sampling_params', which are the run's")
+            raise EpisodeError(
+                f"{what} changes 'sampling_params'; sampling is set by the run alone"
+            )
         feedback = value.get("environment_feedback") or ""
         self.text += text + feedback
         metrics: dict[str, Any] = {"scores": value.get("scores")}

@@ -217,7 +217,9 @@ class EnvironmentSet:
         value = task.columns[column]
         if value not in names:
             hint = nearest(str(value), names)
-            raise DataError(f"task {task.id}: environment.path has no '{value}'.{hint}")
+            raise DataError(
+                f"task {task.id}: there is no environment '{value}' (environment.path).{hint}"
+            )
         return value
 
     def template(self, tokenizer: Any, *, chat: bool) -> ChatTemplate | None:

@@ -83,7 +83,9 @@ class EpisodeApi:
         parsed = parse(ResponseRequest, request)
         previous = parsed.previous_response_id
         if previous is not None and previous not in self._responses:
-            raise BadRequest(f"'previous_response_id' = {previous!r} is not of this episode")
+            raise BadRequest(
+                f"'previous_response_id' = {previous!r} is not a response of this episode"
+            )
         messages = [*self._responses.get(previous or "", []), *messages_of(parsed.input)]
         response = as_response(request, await self.complete(parsed.as_chat(request, messages)))
         self._responses[response["id"]] = [*messages, *messages_of(response["output"])]
@@ -188,7 +190,10 @@ class PolicyClient:
     def _creator(self, serve: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Awaitable[Any]]:
         async def create(*, extra_body: Mapping[str, Any] | None = None, **request: Any) -> Any:
             if request.get("stream"):
-                raise BadRequest("'stream' is for an agent that takes 'base_url'; leave it out")
+                raise BadRequest(
+                    "'stream' is for the HTTP endpoint (an agent that takes 'base_url'); leave it "
+                    "out"
+                )
             work = serve({**request, **(extra_body or {})})
             answer = asyncio.run_coroutine_threadsafe(work, self._loop)
             return json.loads(json.dumps(await asyncio.wrap_future(answer)), object_hook=Attributes)

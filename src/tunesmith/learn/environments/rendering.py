@@ -58,7 +58,9 @@ class Renderer:
     def with_options(self, options: Mapping[str, Any]) -> Renderer:
         """The renderer with further variables of its chat template; an EpisodeError if there is no
         chat template."""
-        raise EpisodeError(f"no chat template reads {', '.join(options)} (chat_template_kwargs)")
+        raise EpisodeError(
+            f"there is no chat template to read {', '.join(options)} (chat_template_kwargs)"
+        )
 
     def following(
         self,
@@ -134,7 +136,8 @@ class ChatRenderer(Renderer):
                 raise EpisodeError(str(error)) from error
 
     def _render(self, messages: Sequence[Message], tools: Tools) -> str:
-        with boundary(EpisodeError, "this cannot go through the chat template", Exception):
+        refused = "this conversation cannot go through the chat template"
+        with boundary(EpisodeError, refused, Exception):
             try:
                 return self.template.render(messages, tools, prompt=True)
             except DataError as error:  # the episode is wrong, not a line of data

@@ -37,7 +37,9 @@ def as_observation(value: Any, what: str) -> Observation:
     if messages and all(isinstance(m, Mapping) and parts <= m.keys() for m in messages):
         return [dict(m) for m in messages]
     shown = shortened(repr(value))
-    raise EpisodeError(f"{what} gave {shown} as observation; expected text, messages or None")
+    raise EpisodeError(
+        f"{what} gave {shown} as observation; expected text, a list of messages or None"
+    )
 
 
 def as_reward(value: Any, what: str, role: str = "reward") -> float | None:
@@ -64,7 +66,8 @@ def as_step(value: Any, what: str) -> StepResult:
         value = StepResult(*value)
     if not isinstance(value, StepResult):
         raise EpisodeError(
-            f"{what} returned {shortened(repr(value))}; expected (observation, reward, done)"
+            f"{what} returned {shortened(repr(value))}; expected (observation, reward, done) or a "
+            "StepResult"
         )
     observation = as_observation(value.observation, what)
     done: Any = value.done
@@ -74,7 +77,9 @@ def as_step(value: Any, what: str) -> StepResult:
         raise EpisodeError(f"{what} is not done and gave no observation to answer")
     raw: Any = value.metrics
     if not isinstance(raw, Mapping):
-        raise EpisodeError(f"{what} gave {shortened(repr(raw))} as metrics, not numbers by name")
+        raise EpisodeError(
+            f"{what} gave {shortened(repr(raw))} as metrics; expected numbers by name"
+        )
     numbers = {name: as_reward(number, what, f"metric '{name}'") for name, number in raw.items()}
     metrics = {name: number for name, number in numbers.items() if number is not None}
     return StepResult(observation, as_reward(value.reward, what), bool(done), metrics)

@@ -49,13 +49,19 @@ def check_builtins(section: RewardSection) -> None:
     extracting = [name for name in used if name in ("exact_match", "numeric_match")]
     if section.pattern is None:
         if "regex_format" in used:
-            why = "reward.pattern is missing; regex_format compares whole completions with it."
-            raise ConfigError(why, keys=("reward.pattern",))
+            raise ConfigError(
+                "reward.pattern is missing; regex_format gives 1 where it matches a whole "
+                "completion.",
+                keys=("reward.pattern",),
+            )
     else:
         groups = _groups(section.pattern)
         if "regex_format" not in used and not extracting:
-            why = "reward.pattern is for regex_format, exact_match and numeric_match alone."
-            raise ConfigError(why, keys=("reward.pattern",))
+            raise ConfigError(
+                "reward.pattern is set, but regex_format, exact_match and numeric_match are not "
+                "in reward.functions.",
+                keys=("reward.pattern",),
+            )
         if "regex_format" not in used and not groups:
             raise ConfigError(
                 f"reward.pattern has no group for {extracting[0]} to extract; "
@@ -64,7 +70,8 @@ def check_builtins(section: RewardSection) -> None:
             )
     if section.answer in RESERVED:
         raise ConfigError(
-            f"reward.answer: '{section.answer}' is not a column but an argument of every reward.",
+            f"reward.answer: '{section.answer}' is not a data column but an argument of every "
+            "reward.",
             keys=("reward.answer",),
         )
     labelled = any(entry.protocol == "openrlhf" for entry in section.remote)

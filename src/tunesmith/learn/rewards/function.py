@@ -76,7 +76,9 @@ def required_columns(function: Callable[..., Any], reference: str) -> frozenset[
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"'{reference}' does not tell its parameters; {expected}.") from error
+        raise ConfigError(
+            f"the parameters of '{reference}' cannot be determined; {expected}."
+        ) from error
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     required = [p for p in named if p.default is p.empty]
     for p in required:
@@ -96,7 +98,9 @@ class Notes:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         if len(values) != self.size:
-            raise ValueError(f"log_extra('{column}') got {len(values)} values, not {self.size}")
+            raise ValueError(
+                f"log_extra('{column}') got {len(values)} values for {self.size} completions"
+            )
         self.extras[plain(str(column))] = [plain(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
@@ -193,7 +197,10 @@ def _score(value: object, index: int) -> Score:
             number = float(value)
             if abs(number) <= LARGEST_REWARD:
                 return number
-            problem = f"; expected a finite number of at most {LARGEST_REWARD:g}, or None"
+            problem = (
+                f"; expected a finite number of at most {LARGEST_REWARD:g}, or None if the reward "
+                "does not apply"
+            )
         except Exception as error:
             problem = f": {error}"
     return ItemFailure(Status.REWARD_FAILED, f"returned {_shown(value)} at index {index}{problem}")

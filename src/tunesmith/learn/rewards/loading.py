@@ -99,8 +99,11 @@ def _check_weights(section: RewardSection) -> None:
         why = f"reward.functions names '{repeated}' more than once; use reward.weights."
         raise ConfigError(why, keys=("reward.functions",))
     if weights is not None and len(weights) != len(functions):
-        why = f"reward.weights has {len(weights)} entries for {len(functions)} functions."
-        raise ConfigError(why, keys=("reward.weights",))
+        raise ConfigError(
+            f"reward.weights has {len(weights)} entries for {len(functions)} functions; give one "
+            "for each.",
+            keys=("reward.weights",),
+        )
     if weights is not None and not all(map(isfinite, weights)):
         raise ConfigError(
             f"reward.weights must be finite numbers, not {list(weights)}.", keys=("reward.weights",)
@@ -110,7 +113,10 @@ def _check_weights(section: RewardSection) -> None:
         why = "reward.weights are all 0, so that no rollout would have a reward."
         raise ConfigError(why, keys=("reward.weights",))
     if ENVIRONMENT in by_name:
-        raise ConfigError(f"rename the reward '{ENVIRONMENT}': the environment's own is called so.")
+        raise ConfigError(
+            f"no reward may be called '{ENVIRONMENT}', the name of the environment's own; rename "
+            "it."
+        )
     if len(by_name) < len(functions) + len(section.models) + len(section.remote):
         raise ConfigError(
             f"two of the rewards {', '.join(by_name)} have the same name; give each of "

@@ -66,7 +66,10 @@ class RewardModel:
             asked = self.template.whole(as_messages(prompt), prompt=True)
             return encode(self.tokenizer, [asked + completion + end])[0]
         if not isinstance(prompt, str):
-            raise DataError("the reward model has no chat template for a conversation")
+            raise DataError(
+                "the prompt is a conversation, and the reward model's tokenizer has no chat "
+                "template"
+            )
         [ids] = encode(self.tokenizer, [prompt + completion])
         ids = with_leading(leading_ids(self.tokenizer), ids)
         eos: int | None = self.tokenizer.eos_token_id

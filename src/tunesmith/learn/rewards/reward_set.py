@@ -101,8 +101,8 @@ class RewardSet:
                 # environment.
                 alone = len(self.weights) == 1 and task.environment in ("single_turn", "tools")
                 if problem is not None and (gold is not None or alone):
-                    reason = f"'{f.name}' compares with '{column}', which {problem}"
-                    raise DataError(f"task {task.id}: {reason}.")
+                    place = f"task {task.id}: the column '{column}'"
+                    raise DataError(f"{place} {problem}; '{f.name}' compares with it.")
 
     async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
         """Set ``rewards``, ``reward`` and ``metrics`` of each rollout, or mark it failed.

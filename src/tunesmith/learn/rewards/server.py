@@ -57,7 +57,9 @@ class RewardRequest(BaseModel):
             raise ValueError(f"columns: '{min(reserved)}' cannot be the name of a column")
         for name, values in {"completions": self.completions, **columns}.items():
             if len(values) != len(self.prompts):
-                raise ValueError(f"{len(self.prompts)} prompts, {len(values)} entries of '{name}'")
+                raise ValueError(
+                    f"{len(self.prompts)} prompts, but '{name}' has {len(values)} entries"
+                )
         return self
 
 

@@ -90,7 +90,9 @@ def check_keywords(
         required = p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
         if required and (p.name not in available or p.kind is p.POSITIONAL_ONLY):
             hint = nearest(p.name, available)
-            raise ConfigError(f"'{reference}' needs '{p.name}', which is no column.{hint}")
+            raise ConfigError(
+                f"'{reference}' needs '{p.name}', which is not a column of the data.{hint}"
+            )
 
 
 def own_copy(value: Any) -> Any:
@@ -180,7 +182,9 @@ class Turns:
         async with self._turn.here:
             overruns = self._overruns.get(key, 0)
             if overruns >= HUNG_AFTER and overruns > before:
-                raise NotTried(f"the {overruns} calls before it ran for more than {timeout:g} s")
+                raise NotTried(
+                    f"not tried, because the last {overruns} calls ran for more than {timeout:g} s"
+                )
             try:
                 yield
             except DeadlineExceeded:

@@ -183,7 +183,9 @@ class Far(ABC):
             asked = time.monotonic()
             if not _waited(answer := self._ask("ping"), patience, TOLD):
                 if interrupts.asked():
-                    interrupts.say(f"{self.name} is silent; it is killed in {HURRIED - TOLD:g} s")
+                    interrupts.say(
+                        f"{self.name} does not answer; it is killed in {HURRIED - TOLD:g} s"
+                    )
                 if not interrupts.asked() or not _waited(answer, HURRIED - TOLD, HURRIED - TOLD):
                     seconds = time.monotonic() - asked
                     self._lose(f"did not answer for {seconds:.0f} s and was killed")

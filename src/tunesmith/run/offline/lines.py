@@ -67,8 +67,10 @@ class LineWriter:
         for task in tasks:
             clash = [name for name in (*own, *self.overwritten) if name in task.columns]
             if clash:
-                reason = f"rename the column '{clash[0]}': the output has its own"
-                raise DataError(f"task {task.id}: {reason}")
+                raise DataError(
+                    f"task {task.id}: the data has a column '{clash[0]}', which the output would "
+                    "write over; rename it"
+                )
 
 
 def scores_of(rollout: Rollout) -> Json:

@@ -72,7 +72,9 @@ def adopt_answers(answers: Path, this: RftRound, tasks: Sequence[Task]) -> None:
         if line.get("prompt") != task.prompt or not answered:
             raise DataError(f"{answers}:{number} does not answer the question of task {task.id}")
         if not all("reward" in record for record in records):
-            raise DataError(f"{answers}:{number} lacks rewards: generate it with [reward]")
+            raise DataError(
+                f"{answers}:{number} has answers without a reward: generate them with [reward]"
+            )
     this.directory.mkdir(parents=True, exist_ok=True)
     write_whole(this.samples, iter(lines))
 
