@@ -122,7 +122,7 @@ def test_what_needs_the_tokenizer_is_refused_before_the_model_is_loaded(
         ),
         (
             rl_settings(tmp_path, model, reward__functions=[needs]),
-            ["needs", "'solution'", "does not have"],
+            ["reward.functions", "'solution'", "data.train"],
         ),
         (rl_settings(tmp_path, tmp_path / "gone/model"), ["gone/model"]),
         (rl_settings(tmp_path, bare), ["bare", "tokenizer"]),

@@ -15,14 +15,14 @@ from tunesmith.plan.rules.situation import Situation, more
 # A rule is a condition and a sentence: with an argument on each line there would be twice as many.
 # fmt: off
 
-RANKS = ("system.trainer_ranks")
-STAGE = ("system.zero_stage")
-DEVICE = ("system.device")
-REFERENCE = ("system.offload_reference")
-ACTIVATIONS = ("system.offload_activations")
-OPTIMIZER = ("system.offload_optimizer")
-PARAMETERS = ("system.offload_parameters")
-BLOCK = 16
+RANKS = "system.trainer_ranks"
+STAGE = "system.zero_stage"
+DEVICE = "system.device"
+REFERENCE = "system.offload_reference"
+ACTIVATIONS = "system.offload_activations"
+OPTIMIZER = "system.offload_optimizer"
+PARAMETERS = "system.offload_parameters"
+BLOCK = 32
 """Tokens per block of the local engine's KV cache."""
 MOST_THREADS_PER_CORE = 16
 _COMPUTED_ON_THE_CPU = (
@@ -33,8 +33,8 @@ _COMPUTED_ON_THE_CPU = (
 
 @rule(RunConfig)
 def sharding(s: Situation[RunConfig]) -> Iterator[Problem]:
-    ranks = (s.system.trainer_ranks)
-    size = (s.system.shard_size)
+    ranks = s.system.trainer_ranks
+    size = s.system.shard_size
     if not s.system.zero_stage:
         return
     if ranks == 1:
@@ -57,9 +57,9 @@ def sharding(s: Situation[RunConfig]) -> Iterator[Problem]:
 @rule(RunConfig)
 def sequence_parallelism(s: Situation[RunConfig]) -> Iterator[Problem]:
     together = s.devices.sequence
-    ranks = (s.system.trainer_ranks)
-    size = ("system.sequence_parallel.size")
-    kind = ("system.sequence_parallel.type")
+    ranks = s.system.trainer_ranks
+    size = "system.sequence_parallel.size"
+    kind = "system.sequence_parallel.type"
     if together > 1 and ranks and ranks % together:
         yield s.clash(size,
             f"makes groups of trainer ranks, and {s.said(RANKS)} is not a multiple of it; change "
@@ -140,8 +140,8 @@ def offloaded_reference(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def offloaded_parameters(s: Situation[RunConfig]) -> Iterator[Problem]:
-    config = (s.config)
-    one = ("leave one of the two out")
+    config = s.config
+    one = "leave one of the two out"
     if not s.system.offload_parameters:
         return
     if not config.lora.on and s.system.offload_optimizer is False:
@@ -195,9 +195,9 @@ def this_machine(s: Situation[RunConfig]) -> Iterator[Problem]:
 def kv_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     """The longest prompt with its completion, in blocks; the last token's keys and values are never
     read."""
-    model = (s.model)
-    kv = (s.system.kv_memory)
-    config = (s.config)
+    model = s.model
+    kv = s.system.kv_memory
+    config = s.config
     derived = s.dtype is not None and s.system.compile is not None
     samples = config.samples and not s.engine.third_party and derived
     if s.facts is None or model is None or kv is None or s.longest is None or not samples:

@@ -14,10 +14,10 @@ from tunesmith.types import altering
 # A rule is a condition and a sentence: with an argument on each line there would be twice as many.
 # fmt: off
 
-ENGINE = ("system.engine")
-PLANE = ("system.weight_plane")
-TURNS = ("system.hybrid")
-CLUSTER = ("system.cluster")
+ENGINE = "system.engine"
+PLANE = "system.weight_plane"
+TURNS = "system.hybrid"
+CLUSTER = "system.cluster"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -31,8 +31,8 @@ def speculation(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def servers(s: Situation[RunConfig]) -> Iterator[Problem]:
-    system = (s.config.system)
-    urls = (s.config.system.engine_urls)
+    system = s.config.system
+    urls = s.config.system.engine_urls
     if not s.engine.served:
         return
     if not urls:
@@ -54,11 +54,11 @@ def servers(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def sampling_that_the_engine_supports(s: Situation[RunConfig]) -> Iterator[Problem]:
-    sampling = (s.config.sampling_settings)
-    engine = (s.engine)
+    sampling = s.config.sampling_settings
+    engine = s.engine
     if sampling is None:
         return
-    why = (engine.unaltered_only)
+    why = engine.unaltered_only
     if why:
         for name in altering(sampling):
             key = f"{sampling.table}.{name}"
@@ -80,7 +80,7 @@ def sampling_that_the_engine_supports(s: Situation[RunConfig]) -> Iterator[Probl
 
 @rule(RunConfig)
 def weight_plane(s: Situation[RunConfig]) -> Iterator[Problem]:
-    system = (s.config.system)
+    system = s.config.system
     plane = s.devices.weight_plane
     if plane == "disk" and system.engine_directory is None:
         yield s.clash(PLANE,

@@ -13,10 +13,10 @@ from tunesmith.plan.rules.situation import Situation
 # A rule is a condition and a sentence: with an argument on each line there would be twice as many.
 # fmt: off
 
-COMPILE = ("system.compile")
-KERNELS = ("system.kernels")
-STAGE = ("system.zero_stage")
-PARAMETERS = ("system.offload_parameters")
+COMPILE = "system.compile"
+KERNELS = "system.kernels"
+STAGE = "system.zero_stage"
+PARAMETERS = "system.offload_parameters"
 WIDEST = 65536
 """Elements of the longest row that Liger's kernels hold."""
 _NO_COMPILER = "install g++, name one with CXX, or leave it out"

@@ -43,8 +43,8 @@ def distillation(s: Situation[DistillConfig]) -> Iterator[Problem]:
 
 @rule(RLConfig)
 def kl(s: Situation[RLConfig]) -> Iterator[Problem]:
-    kl = (s.algorithm and s.algorithm.reference)
-    key = ("algorithm.kl.reference_every")
+    kl = s.algorithm and s.algorithm.reference
+    key = "algorithm.kl.reference_every"
     if kl is None:
         return
     if more(kl.reference_every, s.steps):
@@ -66,8 +66,8 @@ def kl(s: Situation[RLConfig]) -> Iterator[Problem]:
 
 @rule(RLConfig)
 def what_the_advantage_needs(s: Situation[RLConfig]) -> Iterator[Problem]:
-    key = ("algorithm.advantage")
-    name = ("algorithm.name")
+    key = "algorithm.advantage"
+    name = "algorithm.name"
     if s.needs("teacher") and not isinstance(s.config, DistillConfig):
         why = "learns from a teacher: train with tunesmith distill, and set teacher.path"
         yield s.clash(key, why, name)
@@ -96,8 +96,8 @@ def steps_of_the_critic(s: Situation[RLConfig]) -> Iterator[Problem]:
 
 @rule(RLConfig)
 def environment(s: Situation[RLConfig]) -> Iterator[Problem]:
-    section = (s.config.environment)
-    key = ("environment.max_tokens")
+    section = s.config.environment
+    key = "environment.max_tokens"
     if section.path == {}:
         why = "is empty: set path = 'env.py:Game', or a table of name = 'file.py:name'"
         yield Problem(("environment.path",), f"environment.path {why}")
@@ -120,8 +120,8 @@ def isolation(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RLConfig)
 def rollouts(s: Situation[RLConfig]) -> Iterator[Problem]:
-    rollout = (s.config.rollout)
-    key = ("rollout.max_staleness")
+    rollout = s.config.rollout
+    key = "rollout.max_staleness"
     if rollout.temperature == 0:
         yield s.clash("rollout.temperature",
             "is greedy: all rollouts of a prompt would be equal, and nothing could be learned from "
@@ -157,9 +157,9 @@ def overlong(s: Situation[RLConfig]) -> Iterator[Problem]:
 
 @rule(RLConfig)
 def dynamic_filter(s: Situation[RLConfig]) -> Iterator[Problem]:
-    algorithm = (s.algorithm)
-    config = (s.config)
-    key = ("algorithm.dynamic_filter")
+    algorithm = s.algorithm
+    config = s.config
+    key = "algorithm.dynamic_filter"
     bounds = (algorithm or config.algorithm).dynamic_filter
     if not bounds:
         if config.rollout.oversample > 1:

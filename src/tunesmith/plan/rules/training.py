@@ -71,9 +71,9 @@ def length_of_completions(s: Situation[RunConfig]) -> Iterator[Problem]:
     sampling = s.config.sampling_settings
     if sampling is None:
         return
-    key = (f"{sampling.table}.max_new_tokens")
-    new = (sampling.max_new_tokens)
-    context = (s.context)
+    key = f"{sampling.table}.max_new_tokens"
+    new = sampling.max_new_tokens
+    context = s.context
     prompt = s.config.data.max_prompt_tokens
     if sampling.min_new_tokens > new:
         least = f"{sampling.table}.min_new_tokens"
@@ -99,8 +99,8 @@ def longest_prompt(s: Situation[RLConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def length_of_samples(s: Situation[RunConfig]) -> Iterator[Problem]:
-    limit = (s.config.data.max_tokens)
-    cap = (s.system.max_tokens_per_microbatch)
+    limit = s.config.data.max_tokens
+    cap = s.system.max_tokens_per_microbatch
     if more(s.longest, limit) and not isinstance(s.config, RLConfig):
         yield Problem(("data.max_tokens", "data.too_long"),
             f"the longest sample has {s.longest} tokens, and {limit} are allowed "

@@ -63,13 +63,13 @@ LEAST_HEAD = 32
 """vLLM on a CPU supports attention heads of this width and, in steps of 16, wider ones."""
 ROUNDED = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 """Formats to which vLLM rounds weights while it loads them."""
-TENSOR = ("system.vllm.tensor_parallel_size")
-PIPELINE = ("system.vllm.pipeline_parallel_size")
-QUANTIZATION = ("system.vllm.quantization")
-LENGTH = ("system.vllm.max_model_len")
-GRAPHS = ("system.vllm.cuda_graph_sizes")
-SPECULATION = ("system.vllm.extra.speculative_config")
-SHARE = ("system.vllm.memory_share")
+TENSOR = "system.vllm.tensor_parallel_size"
+PIPELINE = "system.vllm.pipeline_parallel_size"
+QUANTIZATION = "system.vllm.quantization"
+LENGTH = "system.vllm.max_model_len"
+GRAPHS = "system.vllm.cuda_graph_sizes"
+SPECULATION = "system.vllm.extra.speculative_config"
+SHARE = "system.vllm.memory_share"
 
 
 def version_problem(installed: str) -> str | None:
@@ -106,7 +106,7 @@ def _arguments(s: Situation[RunConfig]) -> Iterator[Problem]:
         if key == SPECULATION and s.config.system.draft_model is not None:
             yield Problem((key, "system.draft_model"),
                 f"{key} and system.draft_model both set vLLM's speculation; leave one out")
-        own = (OWN_ARGUMENTS.get(name))
+        own = OWN_ARGUMENTS.get(name)
         if own:
             yield Problem((key, own), f"{key} is set with {own}")
         elif why := FIXED_ARGUMENTS.get(name):
@@ -114,8 +114,8 @@ def _arguments(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 
 def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
-    vllm = (s.config.system.vllm)
-    kv = (s.system.kv_memory)
+    vllm = s.config.system.vllm
+    kv = s.system.kv_memory
     if vllm.memory_share is not None and kv is not None:
         yield Problem((SHARE, "system.kv_memory"),
             f"{SHARE} and system.kv_memory both set vLLM's memory; leave one out")
@@ -134,8 +134,8 @@ def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 
 def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
-    vllm = (s.config.system.vllm)
-    ranks = (s.ranks_per_engine)
+    vllm = s.config.system.vllm
+    ranks = s.ranks_per_engine
     tensor: int | None = s.devices.tensor if s.plan else known(vllm, "tensor_parallel_size")
     sizes = {TENSOR: tensor, PIPELINE: vllm.pipeline_parallel_size}
     for key, size in sizes.items():
@@ -157,8 +157,8 @@ def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash(TENSOR, why)
     if s.machine is None or s.config.system.cluster != "none":
         return
-    on_cpu = (s.system.device == "cpu")
-    gpus = (len(s.machine.gpus))
+    on_cpu = s.system.device == "cpu"
+    gpus = len(s.machine.gpus)
     devices, what = (s.machine.cores, "cores") if on_cpu else (gpus, "GPUs")
     if ranks > max(1, devices) and (on_cpu or gpus < 2):  # else plan.devices
         yield Problem((TENSOR, PIPELINE),
@@ -187,8 +187,8 @@ def _quantization(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 
 def _cpu(s: Situation[RunConfig]) -> Iterator[Problem]:
-    system = (s.config.system)
-    number = (s.device_number)
+    system = s.config.system
+    number = s.device_number
     if more(number, 0) and s.engines_apart is False:
         yield s.clash("system.device",
             ": in the trainer's process vLLM uses the first visible GPU; set system.device = "
@@ -239,8 +239,8 @@ def _speculates(system: SystemSection) -> str | None:
 
 
 def _speculation(s: Situation[RunConfig]) -> Iterator[Problem]:
-    sampling = (s.config.sampling_settings)
-    key = (_speculates(s.config.system))
+    sampling = s.config.sampling_settings
+    key = _speculates(s.config.system)
     if sampling is None or key is None:
         return
     usual = {"min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0}
@@ -266,7 +266,7 @@ def vllm_not_installed(config: RunConfig) -> Iterator[Problem]:
             installed = version(name)
         except PackageNotFoundError:
             continue
-        problem = (version_problem(installed))
+        problem = version_problem(installed)
         if problem:
             yield Problem(("system.engine",), problem, "machine")
 

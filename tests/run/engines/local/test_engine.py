@@ -254,11 +254,11 @@ def test_the_youngest_is_preempted_and_loses_nothing(llama: CausalLM) -> None:
 def test_what_never_fits_is_refused_with_the_numbers(llama: CausalLM) -> None:
     engine = make(llama, 96)
     with pytest.raises(
-        UserError, match=r"20 tokens with up to 90 new ones needs 128 tokens .* holds 112"
+        UserError, match=r"20 tokens with up to 90 new ones needs 128 tokens .* holds 96"
     ):
         run(engine, (prompts(20)[0], free(90)))
-    with pytest.raises(UserError, match="holds 16 tokens: this model needs at least"):
-        make(llama, 16)
+    with pytest.raises(UserError, match="holds 32 tokens: this model needs at least"):
+        make(llama, 32)
 
 
 def test_requests_are_admitted_in_order(llama: CausalLM) -> None:

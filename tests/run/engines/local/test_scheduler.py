@@ -132,8 +132,8 @@ def test_memory_is_given_back_and_taken_again() -> None:
     assert memory.nbytes == 0 and pool.free == pool.blocks
     pool.allocate()
     assert 0 < memory.nbytes <= 4096
-    with pytest.raises(UserError, match="needs at least 2048 bytes"):
-        KVPool([LAYOUT], 2047)
+    with pytest.raises(UserError, match="needs at least 4096 bytes"):
+        KVPool([LAYOUT], 4095)
 
 
 def test_a_new_request_leaves_room_for_others_to_write() -> None:

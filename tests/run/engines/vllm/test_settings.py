@@ -165,7 +165,7 @@ def test_the_table_is_spelt_out_and_reads_back() -> None:
     assert (
         "[system.vllm]\n" in text and "max_model_len = 100" in text and "# eager = true  # " in text
     )
-    said = settings(found.config, given_only=True)
+    said = found.given
     assert said["system.vllm.tensor_parallel_size"] == 2
     assert settings(found.config)["system.vllm.pipeline_parallel_size"] == 1
     assert not any(isinstance(v, dict) for k, v in said.items() if k.startswith("system.vllm"))

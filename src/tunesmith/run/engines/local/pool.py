@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tunesmith.errors import UserError
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
