@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tunesmith.guide.simulate.dry_run import DryPhase
     from tunesmith.plan.cost.device import Price
-    from tunesmith.plan.plan import draft
 
 ASSUMED_LINES = 1000
 """Assumed lines of data, which is not read: the learning rate schedule needs an end."""
@@ -45,6 +44,7 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
     from tunesmith.config.resolved import print_resolved
     from tunesmith.guide.simulate.dry_run import check_dry_run, dry_run
     from tunesmith.plan.cost.memory import planned_devices
+    from tunesmith.plan.plan import draft
     from tunesmith.plan.report import layout_of_run
     from tunesmith.plan.resolve import resolve
     from tunesmith.run.placement.planning import plan_run

@@ -120,7 +120,9 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         gradients = 4 * trained
         optimizer = (8 + ema) * trained
     activations = _activations(model, layout)
-    arriving = inner if layout.zero_stage == 3 else 0
+    # A group of one has each layer as it computes, and holds gradients outside layers three times.
+    alone = layout.offload_parameters and layout.shards == 1
+    arriving = inner if layout.zero_stage == 3 and not alone else 0
     head, backward = _passing(model, layout)
     if layout.lora_rank is None:
         # The head's gradient waits to be summed; a layer's is summed in float32 once its
@@ -128,7 +130,8 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         again = all(recomputed(model.layers, layout.checkpointing))
         gone = 0 if again else -(-layout.tokens // layout.sequence) * layer_bytes(model, layout)
         backward += model.vocab_size * model.hidden_size * size + max(0, 4 * layer - gone)
-        at_the_end = (8 if layout.zero_stage == 1 else 4 + size) * outside  # after everything else
+        each = 12 if alone else 8 if layout.zero_stage == 1 else 4 + size
+        at_the_end = each * outside  # after everything else
         head = max(head, at_the_end - gathered - activations - 4 * (summed - rows))
     if layout.offload:  # stage 1 reduces its accumulated gradients after all micro-batches
         optimizer = 0

@@ -14,9 +14,9 @@ from tests.support import tiny
 from tests.support.fake_engine import FakeEngine
 from tests.support.tiny_runs import sums, write_lines
 from tunesmith.run.engines.vllm.start import VllmSettings
-from tunesmith.run.offline import sampling
 from tunesmith.run.offline.generate import run_generate
 from tunesmith.run.offline.rft import run_rft
+from tunesmith.run.placement.models import ModelSpec
 
 REWARD = """\
 def first_letter(completions, **columns):
@@ -64,7 +64,7 @@ def test_generate(
     tmp_path: Path, started: list[VllmSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its weights are the model's files: no second copy is loaded for them."""
-    monkeypatch.setattr(sampling, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(ModelSpec, "build", lambda *_: pytest.fail("the model was loaded"))
     out = run_generate(None, said(tmp_path, "sampling.n=2"))
     assert out.lines == 6
     [settings] = started
