@@ -41,6 +41,9 @@ class EngineKind:
     """The command that starts a server of ``{path}`` on ``{port}``."""
 
 
+BLOCK_TOKENS = 32
+"""Tokens per block of keys and values: of the local engine, and of vLLM on a CPU. Those of other
+engines are smaller."""
 FASTEST_ENGINE: EngineName = "vllm"
 """What samples fastest on GPUs, where it is installed."""
 

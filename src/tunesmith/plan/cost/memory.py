@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, inf, sqrt
 
+from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.device import Layout, Price
 from tunesmith.plan.cost.price import (
@@ -33,8 +34,6 @@ MARGIN = 1.1
 memory."""
 HOST_SHARE = 0.95
 """Usable share of the free host memory; the rest is for Python and its libraries."""
-BLOCK = 32
-"""Engines allocate memory for a prompt or a completion in blocks of at most this many tokens."""
 LEAST_TOKENS = 64
 """Assumed length of a sample if neither data nor settings determine it."""
 
@@ -356,7 +355,7 @@ def request_kv(plan: AnyPlan, model: ModelFacts) -> int:
     addition to those for keys and values.
     """
     per_token = model.kv_bytes_per_token(kv_bytes_per_number(plan)) * (1 + 1 / (2 * model.layers))
-    return ceil(((plan.training.longest or LEAST_TOKENS) + 2 * BLOCK) * per_token)
+    return ceil(((plan.training.longest or LEAST_TOKENS) + 2 * BLOCK_TOKENS) * per_token)
 
 
 def kv_bytes_per_number(plan: AnyPlan) -> int:

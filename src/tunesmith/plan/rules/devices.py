@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import Problem
@@ -22,8 +23,6 @@ REFERENCE = "system.offload_reference"
 ACTIVATIONS = "system.offload_activations"
 OPTIMIZER = "system.offload_optimizer"
 PARAMETERS = "system.offload_parameters"
-BLOCK = 32
-"""Tokens per block of the local engine's KV cache."""
 MOST_THREADS_PER_CORE = 16
 _COMPUTED_ON_THE_CPU = (
     "updated on the CPU, where the matrix products of Muon would take far longer than the model; "
@@ -204,7 +203,9 @@ def kv_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
         return
     plan = s.plan or draft(config, s.facts)
     new = config.new_tokens
-    tokens = sum(-(-count // BLOCK) * BLOCK for count in (s.longest, max(1, new - 1)))
+    tokens = sum(
+        -(-count // BLOCK_TOKENS) * BLOCK_TOKENS for count in (s.longest, max(1, new - 1))
+    )
     needed = tokens * model.kv_bytes_per_token(kv_bytes_per_number(plan))
     if needed > parse_size(kv):
         yield Problem(("system.kv_memory",),

@@ -8,12 +8,12 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import Section, known
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import Problem, closest
-from tunesmith.plan.cost.memory import BLOCK
 from tunesmith.plan.plan import C, Plan, Reasons
 from tunesmith.plan.rules.rule import rule
 from tunesmith.plan.rules.situation import Situation, more
@@ -125,9 +125,9 @@ def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     longest = s.longest_sample
     if s.model is None or longest is None or kv is None or vllm.memory_share is not None:
         return
-    blocks = -(-longest // BLOCK) + 1  # one block stays empty
+    blocks = -(-longest // BLOCK_TOKENS) + 1  # one block stays empty
     each = s.model.kv_bytes_per_token(s.devices.bytes_per_number)
-    needed = blocks * BLOCK * each // s.ranks_per_engine
+    needed = blocks * BLOCK_TOKENS * each // s.ranks_per_engine
     if needed > parse_size(kv):
         why = f"does not hold one sequence of {longest} tokens, which takes {format_size(needed)}"
         yield Problem(("system.kv_memory",), f"system.kv_memory = {kv} {why}; raise it", "memory")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.costs import PeakRates
 from tunesmith.errors import EngineError, UserError
 from tunesmith.learn.data.tokens import decode
@@ -23,7 +24,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.host_weights import HostWeights
 from tunesmith.run.engines.base import EngineStats, check_sampling
 from tunesmith.run.engines.local.metering import Meter
-from tunesmith.run.engines.local.pool import BLOCK_SIZE, KVPool
+from tunesmith.run.engines.local.pool import KVPool
 from tunesmith.run.engines.local.requests import LocalRequest, Uniforms
 from tunesmith.run.engines.local.runner import Runner, probe, text_config
 from tunesmith.run.engines.local.scheduler import Scheduler
@@ -65,7 +66,7 @@ class LocalEngine:
         kv_bytes: int,
         max_running: int,
         max_prefill_tokens: int,
-        block_size: int = BLOCK_SIZE,
+        block_size: int = BLOCK_TOKENS,
         compiled: bool = True,
         eos_token_ids: Iterable[int] | None = None,
         limits: PeakRates | None = None,

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.errors import UserError
-
-BLOCK_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class KVPool:
     """
 
     def __init__(
-        self, layouts: Sequence[KVLayout], kv_bytes: int, *, block_size: int = BLOCK_SIZE
+        self, layouts: Sequence[KVLayout], kv_bytes: int, *, block_size: int = BLOCK_TOKENS
     ) -> None:
         self.block_size = block_size
         block_bytes = block_size * sum(layout.token_bytes for layout in layouts)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.errors import EngineError, ModelError, UserError, boundary
 from tunesmith.plan.rules.vllm import extra_problem, version_problem
 
@@ -21,9 +22,6 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 _LEAST_SHARE = 0.01
-_CPU_BLOCK = 32
-"""Prefixes are cached in whole blocks: on a CPU the default of 128 tokens would miss most
-prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,8 @@ def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping
             "num_speculative_tokens": settings.speculative_tokens,
         },
         "cudagraph_capture_sizes": settings.cuda_graph_sizes and list(settings.cuda_graph_sizes),
-        "block_size": _CPU_BLOCK if on_cpu else None,
+        # Prefixes are cached in whole blocks: the default of 128 would miss most prompts.
+        "block_size": BLOCK_TOKENS if on_cpu else None,
         # In a Ray actor vLLM would ask Ray for further actors for its ranks.
         "distributed_executor_backend": "mp" if ranks > 1 else None,
     }
