@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tomllib
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +34,8 @@ from tunesmith.guide.names.unknown import explain_unknown
 from tunesmith.plan.rules.checks import check
 from tunesmith.records.toml import toml_key, toml_value
 
+NESTED: list[Any] = []
+NESTED.append(NESTED)
 RUN = """\
 [model]
 path = "org/model"
@@ -138,6 +142,43 @@ def test_everything_may_come_from_overrides(folder: Path) -> None:
 )
 def test_override_values(text: str, key: tuple[str, ...], value: Any) -> None:
     assert parse_override(text) == (key, value)
+
+
+def test_values_of_a_program_are_taken_as_they_are(folder: Path) -> None:
+    own = [
+        ("model.path", Path("org/m")),
+        ("data.train", folder / "train.jsonl"),
+        ("reward.functions", ("math",)),
+        ("rollout", {"group_size": np.int64(16), "top_k": None, "stop": ["none"]}),
+        ("train.lr", np.float64(0.5)),
+        ("data.system_prompt", "none"),
+        ("monitor.run_name", "1"),
+    ]
+    config = load_config(RLConfig, None, [*own, "rollout.top_p=0.5"])
+    assert (config.rollout.group_size, config.rollout.top_p) == (16, 0.5)
+    assert config.rollout.stop == ("none",)
+    assert (config.train.lr, config.data.system_prompt) == (0.5, "none")
+    assert config.monitor.run_name == "1"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("train.lr", object(), ("train.lr", "object")),
+        ("train.lr", Decimal(1), ("train.lr", "Decimal")),
+        ("train.lr", [None], ("train.lr", "list")),
+        ("rollout.stop", NESTED, ("rollout.stop", "nested too deeply")),
+        ("train.lr", "True", ("train.lr", "'train.lr=\"True\"'")),
+        ("train..lr", 1, ("train..lr=1", "is not an override")),
+        ("train.lrr", 1, ("train.lrr", "'lr'")),
+    ],
+)
+def test_values_of_a_program_that_no_setting_takes(
+    key: str, value: Any, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(SFTConfig, None, ["model.path=o/m", "data.train=o/d", (key, value)])
+    assert all(word in str(caught.value) for word in words)
 
 
 def test_words_for_our_keys_are_words_for_keys_that_there_are() -> None:

@@ -1,4 +1,4 @@
-"""Loading a checked configuration from a run file and command-line overrides.
+"""Loading a checked configuration from a run file and overrides.
 
 All problems of a file are reported at once, each with its line or override.
 """
@@ -20,7 +20,7 @@ from tunesmith.config.commands import KINDS, DistillConfig, all_keys, distill_ki
 from tunesmith.config.reading.answers import answers
 from tunesmith.config.reading.describe import choices_at, describe_at, show
 from tunesmith.config.reading.files import locate_files
-from tunesmith.config.reading.overriding import apply_overrides
+from tunesmith.config.reading.overriding import Override, apply_overrides
 from tunesmith.config.reading.problems import (
     DEEPEST,
     FileProblem,
@@ -41,7 +41,7 @@ Tree = dict[str, Any]
 
 
 def load_config(
-    kind: type[C], path: Path | None, overrides: Sequence[str] = (), *, files: bool = True
+    kind: type[C], path: Path | None, overrides: Sequence[Override] = (), *, files: bool = True
 ) -> C:
     """Read, override and check a run file; refuse it with every problem listed.
 
@@ -78,7 +78,7 @@ def load_config(
     return config
 
 
-def find_kind(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
+def find_kind(path: Path | None, overrides: Sequence[Override] = ()) -> type[RunConfig]:
     """The configuration class with most of the file's sections; among equals, the one with most
     sections that no other command has, and ``SFTConfig`` before all others."""
     data, _ = read_tree(path, overrides)
@@ -92,12 +92,12 @@ def find_kind(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfi
     return distill_kind(data) if kind is DistillConfig else kind
 
 
-def load_run(path: Path, overrides: Sequence[str]) -> RunConfig:
+def load_run(path: Path, overrides: Sequence[Override]) -> RunConfig:
     """``load_config`` with the configuration of ``find_kind``."""
     return load_config(find_kind(path, overrides), path, overrides)
 
 
-def read_tree(path: Path | None, overrides: Sequence[str]) -> tuple[Tree, Origins]:
+def read_tree(path: Path | None, overrides: Sequence[Override]) -> tuple[Tree, Origins]:
     """The merged tree, and the origin of each key."""
     text = _read_text(path) if path else ""
     try:

@@ -12,33 +12,48 @@ from typing import Any, cast
 from tunesmith.records.redact import redact, redact_values
 
 
-def toml_value(value: Any) -> str:
-    """A value as TOML; lists and tables on one line, without keys whose value is None.
+def toml_data(value: Any) -> Any:
+    """A value in the types that TOML has; tables without keys whose value is None.
 
     Raises:
         TypeError: TOML cannot represent the value.
     """
     match value:
         case Path():
-            return toml_value(str(value))
+            return str(value)
         case _ if hasattr(value, "item"):  # a NumPy number
-            return toml_value(value.item())
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case str():
-            # JSON's escapes are TOML's too, but TOML also wants DEL escaped.
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            return toml_data(value.item())
+        case str() | int() | float():
+            return value
         case list() | tuple():
-            return f"[{', '.join(map(toml_value, cast(Sequence[Any], value)))}]"
+            return [toml_data(item) for item in cast("Sequence[object]", value)]
         case Mapping():
-            pairs = [
-                (str(k), v) for k, v in cast(Mapping[Any, Any], value).items() if v is not None
-            ]
-            return "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in pairs) + "}"
+            table = cast("Mapping[object, object]", value)
+            return {str(k): toml_data(item) for k, item in table.items() if item is not None}
         case _:
             raise TypeError(f"TOML has no {type(value).__name__}")
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML; lists and tables on one line, without keys whose value is None.
+
+    Raises:
+        TypeError: TOML cannot represent the value.
+    """
+    match toml_data(value):
+        case bool(truth):
+            return "true" if truth else "false"
+        case str(text):
+            # JSON's escapes are TOML's too, but TOML also wants DEL escaped.
+            return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list(items):
+            return f"[{', '.join(map(toml_value, items))}]"
+        case dict(table):
+            return (
+                "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in table.items()) + "}"
+            )
+        case number:
+            return repr(number)
 
 
 def toml_key(key: str) -> str:

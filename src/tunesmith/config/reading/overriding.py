@@ -1,4 +1,4 @@
-"""Applying command-line overrides to a run file's tree."""
+"""Applying overrides, of a command line or of a program, to a run file's tree."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from tunesmith.config.reading.describe import choices_at, field_at, names_of, sh
 from tunesmith.config.reading.problems import FileProblem, KeyPath, Origins, dotted
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, shortened
+from tunesmith.records.toml import toml_data, toml_value
 
 Tree = dict[str, Any]
+Override = str | tuple[str, Any]
+"""``section.key=value`` of a command line, or a dotted key and its value of a program."""
 
 UNSET = "none"
 """As the value of an override, without quotes: leave the key out."""
@@ -32,26 +35,29 @@ DISPLACED: dict[str, tuple[str, ...]] = {
 of the file."""
 
 
-def apply_overrides(data: Tree, overrides: Sequence[str], origins: Origins) -> None:
+def apply_overrides(data: Tree, overrides: Sequence[Override], origins: Origins) -> None:
     """Change ``data`` and ``origins`` in place.
 
-    An override is ``section.key=value``, with the value in TOML; invalid TOML is taken as text.
-    ``section.key=none`` leaves out the key, or the whole section, of the run file, unless
-    ``"none"`` is one of the key's own values; in quotes it is text.
+    A command line's override is ``section.key=value``, with the value in TOML; invalid TOML is
+    taken as text. ``section.key=none`` leaves out the key, or the whole section, of the run file,
+    unless ``"none"`` is one of the key's own values; in quotes it is text. A program's text is
+    always text.
 
     Raises:
-        ConfigError: see ``parse_override``.
+        ConfigError: see ``parse_override``; or no setting accepts a program's value.
     """
-    parsed = [(*parse_override(override), override) for override in overrides]
-    for keys, value, override in sorted(
-        parsed, key=lambda one: len(one[0])
-    ):  # a table before the keys in it
-        if value == UNSET and override.endswith(UNSET) and not _takes_none(keys):
+    parsed = [
+        (*parse_override(override), override) if isinstance(override, str) else _typed(*override)
+        for override in overrides
+    ]
+    # a table before the keys in it
+    for keys, value, text_of_it in sorted(parsed, key=lambda one: len(one[0])):
+        if value == UNSET and text_of_it.endswith(UNSET) and not _takes_none(keys):
             _remove(data, keys)
             origins.unset.append(keys)
             continue
-        origins.overrides[keys] = override
-        if value in ("None", "null") and override.endswith(value):
+        origins.overrides[keys] = text_of_it
+        if value in ("None", "null") and text_of_it.endswith(value):
             text = f"{dotted(keys)}: to leave it out, write {dotted(keys)}=none; text needs quotes"
             origins.problems.append(FileProblem(keys, text))
             continue
@@ -70,11 +76,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
         ConfigError: the text has no ``=`` or no key, or is nested too deeply.
     """
     key, equals, value = text.partition("=")
-    parts = tuple(part.strip() for part in key.split("."))
-    if not equals or not all(parts):
-        raise ConfigError(
-            f"'{text}' is not an override; write section.key=value, such as train.lr=1e-6"
-        )
+    parts = _keys(key if equals else "", text)
     value = value.strip()
     if value in ("True", "False"):
         return parts, value == "True"
@@ -90,6 +92,28 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
         "value"
     }
     return parts, value if is_text else parsed["value"]
+
+
+def _keys(dotted_key: str, override: str) -> tuple[str, ...]:
+    parts = tuple(part.strip() for part in dotted_key.split("."))
+    if not all(parts):
+        raise ConfigError(
+            f"'{override}' is not an override; write section.key=value, such as train.lr=1e-6"
+        )
+    return parts
+
+
+def _typed(key: str, value: Any) -> tuple[tuple[str, ...], Any, str]:
+    """A program's setting: its keys, its value in TOML's types, and both as text for messages."""
+    try:
+        data = toml_data(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise ConfigError(f"{key} is of type {kind}, which no setting accepts") from None
+    except RecursionError:
+        raise ConfigError(f"{key} has lists and tables that are nested too deeply") from None
+    text = f"{key}={toml_value(data)}"
+    return _keys(key, text), data, text
 
 
 def _takes_none(keys: tuple[str, ...]) -> bool:

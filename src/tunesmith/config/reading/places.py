@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tunesmith.config.load import read_tree
+from tunesmith.config.reading.overriding import Override
 from tunesmith.config.reading.problems import OVERRIDE, KeyPath, Origins, dotted, leaves
 from tunesmith.errors import ConfigError, DataError, Problem, UserError
 
@@ -16,7 +17,7 @@ _MOST = 4
 
 
 @contextmanager
-def placed(path: Path | None, overrides: Sequence[str]) -> Generator[None]:
+def placed(path: Path | None, overrides: Sequence[Override]) -> Generator[None]:
     """Prefix each error about settings with the places of its keys.
 
     The run file is reread only after an error.
@@ -31,7 +32,7 @@ def placed(path: Path | None, overrides: Sequence[str]) -> Generator[None]:
         raise
 
 
-def _add_places(error: UserError, path: Path | None, overrides: Sequence[str]) -> None:
+def _add_places(error: UserError, path: Path | None, overrides: Sequence[Override]) -> None:
     try:
         data, origins = read_tree(path, overrides)
     except ConfigError:  # the file has been changed or removed since

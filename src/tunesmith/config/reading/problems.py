@@ -115,7 +115,7 @@ def raise_problems(problems: Sequence[FileProblem], origins: Origins) -> NoRetur
 
 def key_lines(text: str) -> dict[KeyPath, int]:
     """Line (from 1) of every key and table header in a valid TOML text, except keys in inline
-    tables."""
+    tables. Neither tomllib nor tomlkit keeps lines."""
     lines: dict[KeyPath, int] = {}
     arrays: dict[KeyPath, int] = {}
     table: KeyPath = ()

@@ -15,6 +15,7 @@ from tunesmith.config.commands import RFTConfig
 from tunesmith.config.doors import Door
 from tunesmith.config.objects import located
 from tunesmith.config.reading.files import ADAPTER_CONFIG
+from tunesmith.config.reading.overriding import Override
 from tunesmith.config.resolved import Resolved, config_text, settings
 from tunesmith.config.schema import DataSection
 from tunesmith.errors import ConfigError
@@ -95,7 +96,10 @@ class RFTOutcome:
 
 
 def run_rft(
-    step: Step, path: Path | None, overrides: Sequence[str] = (), caller: Caller = FROM_A_COMMAND
+    step: Step,
+    path: Path | None,
+    overrides: Sequence[Override] = (),
+    caller: Caller = FROM_A_COMMAND,
 ) -> RFTOutcome:
     """One step, or with ``run`` all of them; completed work is not repeated."""
     usage = Usage()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tunesmith.config.commands import GenerateConfig, RFTConfig, SamplingConfig
+from tunesmith.config.reading.overriding import Override
 from tunesmith.config.schema import RewardSection
 from tunesmith.learn.data.loader import fingerprint_of
 from tunesmith.learn.data.prepare import load_tasks
@@ -46,7 +47,7 @@ _ENVIRONMENTS = {"single_turn": SingleTurn()}
 
 @contextmanager
 def open_sampling(
-    kind: type[C], path: Path | None, overrides: Sequence[str], caller: Caller = FROM_A_COMMAND
+    kind: type[C], path: Path | None, overrides: Sequence[Override], caller: Caller = FROM_A_COMMAND
 ) -> Generator[tuple[OpenRun[C, Task], RewardSet | None]]:
     """Like ``open_run``; also load the rewards, if any, and read the data."""
     with handled(), open_run(kind, path, overrides, caller) as run:

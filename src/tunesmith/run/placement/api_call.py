@@ -22,7 +22,6 @@ from tunesmith.config.schema import Source
 from tunesmith.errors import ConfigError, DataError, StorageError, UserError, boundary, shortened
 from tunesmith.records.plain import DEEPEST, LARGEST_INTEGER, plain
 from tunesmith.records.run_dir import LATEST, LOCK, holds_run, numbered_directory, point
-from tunesmith.records.toml import toml_value
 from tunesmith.run.loop.callbacks import Callbacks
 from tunesmith.run.offline.lines import write_whole
 from tunesmith.run.placement.checking import check_directory, resumes
@@ -64,8 +63,8 @@ class ApiCall:
     def run(self, start: Callable[..., R], callbacks: Callbacks) -> R:
         """Start a run with these settings, in its directory."""
         with handed_over(self._objects), self._directory():
-            overrides = [f"{key}={_toml(key, value)}" for key, value in self._settings.items()]
-            return start(None, overrides, caller=Caller(self._reasons, callbacks))
+            settings = list(self._settings.items())
+            return start(None, settings, caller=Caller(self._reasons, callbacks))
 
     def _source(self, key: str, data: Any) -> Any:
         """Data as a setting; rows are written later, into the run's directory."""
@@ -297,12 +296,3 @@ def _json(value: Any, depth: int = 0) -> Any:
             return _json(cast(Any, value).tolist(), depth + 1)
         case _:
             raise ValueError(f"{shortened(str(plain(value)))} is of type {type(value).__name__}")
-
-
-def _toml(key: str, value: Any) -> str:
-    try:
-        return toml_value(value)
-    except TypeError:
-        raise ConfigError(
-            f"{key} is of type {type(value).__name__}, which no setting accepts"
-        ) from None

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from tunesmith.config.commands import SamplingConfig, ScoreConfig
 from tunesmith.config.continuing import REMEDY, Content, changes
 from tunesmith.config.load import load_config, read_tree
+from tunesmith.config.reading.overriding import Override
 from tunesmith.config.reading.places import placed
 from tunesmith.config.resolved import Resolved, print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
@@ -177,7 +178,7 @@ class OpenRun(Generic[C, T]):
 
 @contextmanager
 def open_run(
-    kind: type[C], path: Path | None, overrides: Sequence[str], caller: Caller = FROM_A_COMMAND
+    kind: type[C], path: Path | None, overrides: Sequence[Override], caller: Caller = FROM_A_COMMAND
 ) -> Generator[OpenRun[C, Any]]:
     """Check the settings, lock the run's directory and load the tokenizer.
 

@@ -15,6 +15,7 @@ from tunesmith.config.commands import (
     RMConfig,
 )
 from tunesmith.config.load import find_kind
+from tunesmith.config.reading.overriding import Override
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.run.placement.choosing import open_placement
 from tunesmith.run.placement.environments import load_run_tasks, open_user_code
@@ -26,7 +27,7 @@ from tunesmith.run.placement.training_data import TRAINING_DATA
 
 def run_rl(
     path: Path | None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[Override] = (),
     kind: type[RLConfig] = RLConfig,
     caller: Caller = FROM_A_COMMAND,
 ) -> RunResult:
@@ -52,7 +53,7 @@ def run_rl(
 def run_supervised(
     kind: type[RunConfig],
     path: Path | None,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[Override] = (),
     caller: Caller = FROM_A_COMMAND,
 ) -> RunResult:
     """Run a command that trains on given data."""
@@ -75,7 +76,7 @@ run_prm = partial(run_supervised, PRMConfig)
 
 
 def run_distill(
-    path: Path | None, overrides: Sequence[str] = (), caller: Caller = FROM_A_COMMAND
+    path: Path | None, overrides: Sequence[Override] = (), caller: Caller = FROM_A_COMMAND
 ) -> RunResult:
     """``tunesmith distill``: reinforcement learning on the student's own samples, or supervised on
     given answers."""
