@@ -58,16 +58,17 @@ def test_a_gpu_without_bfloat16_computes_in_float16() -> None:
 def test_products_in_float32_take_tf32_on_gpus_only(directory: Path) -> None:
     assert takes_tf32(torch.float32, "cuda:1")
     assert not takes_tf32(torch.bfloat16, "cuda") and not takes_tf32(torch.float32, "cpu")
-    before = torch.backends.cuda.matmul.fp32_precision
+    before = torch.get_float32_matmul_precision()
     try:
         load_module(directory, dtype=torch.float32, device="cpu")
-        assert torch.backends.cuda.matmul.fp32_precision == before
+        assert torch.get_float32_matmul_precision() == before
         if not torch.cuda.is_available():
             with pytest.raises(ConfigError, match="cuda"):
                 load_module(directory, dtype=torch.float32, device="cuda")
+            assert torch.get_float32_matmul_precision() == "high"
             assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.slow

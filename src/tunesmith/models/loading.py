@@ -119,7 +119,7 @@ def load_module(
     for key, value in {**dict.fromkeys(dropouts, 0.0), **settings}.items():
         setattr(config, key, value)
     if takes_tf32(dtype, device):
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.set_float32_matmul_precision("high")  # Inductor reads this setting
     options = {
         "config": config,
         "attn_implementation": ATTENTION_NAME,

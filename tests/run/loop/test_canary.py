@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +21,7 @@ from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.loop.canary import TOLERANCES, Canary
 from tunesmith.run.placement.planes import file_plane, read_offer
 from tunesmith.run.weights.base import Offer
-from tunesmith.types import Sampling
+from tunesmith.types import Completion, Sampling
 
 PROMPT = list(range(20, 44))
 SAMPLING = Sampling(8, ignore_eos=True, seed=1)
@@ -103,6 +104,37 @@ async def test_a_head_that_stays_behind_is_caught(path: Path) -> None:
         EngineError, match=r"version 2 .* by hand, engine 1 .* 0\.001.* system\.canary"
     ):
         await canary.check(2)
+    await pool.close()
+
+
+class OneOff:
+    """An engine that reports one token of its first answer wrongly, as rounding of a large model
+    may."""
+
+    def __init__(self, engine: Any, *, always: bool = False) -> None:
+        self._engine = engine
+        self._always = always
+        self.asked = 0
+
+    async def generate(self, prompt_ids: Any, sampling: Sampling) -> Completion:
+        done: Completion = await self._engine.generate(prompt_ids, sampling)
+        self.asked += 1
+        if self.asked > 1 and not self._always:
+            return done
+        return replace(done, logprobs=[done.logprobs[0] - 0.005, *done.logprobs[1:]])
+
+
+async def test_a_single_token_does_not_end_a_run_but_a_mean_does(path: Path) -> None:
+    pool, canary, _ = bench(path)
+    await pool.load_weights(1)
+    single, all_of_them = OneOff(pool.members[0]), OneOff(pool.members[0], always=True)
+
+    metrics = await replace(canary, engines=lambda: {"engine 1": single}).check(1)
+    assert metrics["canary"] == pytest.approx(0.005, abs=1e-4) and single.asked == 33
+
+    narrow = replace(canary, engines=lambda: {"engine 1": all_of_them}, tolerance=0.005 / 9)
+    with pytest.raises(EngineError, match=r"version 1 .* engine 1 .* on average"):
+        await narrow.check(1)
     await pool.close()
 
 

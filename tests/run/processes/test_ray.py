@@ -59,7 +59,7 @@ ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith
 from tunesmith.learn.rewards.far_model import RestartingFars  # noqa: E402
 from tunesmith.learn.usercode.far import Far  # noqa: E402
 from tunesmith.run.engines.far import FarEngine  # noqa: E402
-from tunesmith.run.processes.ray_cluster import RayCluster, check_machines  # noqa: E402
+from tunesmith.run.processes.ray_cluster import RayCluster, by_machine, check_machines  # noqa: E402
 
 
 def in_ray(test: Callable[..., None]) -> Callable[..., None]:
@@ -738,3 +738,8 @@ def test_a_scheduler_that_there_is_not(tmp_path: Path) -> None:
 
     told = CliRunner().invoke(app, ["launch", "slrum", str(tmp_path / "run.toml")])
     assert told.exit_code == 2 and "'slurm'" in told.output
+
+
+def test_consecutive_ranks_share_a_machine() -> None:
+    assert by_machine({0: "a", 1: "b", 2: "a", 3: "c", 4: "b"}) == [0, 2, 1, 4, 3]
+    assert by_machine({}) == []

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from tunesmith.costs import PeakRates
+from tunesmith.learn.usercode.far import STARTING
+from tunesmith.plan.facts.model_files import weight_files
 from tunesmith.run.weights.base import Plane
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from tunesmith.run.engines.far import EngineHost
     from tunesmith.run.processes.rank_group import RankGroup
     from tunesmith.run.trainers.base import TrainBackend
+
+READING = 100e6
+"""Bytes of weights that an engine reads per second at the least: a network share's."""
 
 Report = Callable[[str], None]
 """Receives messages for the run's user."""
@@ -105,6 +110,18 @@ class EngineSpec(ABC):
     def build(self) -> EngineHost:
         """The engine in a process of its own."""
         raise NotImplementedError(f"{type(self).__name__} has no process of its own")
+
+    @property
+    def weights(self) -> str:
+        """The path or name of the model that ``build`` loads; empty: none."""
+        return ""
+
+    @property
+    def patience(self) -> float:
+        """Seconds that ``build`` may take."""
+        directory = Path(self.weights)
+        files = weight_files(directory) if self.weights and directory.is_dir() else []
+        return STARTING + sum(file.stat().st_size for file in files) / READING
 
     def with_own_gpus(self) -> Self:
         """The same for a process that sees only its own GPUs."""

@@ -82,7 +82,7 @@ class Elsewhere(Placement):
                 far = await asyncio.to_thread(
                     self.starter.spawn, "rollout", EngineLostError, spec.python
                 )
-                return await FarEngine.start(far, spec.build)
+                return await FarEngine.start(far, spec.build, spec.patience)
 
         return EnginePool(
             start,

@@ -54,6 +54,10 @@ class LocalSpec(EngineSpec):
     """A smaller model that drafts ahead, in the trainer's process; None: nothing is drafted."""
     draft_tokens: int = 4
 
+    @property
+    def weights(self) -> str:
+        return self.model.path
+
     def with_own_gpus(self) -> Self:
         return replace(self, model=replace(self.model, device="cuda"))
 
@@ -144,6 +148,10 @@ class VllmSpec(EngineSpec):
 
     settings: Mapping[str, Any]
     """See ``engines.vllm.start.VllmSettings``."""
+
+    @property
+    def weights(self) -> str:
+        return self.settings["model"]
 
     def check(self, source: WeightSource, report: Report) -> None:
         """Check the values of models that only vLLM reads, which does not: the policy's without a

@@ -99,19 +99,25 @@ class LocalProcesses(Starter):
         )
         return ChildProcess(name, lost, python=python, environment=environment)
 
+    def _places(self, role: Role) -> int | None:
+        """How many processes of a role have GPUs; None: any number may run."""
+        return len(self._gpus[role]) if role in self._gpus else None
+
     def _free_place(self, role: Role) -> int:
-        places = self._gpus.get(role)
+        places = self._places(role)
         while True:
             running = {
                 place: far for far, (other, place) in list(self._running.items()) if other == role
             }
             free = next(place for place in count() if place not in running)
-            if places is None or free < len(places):
+            if places is None or free < places:
                 return free
             ending = [far.ended for far in running.values() if far.lost]
             if not ending:
-                each = "1 GPU" if len(places[0]) == 1 else f"{len(places[0])} GPUs"
+                size = len(self._gpus[role][0])
+                each = "1 GPU" if size == 1 else f"{size} GPUs"
                 raise EngineError(
-                    f"there are GPUs for {len(places)} {NAMES[role]}s of {each} each, and none is left for another"
+                    f"there are GPUs for {places} {NAMES[role]}s of {each} each, and none is left "
+                    "for another"
                 )
             wait(ending, return_when=FIRST_COMPLETED)

@@ -25,6 +25,8 @@ PACKAGES = ("tunesmith", "torch", "transformers", "peft", "safetensors")
 SILENCE = (20, 10, 3)
 """Seconds after which a silent connection is probed, seconds between probes, and how many may go
 unanswered."""
+ANYWHERE = "192.0.2.1"
+"""An address of documentation (RFC 5737); nothing is sent to it."""
 _KEY = "tunesmith/meeting/{attempt}"
 
 
@@ -34,7 +36,24 @@ def own_address() -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the route to another."""
+    """This machine's address on the route to another.
+
+    Debian resolves a machine's own name to 127.0.1.1, which no other machine reaches: then it is
+    the address on the route to anywhere.
+    """
+    address = _route(host, port)
+    named_loopback = host == "localhost" or _is_loopback(host)
+    if _is_loopback(address) and not named_loopback:
+        with suppress(OSError):  # there is no other network
+            return _route(ANYWHERE, port)
+    return address
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.")
+
+
+def _route(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]

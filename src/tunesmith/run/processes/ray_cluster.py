@@ -36,10 +36,18 @@ class RayCluster(Starter):
     """Places for the processes of one run. A process's place is its bundle; None: it is in no
     bundle."""
 
-    def __init__(self, group: Any, bundles: Sequence[Bundle], *, connected: bool) -> None:
+    def __init__(
+        self,
+        group: Any,
+        bundles: Sequence[Bundle],
+        machines: Mapping[int, str],
+        *,
+        connected: bool,
+    ) -> None:
         super().__init__()
         self._group = group
         self._bundles = bundles
+        self._order = by_machine(machines)
         self._connected = connected
         self._numbers = count(1)
         self._dealt: dict[int, list[str]] = {}
@@ -57,9 +65,10 @@ class RayCluster(Starter):
         connected = _connect(system, sum(len(bundle.roles) for bundle in bundles))
         try:
             group = _reserve(bundles)
+            machines = _machines(group)
             if system.weight_plane == "memory":
-                check_machines(bundles, _machines(group))
-            return cls(group, bundles, connected=connected)
+                check_machines(bundles, machines)
+            return cls(group, bundles, machines, connected=connected)
         except BaseException:
             _disconnect(connected)
             raise
@@ -93,14 +102,12 @@ class RayCluster(Starter):
         named = type(NAMES[role].title().replace(" ", ""), (Actor,), {})  # what `ps` shows
         made: Any = ray.remote(named)
         rooms = [
-            i
-            for i, bundle in enumerate(self._bundles)
-            if self._taken(i, role) < bundle.roles.count(role)
+            i for i in self._order if self._taken(i, role) < self._bundles[i].roles.count(role)
         ]
         # Each process of a reward model has a different place; consecutive trainer ranks share one.
-        bundle = min(
-            rooms, key=lambda i: self._taken(i, role) if role == "reward" else i, default=None
-        )
+        if role == "reward":
+            rooms.sort(key=lambda i: self._taken(i, role))
+        bundle = rooms[0] if rooms else None
         options = self._outside(role) if bundle is None else self._inside(bundle)
         if python is not None:
             # Not resolved: the interpreter of a virtual environment is a link to another one.
@@ -154,6 +161,18 @@ class RayCluster(Starter):
                 "free"
             )
         return {"num_cpus": cpus, "num_gpus": gpus}
+
+
+def by_machine(machines: Mapping[int, str]) -> list[int]:
+    """The bundles, those of one machine next to each other: consecutive trainer ranks, which
+    ``system.shard_size`` groups, are then on one machine where it has room for them.
+
+    Example:
+        >>> by_machine({0: "a", 1: "b", 2: "a"})
+        [0, 2, 1]
+    """
+    first = {machine: i for i, machine in sorted(machines.items(), reverse=True)}
+    return sorted(machines, key=lambda i: (first[machines[i]], i))
 
 
 def check_machines(bundles: Sequence[Bundle], machines: Mapping[int, str]) -> None:

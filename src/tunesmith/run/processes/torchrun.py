@@ -242,6 +242,10 @@ class LaunchedProcesses(LocalProcesses):
                 far.exit_code = 1
         super().__exit__(*error)
 
+    def _places(self, role: Role) -> int | None:
+        """The launcher gave the other ranks their GPUs, some of them on other machines."""
+        return None if role in RANKED else super()._places(role)
+
     def _start_at(
         self, place: int, role: Role, lost: type[TunesmithError], python: Path | None
     ) -> Far:
