@@ -19,7 +19,7 @@ from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.families import KNOWN, REFUSED, check_family
 from tunesmith.models.forest import Forest
-from tunesmith.models.kernels.lean import LeanDecoder
+from tunesmith.models.kernels.layers import ModuleRunner
 from tunesmith.models.loading import load_config
 from tunesmith.plan.facts.model import LEAN_FAMILIES
 from tunesmith.types import Sample
@@ -84,9 +84,8 @@ def test_forest_equals_one_sequence_at_a_time(model_type: str) -> None:
     model.module.set_attn_implementation(ATTENTION_NAME)
     forest = forest_of(batch)
     assert forest.num_tokens < sum(len(s.token_ids) for s in batch)
-    for lean in dict.fromkeys((None, LeanDecoder.of(model.module.base_model))):
-        assert lean is not None or model.lean is None
-        model.lean = lean
+    for runner in dict.fromkeys((model.runner, ModuleRunner(model.module.base_model))):
+        model.runner = runner
         got, _ = logprobs(model, forest, temperature=0.8)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
         assert_same_gradients(gradients(model, got), want_gradients, 1e-4)
@@ -113,10 +112,12 @@ def test_lean_equals_hugging_face_in_float64(
     forest = forest_of(samples())
     model.module.set_attn_implementation(ATTENTION_NAME)
     exact_norms(monkeypatch, model)
+    lean = model.lean
+    assert lean is not None
+    model.runner = ModuleRunner(model.module.base_model)
     want, want_entropy = logprobs(model, forest, entropy=True)
     want_gradients = gradients(model, want)
-    model.lean = LeanDecoder.of(model.module.base_model)
-    assert model.lean is not None
+    model.runner = lean
     got, entropy = logprobs(model, forest, entropy=True)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
     torch.testing.assert_close(entropy, want_entropy, rtol=0, atol=1e-10)
@@ -133,29 +134,31 @@ def test_lean_with_biases_and_partly_frozen() -> None:
     frozen = [p for n, p in model.module.named_parameters() if "k_proj" in n or "layers.0" in n]
     for parameter in frozen:
         parameter.requires_grad_(False)
-    want = gradients(model, logprobs(model, forest)[0])
-    model.lean = LeanDecoder.of(model.module.base_model)
-    assert_same_gradients(gradients(model, logprobs(model, forest)[0]), want, 1e-5)
+    got = gradients(model, logprobs(model, forest)[0])
+    model.runner = ModuleRunner(model.module.base_model)
+    assert_same_gradients(got, gradients(model, logprobs(model, forest)[0]), 1e-5)
 
 
 def test_lean_follows_the_modules(tmp_path: Path) -> None:
-    """Optimizer steps reach the fused weights, and replaced, hooked or moved modules are called
-    themselves."""
+    """Optimizer steps reach the joint weights; replaced, hooked or moved modules are bound anew."""
     model = CausalLM.load(tiny.save_model(tmp_path / "m", "llama"))
     forest = forest_of(samples())
     lean = model.lean
-    assert lean is not None
+    assert lean is not None and lean.bound()
 
-    def check() -> None:
-        model.lean = lean
+    def check(*, bound: bool) -> None:
+        assert lean.bound() == bound
+        lean.bind()
+        assert lean.bound()
+        model.runner = lean
         got = logprobs(model, forest)[0]
-        model.lean = None
+        model.runner = ModuleRunner(model.module.base_model)
         torch.testing.assert_close(got, logprobs(model, forest)[0], rtol=0, atol=1e-5)
 
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=0.01)
     logprobs(model, forest)[0].sum().backward()
     optimizer.step()
-    check()
+    check(bound=True)
     attention = model.module.base_model.layers[0].self_attn
 
     class Doubled(torch.nn.Module):
@@ -167,18 +170,18 @@ def test_lean_follows_the_modules(tmp_path: Path) -> None:
             return 2 * self.inner(x)
 
     attention.k_proj = Doubled(attention.k_proj)
-    check()
+    check(bound=False)
     attention.v_proj.register_forward_hook(lambda _m, _i, out: out + 1)
-    check()
+    check(bound=True)
     model.module.base_model.layers[1].self_attn.q_proj.register_forward_pre_hook(
         lambda _m, inputs: (2 * inputs[0],)
     )
-    check()
+    check(bound=False)
     attention.q_proj.weight = torch.nn.Parameter(torch.randn_like(attention.q_proj.weight))
-    check()
+    check(bound=True)
     model.module.double()
     model.module.float()
-    check()
+    check(bound=False)
 
 
 def test_saved_model_loads_and_scores_the_same(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.support.training import forest_of
 from tunesmith.errors import UserError
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.kernels.lean import LeanDecoder
+from tunesmith.models.kernels.layers import ModuleRunner
 from tunesmith.models.rope import LengthRule, RotaryByLength
 from tunesmith.models.score_model import ScoreModel, whole_sequence
 from tunesmith.run.engines.local import speculation
@@ -181,8 +181,8 @@ def test_a_forest_equals_one_sequence_at_a_time(case: str, share: bool) -> None:
     want_gradients = gradients(CausalLM(plain, tiny.tokenizer()), want)
     model.module.set_attn_implementation(ATTENTION_NAME)
     forest = forest_of(batch, share=share)
-    for lean in dict.fromkeys((None, LeanDecoder.of(model.module.base_model))):
-        model.lean = lean
+    for runner in (model.runner, ModuleRunner(model.module.base_model)):
+        model.runner = runner
         got = model.predict(forest).logprobs
         assert got is not None
         torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
@@ -240,7 +240,7 @@ def test_a_score_model_reads_its_sequences_at_their_own_length() -> None:
         want = [
             float(plain(input_ids=torch.tensor([ids]), use_cache=False).logits) for ids in sequences
         ]
-        model = ScoreModel(plain, tiny.tokenizer(), LeanDecoder.of(plain.base_model))
+        model = ScoreModel(plain, tiny.tokenizer())
         plain.set_attn_implementation(ATTENTION_NAME)
         got = model.scores(forest_of([whole_sequence(ids) for ids in sequences]))
     assert got.tolist() == pytest.approx(want, abs=1e-5)

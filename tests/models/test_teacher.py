@@ -24,7 +24,6 @@ from tunesmith.learn.algorithms.outcomes import Outcome
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.forest import Predictions
 from tunesmith.models.head import Head, LogitScale, fused_logprobs, likeliest
-from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.parallel.host_weights import HostWeights
 from tunesmith.models.teacher import check_same_vocabulary, forward_kl, predict_with_teacher
 from tunesmith.run import placement
@@ -186,10 +185,10 @@ def test_a_teacher_in_host_memory_says_the_same_and_is_gone_afterwards(
     student, teacher = loaded(models)
     for parameter in teacher.module.parameters():  # memory of a file cannot be given back
         parameter.data = parameter.data.clone()
-    teacher.lean = LeanDecoder.of(teacher.module.base_model)
+    teacher.runner.bind()
     predict = partial(predict_with_teacher, student, forest_of(SEQUENCES), teacher=teacher, top_k=7)
     expected = predict()
-    weights = HostWeights.of(teacher.module, teacher.lean)
+    weights = HostWeights.of(teacher.module)
     for _ in range(2):
         found = predict(weights=weights.here)
         assert sum(p.untyped_storage().nbytes() for p in teacher.module.parameters()) == 0

@@ -24,9 +24,10 @@ from tunesmith.learn.usercode.far import gather
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu import training_functions
+from tunesmith.models.kernels.layers import decoder_layers
 from tunesmith.models.kernels.quantised import Quantize
 from tunesmith.models.parallel.sequence import SequenceKind, sequence_group
-from tunesmith.models.parallel.sharding import Sharding, decoder_layers, local, whole, whole_weights
+from tunesmith.models.parallel.sharding import Sharding, local, whole, whole_weights
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.run.processes.process_group import open_store
 from tunesmith.run.processes.rank_group import RankGroup, join_default_group, reach_store

@@ -97,6 +97,7 @@ def attach(
         else _continued(model, section, kind, path, frozen)
     )
     unshard_trained(peft, model.device)
+    model.runner.bind()
     model.adapter = LoraAdapter(peft, section.save_merged, trust_remote_code)
     return model.adapter
 

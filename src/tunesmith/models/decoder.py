@@ -22,6 +22,7 @@ from tunesmith.models.embedding_rows import rows_of, set_rows
 from tunesmith.models.export import first_numbers, read_back, set_ends
 from tunesmith.models.forest import Forest
 from tunesmith.models.kernels.attention import AttentionContext
+from tunesmith.models.kernels.layers import LayerRunner, ModuleRunner
 from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.kernels.quantised import Quantize, weights_of
 from tunesmith.models.loading import Differences, load_config, load_module, load_tokenizer
@@ -31,6 +32,9 @@ from tunesmith.models.parallel.sequence import SequenceGroup
 from tunesmith.models.parallel.shard_files import save_settings, save_weights
 from tunesmith.models.parallel.sharding import Sharding
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
+
+RUNNERS: tuple[type[LayerRunner], ...] = (LeanDecoder, ModuleRunner)
+"""In order of preference: the first that supports a decoder runs its layers."""
 
 
 @dataclass(slots=True)
@@ -45,9 +49,6 @@ class Decoder:
 
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    lean: LeanDecoder | None = field(default=None, repr=False)
-    """The decoder in fewer, larger operations, if its family allows it; None: the Hugging Face
-    modules run."""
     adapter: LoraAdapter | None = field(default=None, repr=False)
     """Weights trained instead of the module's own; see ``adapters.attach``."""
     sharding: Sharding | None = field(default=None, repr=False)
@@ -61,8 +62,12 @@ class Decoder:
     """Whether Python code that comes with the model may run."""
     lengths: LengthRule | None = field(default=None, init=False, repr=False)
     """Which sequence lengths share rotary frequencies, if these depend on the length."""
+    runner: LayerRunner = field(init=False, repr=False)
+    """Runs the layers: the first of ``RUNNERS`` that supports them."""
 
     def __post_init__(self) -> None:
+        decoder = self.module.base_model
+        self.runner = next(kind for kind in RUNNERS if kind.supports(decoder))(decoder)
         self.lengths = rotate_by_length(self.module.base_model)
 
     @classmethod
@@ -104,14 +109,7 @@ class Decoder:
             trains=trains,
             **cls.settings,
         )
-        lean = LeanDecoder.of(module.base_model) if sharding is None else None
-        model = cls(
-            module,
-            tokenizer,
-            lean,
-            sharding=sharding,
-            trust_remote_code=trust_remote_code,
-        )
+        model = cls(module, tokenizer, sharding=sharding, trust_remote_code=trust_remote_code)
         model.complete(config)
         if rows_of(tokenizer) is None:
             set_rows(tokenizer, cast(nn.Embedding, module.get_input_embeddings()).num_embeddings)
@@ -141,6 +139,11 @@ class Decoder:
             if self.sharding is None
             else cast(torch.dtype, self.module.config.dtype)
         )
+
+    @property
+    def lean(self) -> LeanDecoder | None:
+        """The runner, if it is the lean one, whose parts others read or change."""
+        return self.runner if isinstance(self.runner, LeanDecoder) else None
 
     @property
     def head(self) -> nn.Linear:
@@ -186,15 +189,7 @@ class Decoder:
         host = self.host_activations if torch.is_grad_enabled() else None
         rotated = rotated_by(lengths) if self.lengths is not None else nullcontext()
         with rotated, host.saving() if host is not None else nullcontext():
-            if self.lean is not None and self.lean.usable:
-                return self.lean(token_ids, position_ids, attention)
-            out = self.module.base_model(
-                input_ids=token_ids.unsqueeze(0),
-                position_ids=position_ids.unsqueeze(0),
-                use_cache=False,
-                attention_context=attention,
-            )
-            return out.last_hidden_state[0]
+            return self.runner(token_ids, position_ids, attention)
 
     def compile_layers(self, mode: str) -> None:
         """Compile the layers of training and scoring passes with PyTorch.

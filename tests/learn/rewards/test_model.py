@@ -25,7 +25,6 @@ from tunesmith.learn.rewards.function import ItemFailure, RewardFunction, requir
 from tunesmith.learn.rewards.loading import check_rewards, load_rewards
 from tunesmith.learn.rewards.model import RewardModel, model_reward, same_tokens
 from tunesmith.learn.rewards.reward_set import RewardSet
-from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.facts.hardware import Gpu, Hardware
 from tunesmith.plan.facts.model import count_parameters, read_model_facts
@@ -92,7 +91,7 @@ def test_a_model_in_host_memory_scores_the_same(
         made.append(read(*args, **options))
         for parameter in made[0].module.parameters():  # memory of a file cannot be given back
             parameter.data = parameter.data.clone()
-        made[0].lean = LeanDecoder.of(made[0].module.base_model)
+        made[0].runner.bind()
         return made[0]
 
     expected = load(path).score(SEQUENCES)

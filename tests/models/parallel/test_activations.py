@@ -24,8 +24,8 @@ from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.kernels.layers import ModuleRunner, decoder_layers
 from tunesmith.models.parallel.activations import compute_again
-from tunesmith.models.parallel.sharding import decoder_layers
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import (
     activation_bytes,
@@ -56,7 +56,7 @@ def backend_of(path: Path, kind: str, **options: Any) -> TorchBackend[CausalLM]:
     if kind == "lora":
         adapters.attach(model, LoraSection(rank=4, alpha=8.0, targets="all-linear"))
     if kind == "hugging face":
-        model.lean = None
+        model.runner = ModuleRunner(model.module.base_model)
     return TorchBackend(model, training.AdamWSettings(), CausalLM.predict, ema_decay=0.9, **options)
 
 

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support import training
 from tests.support.fake_runs import phases_of
@@ -20,7 +21,7 @@ from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.kernels.lean import LeanDecoder
+from tunesmith.models.kernels.layers import ModuleRunner
 from tunesmith.models.parallel.host_weights import HostWeights
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import LIMIT
@@ -40,11 +41,11 @@ def backend_of(path: Path, kind: str, *, away: bool) -> TorchBackend[CausalLM]:
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     model, reference = (CausalLM.load(path, dtype=dtype) for _ in range(2))
     if kind == "hugging face":
-        model.lean = reference.lean = None
+        for each in (model, reference):
+            each.runner = ModuleRunner(each.module.base_model)
     for parameter in reference.module.parameters():  # memory of a file cannot be given back
         parameter.data = parameter.data.clone()
-    if reference.lean is not None:
-        reference.lean = LeanDecoder.of(reference.module.base_model)
+    reference.runner.bind()
     settings = training.AdamWSettings()
     return TorchBackend(
         model, settings, CausalLM.predict, reference=reference, offload_reference=away
@@ -87,17 +88,14 @@ def test_the_joint_products_are_used_when_the_weights_are_back(path: Path) -> No
     there = backend_of(path, "lean", away=True)
     assert there.reference is not None and there.reference.model.lean is not None
     with there.reference.here():
-        assert all(
-            layer.qkv.intact() and layer.gate_up.intact()
-            for layer in there.reference.model.lean.layers
-        )
+        assert there.reference.model.lean.plain and there.reference.model.lean.bound()
 
 
 def test_weights_do_not_stay_where_not_all_came(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = backend_of(path, "lean", away=True)
-    monkeypatch.setattr(LeanDecoder, "moved", Mock(side_effect=torch.OutOfMemoryError))
+    monkeypatch.setattr(Tensor, "copy_", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):
         there.score(Packing.of(training.weighed(training.samples_of()), 60), reference=True)
     assert held(there) == 0
@@ -117,7 +115,7 @@ async def test_an_engine_gives_its_weights_away_at_level_two_and_takes_new_ones(
     def held() -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in state.values())
 
-    weights = HostWeights(state.values(), None, kept=False)
+    weights = HostWeights(state.values(), kept=False)
     sizes: dict[str, Any] = {"kv_bytes": 10**7, "max_running": 4, "max_prefill_tokens": 512}
     engine = LocalEngine(model, **sizes, update=update, weights=weights)
     sampling = Sampling(8, temperature=0.0, ignore_eos=True)

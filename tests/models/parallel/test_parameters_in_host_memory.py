@@ -38,6 +38,7 @@ from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.kernels.layers import ModuleRunner
 from tunesmith.models.parallel.sharding import (
     Sharding,
     whole_weights,
@@ -94,7 +95,7 @@ def backend_of(path: Path, kind: str, *, streams: bool, **options: Any) -> Torch
     model = CausalLM.load(path, dtype=dtype, sharding=alone() if streams else None)
     if kind == "lora":
         adapters.attach(model, LoraSection(rank=4, alpha=8.0, targets="all-linear"))
-    model.lean = None
+    model.runner = ModuleRunner(model.module.base_model)
     settings = AdamWSettings(0.1, max_grad_norm=0.5, offload=streams and kind != "lora")
     return TorchBackend(model, settings, CausalLM.predict, ema_decay=0.9, **options)
 
@@ -176,7 +177,7 @@ def test_a_score_model_scores_the_same(path: Path) -> None:
     here, there = (
         ScoreModel.load(path, sharding=alone() if flag else None) for flag in (False, True)
     )
-    here.lean = None
+    here.runner = ModuleRunner(here.module.base_model)
     torch.nn.init.ones_(here.head.weight), torch.nn.init.ones_(there.head.weight)
     sequences = [list(range(5, 5 + n)) for n in (3, 9, 4)]
     scores = [

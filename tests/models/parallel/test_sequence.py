@@ -35,6 +35,7 @@ from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.micro_batches import Packing, build_forest
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.kernels.layers import ModuleRunner
 from tunesmith.models.parallel.lock_step import LockStep
 from tunesmith.models.parallel.sequence import SequenceGroup, SequenceKind
 from tunesmith.models.score_model import ScoreModel, whole_sequence
@@ -238,7 +239,7 @@ def test_four_ranks_share_four_heads(
     def make(sequence: SequenceGroup | None) -> TorchBackend[Any]:
         backend = CASES["sft"].backend(path, sequence)
         if hugging_face:
-            backend.model.lean = None
+            backend.model.runner = ModuleRunner(backend.model.module.base_model)
         return backend
 
     same_steps(
@@ -336,7 +337,6 @@ def short_of_memory(model: CausalLM, most_tokens: int, *, backward: bool) -> Gen
         return layer(x, *args, **options)
 
     limited.module = layer.module
-    limited.kind = layer.kind
     limited.index = layer.index  # type: ignore[attr-defined]
     model.lean.layers[1] = limited  # type: ignore[assignment]
     yield

@@ -19,6 +19,7 @@ from tunesmith.errors import DeviceMemoryError, ModelError
 from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.kernels.layers import ModuleRunner
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
@@ -66,7 +67,7 @@ def alone(
     well."""
     settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1, muon=muon)
     model = CausalLM.load(path, dtype=dtype)
-    model.lean = None
+    model.runner = ModuleRunner(model.module.base_model)
     return TorchBackend(model, settings, CausalLM.predict, **options)
 
 

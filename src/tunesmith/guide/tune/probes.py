@@ -21,7 +21,6 @@ from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.no_tokenizer import NoTokenizer
 from tunesmith.plan.cost.work import Work
 from tunesmith.plan.rules.situation import resolved_algorithm
@@ -123,7 +122,7 @@ def made_up(work: Work) -> CausalLM:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if work.bytes_per_number == 2 else torch.float32
     module = cast(Any, Qwen3ForCausalLM(config)).to(dtype).eval()
-    return CausalLM(module, cast(Any, NoTokenizer()), LeanDecoder.of(module.base_model))
+    return CausalLM(module, cast(Any, NoTokenizer()))
 
 
 def _batch(prompts: list[list[int]], done: list[Completion], group: int) -> Batch:

@@ -158,7 +158,7 @@ def _operands(projection: Any) -> Operands:
     """The operands of a ``Projection``: one product if its modules are plain, else one per
     module."""
     assert isinstance(projection, Projection), "layers with other products compute no gradients"
-    if not projection.intact():
+    if projection.weight is None:
         return tuple(_of_module(module) for module in projection.modules)
     if not torch.is_grad_enabled():
         return ((projection.weight, projection.bias, ()),)

@@ -13,13 +13,14 @@ size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from tunesmith.models.families import layer_fields
@@ -41,69 +42,81 @@ PRODUCTS = ("qkv", "out", "gate_up", "down")
 class Projection:
     """Linear modules with the same input, computed as one product.
 
-    Their weights and biases become views of one tensor, so optimizer steps on the parameters change
-    the operand of the product. If a module was replaced (by an adapter), has a forward hook, or its
-    weight has other storage, the modules are called instead.
+    ``bind`` makes their weights and biases views of one tensor, so optimizer steps on the
+    parameters change the operand of the product. Modules of another type (an adapter's, a quantised
+    one, a sharded one) and modules with hooks are called instead.
     """
 
     def __init__(self, owner: nn.Module, *names: str) -> None:
-        self._owner = owner._modules
+        self._owner = owner
         self._names = names
-        self._modules = [cast(nn.Linear, owner.get_submodule(name)) for name in names]
-        self.weights = [m.weight for m in self._modules]
-        self.biases = [m.bias for m in self._modules if m.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
-        plain = all(type(m) is nn.Linear for m in self._modules)
-        self._fusable = plain and len(self.biases) in (0, len(names))
-        if self._fusable:
-            self.weight = _one_storage(self.weights)
-            self.bias = _one_storage(self.biases) if self.biases else None
-            self.moved()
+        self.bind()
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules as they are now."""
-        return [cast(nn.Module, self._owner[name]) for name in self._names]
-
-    def moved(self) -> None:
-        """Record that the weights have new addresses but are still views of one tensor."""
-        if self._fusable:
-            self._expected = [
-                (name, m, cast("dict[str, Tensor]", m._parameters), m.weight.data_ptr())
-                for name, m in zip(self._names, self._modules, strict=True)
-            ]
+    def bind(self) -> None:
+        """See ``LayerRunner.bind``."""
+        self.modules = [self._owner.get_submodule(name) for name in self._names]
+        self.weight: Tensor | None = None
+        """All rows; None: the modules are called."""
+        self.bias: Tensor | None = None
+        self.weights = list[Tensor]()
+        self.biases = list[Tensor]()
+        plain = [module for module in self.modules if _is_plain(module)]
+        biases = [module.bias for module in plain if module.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
+        if len(plain) == len(self.modules) and len(biases) in (0, len(plain)):
+            self.weights += [module.weight for module in plain]
+            self.biases += biases
+            self.weight = _join(self.weights)
+            self.bias = _join(biases) if biases else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, d]`` to the concatenated outputs of the modules."""
-        if not self.intact():
-            return torch.cat([module(x) for module in self.modules], -1)
+        if self.weight is None:
+            outputs = [module(x) for module in self.modules]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
         if torch.is_grad_enabled() and (len(self.weights) > 1 or kept_sums(self.weights)):
             return linear(x, self.weight, self.bias, self.weights, self.biases)
-        if len(self.weights) > 1:
-            return F.linear(x, self.weight, self.bias)
-        return F.linear(x, self.weights[0], self.biases[0] if self.biases else None)
+        return F.linear(x, self.weight, self.bias)
 
-    def intact(self) -> bool:
-        """Whether the one product equals the modules' outputs."""
-        if not self._fusable:
+    def bound(self) -> bool:
+        """See ``LayerRunner.bound``."""
+        modules = [self._owner.get_submodule(name) for name in self._names]
+        if any(now is not then for now, then in zip(modules, self.modules, strict=True)):
             return False
-        for name, module, own, place in self._expected:
-            # Plain dictionaries: this runs in every layer of every decoding step.
-            hooked = module._forward_hooks or module._forward_pre_hooks
-            if hooked or self._owner[name] is not module or own["weight"].data_ptr() != place:
-                return False
-        return True
+        if self.weight is None:
+            return True
+        same = all(
+            _is_plain(module) and module.weight is weight
+            for module, weight in zip(modules, self.weights, strict=True)
+        )
+        return same and _are_rows(self.weights, self.weight)
 
 
-def _one_storage(parameters: Sequence[Tensor]) -> Tensor:
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def _join(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor with the rows of all parameters, which become views of it."""
     if len(parameters) == 1:
-        return parameters[0].detach()
+        return parameters[0]
     with torch.inference_mode(False), torch.no_grad():
         whole = torch.cat([p.detach() for p in parameters])
-        for parameter, view in zip(
-            parameters, whole.split([len(p) for p in parameters]), strict=True
-        ):
+        views = whole.split([len(p) for p in parameters])
+        for parameter, view in zip(parameters, views, strict=True):
             parameter.data = view
     return whole
+
+
+def _are_rows(parameters: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether the parameters are the rows of a tensor, in order, in its memory."""
+    offset = whole.storage_offset()
+    for parameter in parameters:
+        if parameter.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+            return False
+        if parameter.storage_offset() != offset:
+            return False
+        offset += parameter.numel()
+    return True
 
 
 class Norm:
@@ -130,6 +143,10 @@ class Norm:
         return operations.rms_norm(x, self.weight, self.eps, self.offset)
 
 
+def _activation(config: Any) -> Any:
+    return getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+
+
 class Layer:
     """One decoder layer of the shapes in ``LEAN_FAMILIES``."""
 
@@ -138,7 +155,6 @@ class Layer:
         mlp = module.mlp
         self.module = module
         self.index = index
-        self.kind = type(module)
         joint = hasattr(attention, "qkv_proj")
         self.qkv: Projection | Product = Projection(
             attention, *(("qkv_proj",) if joint else ("q_proj", "k_proj", "v_proj"))
@@ -156,9 +172,7 @@ class Layer:
             attention.scaling, getattr(windowed, "sliding_window", None), softcap
         )
         self.rotates = bool(getattr(attention, "use_rope", True))
-        self.activation: Activation = ACTIVATIONS[
-            getattr(config, "hidden_act", None) or config.hidden_activation
-        ]
+        self.activation: Activation = ACTIVATIONS[_activation(config)]
         self.q_norm, self.k_norm = (
             Norm(getattr(attention, n), fields.norm_offset) if hasattr(attention, n) else None
             for n in ("q_norm", "k_norm")
@@ -184,7 +198,8 @@ class Layer:
         layer = copy.copy(self)
         for name in PRODUCTS:
             own: Projection = getattr(self, name)
-            setattr(layer, name, prepare(own.weight, own.bias))
+            assert own.weight is not None, "only plain weights are prepared"
+            setattr(layer, name, prepare(own.weight.detach(), own.bias))
         for name, value in vars(self).items():
             if isinstance(value, Norm):
                 setattr(layer, name, value.of(dtype))
@@ -213,20 +228,13 @@ class Layer:
         )
         return x + (y if self.after_mlp is None else self.after_mlp(y, operations))
 
-    def moved(self) -> None:
-        """As ``Projection.moved``, for all."""
-        for product in (self.qkv, self.out, self.gate_up, self.down):
-            if isinstance(product, Projection):
-                product.moved()
-
 
 class LeanDecoder:
-    """A decoder: embedding, layers, final norm."""
+    """The ``LayerRunner`` of decoders of the shapes in ``LEAN_FAMILIES``."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.config = model.config
-        self.kind = type(model)
         self.layers = [Layer(module, model.config, i) for i, module in enumerate(model.layers)]
         fields = layer_fields(self.config.model_type)
         self.norm = Norm(model.norm, fields.norm_offset)
@@ -242,31 +250,48 @@ class LeanDecoder:
             Callable[[Layer, Tensor, Tensor, Tensor, AttentionContext], Tensor] | None
         ) = None
         """Runs a layer in a trainer's passes; see ``compiled``."""
-        self.before_layer: Callable[[], None] | None = None
-        """Called before each layer of a forward pass."""
+        self._before_layer: Callable[[], None] = lambda: None
 
-    @classmethod
-    def of(cls, model: Any) -> LeanDecoder | None:
-        """The lean form of a Hugging Face decoder; None if it has another shape."""
+    @staticmethod
+    def supports(model: Any) -> bool:
+        """See ``LayerRunner.supports``."""
         config = model.config
         if config.model_type not in LEAN_FAMILIES or not hasattr(model, "layers"):
-            return None
-        if (
-            getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
-        ) not in ACTIVATIONS:
-            return None
+            return False
+        if any(isinstance(layer, FSDPModule) for layer in model.layers):
+            return False
         head_dim = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
         factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
-        if factor != 1.0 or head_dim % 2 or getattr(config, "use_bidirectional_attention", False):
-            return None
-        return cls(model)
+        return (
+            _activation(config) in ACTIVATIONS
+            and factor == 1.0
+            and head_dim % 2 == 0
+            and not getattr(config, "use_bidirectional_attention", False)
+        )
+
+    def bind(self) -> None:
+        """See ``LayerRunner.bind``."""
+        for projection in self._projections():
+            projection.bind()
+
+    def bound(self) -> bool:
+        """See ``LayerRunner.bound``."""
+        return all(projection.bound() for projection in self._projections())
+
+    def _projections(self) -> Iterator[Projection]:
+        products = (getattr(layer, name) for layer in self.layers for name in PRODUCTS)
+        return (product for product in products if isinstance(product, Projection))
+
+    def before_layers(self, call: Callable[[], None]) -> None:
+        """See ``LayerRunner.before_layers``."""
+        self._before_layer = call
 
     @property
     def plain(self) -> bool:
         """Whether every product of every layer has plain weights, without hooks or an adapter."""
-        return all(getattr(layer, name).intact() for layer in self.layers for name in PRODUCTS)
+        return all(projection.weight is not None for projection in self._projections())
 
     def with_products(self, prepare: Prepare, dtype: torch.dtype) -> LeanDecoder:
         """This decoder, which has to be ``plain``, with products of prepared weights, for passes
@@ -283,22 +308,10 @@ class LeanDecoder:
         decoder.operations = OURS
         return decoder
 
-    def moved(self) -> None:
-        """As ``Projection.moved``, for all."""
-        for layer in self.layers:
-            layer.moved()
-
-    @property
-    def usable(self) -> bool:
-        """Whether the modules still have their original classes (sharding replaces them)."""
-        return type(self.model) is self.kind and all(
-            type(layer.module) is layer.kind for layer in self.layers
-        )
-
     def __call__(
         self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext
     ) -> Tensor:
-        """See ``Decoder.hidden``."""
+        """See ``LayerRunner``."""
         x = self._embedded(token_ids)
         x = x if self.rows is None else x.to(self.rows)
         tables = {
@@ -317,8 +330,7 @@ class LeanDecoder:
                 and torch.is_grad_enabled()
             ):
                 run = partial(layer.module._gradient_checkpointing_func, run)
-            if self.before_layer is not None:
-                self.before_layer()
+            self._before_layer()
             x = run(x, *tables[kind], attention)
         return self.norm(x, operations)
 

@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunesmith.errors import ModelError
-from tunesmith.models.kernels.lean import LeanDecoder
+from tunesmith.models.kernels.layers import LayerRunner, decoder_layers
 from tunesmith.models.parallel.host_memory import CopyStream
-from tunesmith.models.parallel.sharding import decoder_layers
 from tunesmith.plan.cost.price import recomputed
 
 CHUNK = 64 << 20
@@ -80,21 +79,17 @@ class View:
 class HostActivations:
     """Offloads the tensors that a decoder's layers save to host memory."""
 
-    def __init__(self, module: PreTrainedModel, lean: LeanDecoder | None) -> None:
+    def __init__(self, module: PreTrainedModel, runner: LayerRunner) -> None:
         self.device = module.device
         self.least = LEAST
         self.chunk = CHUNK
         self.copies = CopyStream(self.device)
         self.free: list[Tensor] = []
         """Unused chunks of host memory."""
-        layers = decoder_layers(module)
-        self.layers = len(layers)
+        self.layers = len(decoder_layers(module))
         self._module = module
         self._pass: _Pass | None = None
-        for layer in layers:
-            layer.register_forward_pre_hook(lambda *_: self.next_layer())  # pyright: ignore[reportUnknownLambdaType]
-        if lean is not None:
-            lean.before_layer = self.next_layer
+        runner.before_layers(self.next_layer)
 
     @contextmanager
     def saving(self) -> Generator[None]:

@@ -8,7 +8,6 @@ from typing import Self
 
 from torch import Tensor, nn
 
-from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.parallel.host_memory import host_copies
 
 
@@ -25,10 +24,7 @@ class HostWeights:
             rewritten.
     """
 
-    def __init__(
-        self, tensors: Iterable[Tensor], lean: LeanDecoder | None, *, kept: bool = True
-    ) -> None:
-        self._lean = lean
+    def __init__(self, tensors: Iterable[Tensor], *, kept: bool = True) -> None:
         self._away = False
         # Tied weights share a storage, as do those of a joint product.
         storages = {t.untyped_storage()._cdata: t.detach() for t in tensors if t.numel()}  # pyright: ignore[reportPrivateUsage]
@@ -37,9 +33,9 @@ class HostWeights:
         self._there = host_copies(self._here) if kept else []
 
     @classmethod
-    def of(cls, module: nn.Module, lean: LeanDecoder | None) -> Self:
+    def of(cls, module: nn.Module) -> Self:
         """The weights of a frozen model, offloaded immediately."""
-        made = cls((*module.parameters(), *module.buffers()), lean)
+        made = cls((*module.parameters(), *module.buffers()))
         made.leave()
         return made
 
@@ -66,8 +62,6 @@ class HostWeights:
         for here, there in zip(self._here, self._there, strict=False):
             here.copy_(there, non_blocking=True)
         self._away = False
-        if self._lean is not None:
-            self._lean.moved()
 
     def leave(self) -> None:
         self._away = True

@@ -33,6 +33,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from tunesmith.errors import ConfigError
+from tunesmith.models.kernels.layers import decoder_layers
 from tunesmith.models.parallel.host_memory import host_memory
 
 T = TypeVar("T")
@@ -205,12 +206,6 @@ def run(module: PreTrainedModel, work: Callable[[], tuple[T, ...]]) -> tuple[T, 
         for part in shards(module):
             part.reshard()
     return result
-
-
-def decoder_layers(module: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a decoder: its longest module list."""
-    lists = [m for m in module.base_model.modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=len)
 
 
 def shards(module: nn.Module) -> Iterator[FSDPModule]:

@@ -123,7 +123,7 @@ class ArrivingWeights:
     def offloaded(self) -> Any:
         from tunesmith.models.parallel.host_weights import HostWeights
 
-        return HostWeights(self._parameters.values(), self.model.lean, kept=False)
+        return HostWeights(self._parameters.values(), kept=False)
 
     async def take(self, offer: Offer) -> None:
         """Requests continue while weights arrive; without room to buffer them, weights arrive

@@ -72,7 +72,7 @@ class TeacherSpec:
         from tunesmith.models.teacher import predict_with_teacher
 
         assert self.top_k is not None, "this teacher takes the reference's place"
-        host = HostWeights.of(teacher.module, teacher.lean) if self.offload else None
+        host = HostWeights.of(teacher.module) if self.offload else None
         return partial(
             predict_with_teacher,
             teacher=teacher,

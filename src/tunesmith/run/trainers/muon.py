@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from tunesmith.models.parallel.sharding import decoder_layers
+from tunesmith.models.kernels.layers import decoder_layers
 from tunesmith.run.trainers.masters import Master
 
 

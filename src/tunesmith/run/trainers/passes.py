@@ -47,12 +47,13 @@ class Passes(Generic[M]):
     ) -> None:
         if model.device.type == "cpu":
             keep_freed_memory()
+        assert model.runner.bound(), (
+            "modules or weights were replaced, and the runner does not know"
+        )
         self.model = model
         self._predict = predict
         self.group = group
-        self._host = (
-            HostWeights.of(model.module, model.lean) if offload and model.sharding is None else None
-        )
+        self._host = HostWeights.of(model.module) if offload and model.sharding is None else None
         self._lock_step = None
         if model.sharding is not None or model.sequence is not None:
             from tunesmith.models.parallel.lock_step import LockStep

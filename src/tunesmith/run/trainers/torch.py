@@ -91,7 +91,7 @@ class TorchBackend(Generic[M]):
         if gradient_checkpointing:
             compute_again(model.module, gradient_checkpointing)
         if offload_activations:
-            model.host_activations = HostActivations(model.module, model.lean)
+            model.host_activations = HostActivations(model.module, model.runner)
 
     def join(self, group: RankGroup) -> None:
         """Train together with the other ranks.
@@ -328,6 +328,7 @@ class TorchBackend(Generic[M]):
                 )  # none: fewer ranks wrote the checkpoint
         self._set_random_state(random)
         self.optimizer.load_state(tensors, directory)
+        assert self.model.runner.bound(), "the state was not loaded in place"
         self.optimizer_steps = files.version
         self._settled = self._random_state()
 

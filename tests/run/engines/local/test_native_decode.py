@@ -315,8 +315,7 @@ def test_every_family_samples_as_with_pytorchs_operations(
         for weight in model.module.parameters():
             weight.mul_(3 if weight.dim() > 1 else 1).add_(torch.randn_like(weight) * 0.02)
     model.module.to(dtype)  # pyright: ignore[reportArgumentType]
-    if model.lean is not None:
-        model.lean = type(model.lean).of(model.module.base_model)
+    model.runner.bind()
     plain, compiled = (completions(model, compiled=flag) for flag in (False, True))
     close = 1e-4 if dtype == torch.float32 else 0.1
     for one, other in zip(plain, compiled, strict=True):

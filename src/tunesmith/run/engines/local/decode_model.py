@@ -9,7 +9,7 @@ float32 copy first.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from typing import cast
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu.products import COMPILED, HEADS, LAYERS, PAIRS, Product, fastest
-from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.kernels.quantised import is_quantised
 from tunesmith.plan.cost.price import SMALL, prepared_bytes
 from tunesmith.plan.facts.hardware import memory
@@ -58,9 +57,8 @@ class DecodeModel:
             if whole.lean is not None and (name := self._chosen(whole)[0]) != "plain":
                 kind = LAYERS[whole.module.dtype][name]
                 rows = kind.rows or whole.module.dtype
-                self._decoder = dataclasses.replace(
-                    whole, lean=whole.lean.with_products(kind.prepare, rows)
-                )
+                self._decoder = copy.copy(whole)
+                self._decoder.runner = whole.lean.with_products(kind.prepare, rows)
         return self._decoder
 
     @torch.inference_mode(False)
@@ -92,6 +90,5 @@ class DecodeModel:
         if self._merged is None:
             assert self._model.adapter is not None
             module = self._model.adapter.merged()
-            lean = None if self._model.lean is None else LeanDecoder.of(module.base_model)
-            self._merged = CausalLM(module, self._model.tokenizer, lean)
+            self._merged = CausalLM(module, self._model.tokenizer)
         return self._merged

@@ -100,12 +100,7 @@ def loaded() -> Any:
 
 def fits(model: CausalLM) -> bool:
     """Whether the compiled functions compute this model's layers."""
-    return (
-        model.device.type == "cpu"
-        and model.lean is not None
-        and model.lean.usable
-        and model.dtype in TYPES
-    )
+    return model.device.type == "cpu" and model.lean is not None and model.dtype in TYPES
 
 
 def kv_dtype(model: CausalLM, *, compiled: bool) -> torch.dtype:

@@ -165,7 +165,7 @@ class Runner:
     def _decode(self, running: Sequence[LocalRequest]) -> Tensor:
         """The hidden states ``[B, d]`` of each request's last token."""
         decoder = self._decode_model.decoder()
-        if self._native is not None and decoder.lean is not None and decoder.lean.usable:
+        if self._native is not None and decoder.lean is not None:
             return self._native.hidden(decoder.lean, running)
         return self._read([Piece(r, r.cached, r.token_ids[-1:]) for r in running], decoder)
 
