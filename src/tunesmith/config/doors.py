@@ -40,7 +40,7 @@ class Door(Generic[T]):
         Raises:
             ConfigError: an entry point of another package cannot be loaded.
         """
-        own = [_load(place) for place in self.places]
+        own = [_load_if_there(place) for place in self.places]
         rooms = [room for room in own if room is not None]
         for point in entry_points(group=f"tunesmith.{self.name}"):
             place = f"the entry point '{point.name}' of {point.group} ({point.value})"
@@ -49,12 +49,17 @@ class Door(Generic[T]):
         return tuple(rooms)
 
 
-def _load(place: str) -> Any:
-    """The object at a place; None if its module is not there."""
+def load(place: str) -> Any:
+    """The object at ``module:name``."""
     module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _load_if_there(place: str) -> Any:
+    """The object at a place; None if its module is not there."""
     try:
-        return getattr(import_module(module), name)
+        return load(place)
     except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):
+        if not f"{place.partition(':')[0]}.".startswith(f"{error.name}."):
             raise  # the module is there, and lacks another one
         return None

@@ -1,24 +1,38 @@
 """What each value of ``system.engine`` is: the properties that planning, refusing and deriving
-settings depend on.
+settings depend on, and what builds it.
 
-Apart from the composition root and what is about one engine only, code and rules ask for these
-properties and not for an engine's name; in rules they are ``engine.served``, ``engine.third_party``
-and so on.
+Code and rules ask for these properties and not for an engine's name, apart from what is about one
+engine only. An engine's ``KIND`` stands with its adapter and is found by a door, also in other
+packages::
+
+    # my_package/engine.py
+    KIND = EngineKind("mine", "My engine", "my_package.engine:make_spec", third_party=True)
+
+    # pyproject.toml
+    [project.entry-points."tunesmith.engines"]
+    mine = "my_package.engine:KIND"
+
+It is loaded whenever settings are read, so that its module imports what is slow in functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated
 
-EngineName = Literal["local", "vllm", "sglang"]
+from tunesmith.config.doors import Door
+from tunesmith.config.section import OneOf
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
+    name: str
+    """The value of ``system.engine``."""
     title: str
     """Its name in messages."""
+    spec: str
+    """``module:function`` that makes its ``EngineSpec`` from a resolved configuration."""
     served: bool = False
     """Servers that were started separately: the run allocates no memory for them, and sends them
     files of weights."""
@@ -32,6 +46,8 @@ class EngineKind:
     numbers)."""
     speculates_elsewhere: bool = False
     """It also decodes speculatively outside the trainer's process."""
+    fastest_on_gpus: bool = False
+    """It samples fastest on GPUs, where it is installed."""
     least_temperature: float = 0.0
     """It raises lower positive temperatures to this, and the log-probabilities would then not
     match."""
@@ -44,26 +60,16 @@ class EngineKind:
 BLOCK_TOKENS = 32
 """Tokens per block of keys and values: of the local engine, and of vLLM on a CPU. Those of other
 engines are smaller."""
-FASTEST_ENGINE: EngineName = "vllm"
-"""What samples fastest on GPUs, where it is installed."""
+ENGINES = Door[EngineKind](
+    "engines",
+    "tunesmith.run.engines.local:KIND",
+    "tunesmith.run.engines.vllm:KIND",
+    "tunesmith.run.engines.http:KIND",
+)
 
-ENGINES: Mapping[EngineName, EngineKind] = {
-    "local": EngineKind("Tunesmith's engine"),
-    "vllm": EngineKind(
-        "vLLM",
-        third_party=True,
-        spans_devices=True,
-        speculates_elsewhere=True,
-        least_temperature=0.01,
-    ),
-    "sglang": EngineKind(
-        "SGLang",
-        served=True,
-        third_party=True,
-        unaltered_only=(
-            "SGLang returns log-probabilities of the whole distribution, not of a truncated one, penalises repetition "
-            "of the completion but not of the prompt, and may stop at a stop string before min_new_tokens"
-        ),
-        launch="python -m sglang.launch_server --model-path {path} --port {port} --enable-deterministic-inference",
-    ),
-}
+
+def engine_kinds() -> Mapping[str, EngineKind]:
+    return {kind.name: kind for kind in ENGINES.rooms}
+
+
+EngineName = Annotated[str, OneOf(engine_kinds)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 class _Derived:
@@ -22,6 +25,23 @@ def derived() -> Any:
     reading it raises ``AttributeError``; use ``known`` to read keys that may not have a value yet.
     """
     return Field(default=DERIVED, validate_default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Annotates text that has to be one of several names, to which other packages add theirs."""
+
+    names: Callable[[], Iterable[str]]
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        def check(name: str) -> str:
+            if name not in self.names():
+                raise PydanticCustomError("one_of", "unknown name")
+            return name
+
+        return core_schema.no_info_after_validator_function(check, handler(source))
 
 
 class Section(BaseModel):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunesmith.config.engines import ENGINES, EngineKind, EngineName
+from tunesmith.config.engines import EngineKind, EngineName, engine_kinds
 from tunesmith.config.section import Section, derived
 from tunesmith.config.values import Count, Part, PositiveInt, Size, Text, Url
 
@@ -140,7 +140,7 @@ class SystemSection(Section):
     score."""
     logprob_chunk: PositiveInt | None = None
     """Rows of the vocabulary head computed at once."""
-    engine: EngineName = "local"
+    engine: EngineName = Field("local", validate_default=False)  # engines may import this module
     """The sampling engine: Tunesmith's own, vLLM, or servers that are already running (SGLang)."""
     engine_urls: tuple[Url, ...] = ()
     """The servers of ``engine = "sglang"``, such as ``["http://127.0.0.1:30000"]``."""
@@ -214,4 +214,4 @@ class SystemSection(Section):
 
     @property
     def engine_kind(self) -> EngineKind:
-        return ENGINES[self.engine]
+        return engine_kinds()[self.engine]

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from tunesmith.config.choice import Choice
 from tunesmith.config.reading.problems import KeyPath
+from tunesmith.config.section import OneOf
 from tunesmith.errors import shortened
 from tunesmith.records.redact import redact_values
 
@@ -54,6 +55,8 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
             least = " of one or more" if any(isinstance(m, MinLen) for m in metadata) else ""
             return f"a list{least}, each item {describe(items[0])}"
         return f"a list of {len(items)}, each {describe(items[0])}"
+    for name_list in (m for m in metadata if isinstance(m, OneOf)):
+        return "one of " + ", ".join(map(repr, name_list.names()))
     names = names_of(annotation)
     if names:
         closed = not annotation.open_to_users or ("none" in names and annotation.usual)
@@ -106,7 +109,11 @@ def choices_at(model: type[BaseModel], path: KeyPath, *, closed: bool = False) -
     Args:
         closed: return none if other values are valid as well.
     """
-    types = [a for field in fields_at(model, path).values() for a in alternatives(field.annotation)]
+    fields = fields_at(model, path).values()
+    lists = [m for field in fields for m in field.metadata if isinstance(m, OneOf)]
+    if lists:
+        return list(lists[0].names())
+    types = [a for field in fields for a in alternatives(field.annotation)]
     if closed and any(a in (str, Path, int, float) or get_origin(a) is tuple for a in types):
         return []
     return [

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tunesmith.config.commands import OfflineDistillConfig, SamplingConfig
+from tunesmith.config.doors import Door
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.section import known
@@ -27,6 +28,8 @@ from tunesmith.plan.rules.rule import RULES, UNREAD, rule
 from tunesmith.plan.rules.situation import Situation, resolved_algorithm
 from tunesmith.plan.rules.vllm import vllm_not_installed
 
+OTHERS = Door[object]("rules")
+"""Rules of other packages; importing them registers them."""
 TOPICS = (training, rl, sampling, engines, devices, kernels, vllm)
 """The modules whose rules are registered."""
 MOST_ROLLOUTS = 10**6
@@ -71,6 +74,7 @@ def unread_problems(
     """
     s = Situation.of(plan) if plan else Situation(config, facts)
     given = settings(config, given_only=True)
+    _ = OTHERS.rooms
     for entry in UNREAD:
         if not isinstance(config, entry.kind) or not entry.when(s):
             continue
@@ -116,6 +120,7 @@ def refused_settings(plan: AnyPlan, *, settled: bool = True) -> Iterator[Problem
 
 
 def _refused(s: Situation[Any]) -> Iterator[Problem]:
+    _ = OTHERS.rooms
     for kind, judge in RULES:
         if isinstance(s.config, kind):
             yield from judge(s)

@@ -11,6 +11,9 @@ A setting that was given and that nothing reads has a line of its own::
 
     unread(DPOConfig, "dpo.label_smoothing", lambda s: s.config.dpo.loss != "sigmoid", "on this
     loss; leave it out")
+
+Other packages name theirs by entry points of the group ``tunesmith.rules``, such as
+``my_package.rules:warm_up``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tunesmith.config.commands import SamplingSection
 from tunesmith.config.schema import RolloutSection, RunConfig, SystemSection
+from tunesmith.config.section import known
 from tunesmith.config.system import Role
+from tunesmith.config.values import parse_size
 from tunesmith.costs import PeakRates
 from tunesmith.learn.data.chat import end_of_turn_id
 from tunesmith.models.openmp import to_thread
@@ -23,9 +25,10 @@ from tunesmith.plan.rules.checks import raise_all
 from tunesmith.records.timeline import Timeline
 from tunesmith.records.waits import long_wait
 from tunesmith.run.engines.timed import TimedEngine
-from tunesmith.run.placement.base import EngineSpec, Report, WeightSource
+from tunesmith.run.placement.base import EngineSpec, PoolSize, Report, WeightSource
 from tunesmith.run.placement.models import ModelSpec
 from tunesmith.run.placement.planes import published, read_offer, streams
+from tunesmith.run.placement.specs import frozen_spec
 from tunesmith.run.weights.base import Offer
 from tunesmith.types import Sampling
 
@@ -35,6 +38,51 @@ if TYPE_CHECKING:
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.run.engines.base import RolloutEngine
     from tunesmith.run.engines.far import EngineHost
+
+
+def local_spec(config: RunConfig) -> LocalSpec:
+    system = config.system
+    draft = system.draft_model
+    own = replace(
+        frozen_spec(config, config.model.path, "model.path"),
+        quantize=config.model.quantize,
+        lora=config.lora if system.adapter_sync == "adapter" else None,
+        threads=devices_of(config).engine_threads if system.cluster == "none" else None,
+    )
+    return LocalSpec(
+        own,
+        parse_size(system.kv_memory),
+        system.max_running,
+        system.max_prefill_tokens,
+        bool(system.compile),
+        draft=None if draft is None else frozen_spec(config, draft, "system.draft_model"),
+        draft_tokens=system.speculative_tokens,
+        pool=_pool(system),
+        python=system.engine_python,
+    )
+
+
+def vllm_spec(config: RunConfig) -> VllmSpec:
+    system = config.system
+    model = config.model
+    settings = {
+        "model": model.path,
+        "dtype": model.dtype,
+        "kv_bytes": None if system.vllm.memory_share else parse_size(system.kv_memory),
+        "max_running": system.max_running,
+        "trust_remote_code": model.trust_remote_code,
+        # Freeing memory only helps if the trainer is on the same GPU.
+        "sleeps": system.device != "cpu"
+        and (bool(known(system, "hybrid")) or not devices_of(config).engines_apart),
+        "speculative_tokens": system.speculative_tokens,
+        "draft_model": system.draft_model,
+        **system.vllm.model_dump(),
+    }
+    return VllmSpec(settings, pool=_pool(system), python=system.engine_python)
+
+
+def _pool(system: SystemSection) -> PoolSize:
+    return PoolSize(known(system, "engines") or 1, system.engine_restarts)
 
 
 @dataclass(frozen=True, slots=True)

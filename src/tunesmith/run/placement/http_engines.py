@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tunesmith.config.schema import RunConfig
 from tunesmith.learn.data.tokens import decode
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.records.timeline import Timeline
@@ -16,10 +17,21 @@ from tunesmith.run.engines.base import Member, RolloutEngine
 from tunesmith.run.engines.http.engine import Served, SglangEngine
 from tunesmith.run.engines.local.engine import end_of_sequence_ids
 from tunesmith.run.engines.pool import EnginePool
-from tunesmith.run.placement.base import EngineSpec, Report, WeightSource
+from tunesmith.run.placement.base import EngineSpec, PoolSize, Report, WeightSource
 from tunesmith.run.placement.planes import published
 from tunesmith.run.weights.base import Plane
 from tunesmith.run.weights.files import FilePlane, shared_directory
+
+
+def served_spec(config: RunConfig) -> ServedSpec:
+    system = config.system
+    return ServedSpec(
+        system.engine_urls,
+        config.model.path,
+        system.max_running,
+        system.engine_directory,
+        pool=PoolSize(restarts=system.engine_restarts),
+    )
 
 
 @dataclass(frozen=True, slots=True)

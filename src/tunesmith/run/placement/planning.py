@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tunesmith.config.changing import with_values
 from tunesmith.config.commands import ScoreConfig
-from tunesmith.config.engines import FASTEST_ENGINE
+from tunesmith.config.engines import engine_kinds
 from tunesmith.config.resolved import Derived, Resolved
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.section import known
@@ -52,62 +53,79 @@ def plan_run(
     said = config
     config = _with_planned_engine(config) if elsewhere and elsewhere.gpus else config
     facts, notes = _with_lengths(config, facts_of_run(config, hardware=elsewhere))
-    hardware = facts.hardware
     if base_dir is not None and elsewhere is None:
         note = check_inputs(config, base_dir, facts.model, hub=False, imports=True)
         notes += [note] if note else []
-    if hardware.nodes > 1 and not config.samples:  # torchrun starts as many on each
-        facts = replace(facts, ranks_here=len(hardware.gpus))
-        world = hardware.nodes * len(hardware.gpus)
-        ranks = known(config.system, "trainer_ranks")
-        if ranks not in (None, world):
-            raise ConfigError(
-                f"system.trainer_ranks = {ranks}, and torchrun starts {world} ranks on {hardware.nodes} machines of "
-                f"{len(hardware.gpus)} GPUs, one for each; leave system.trainer_ranks out",
-                keys=("system.trainer_ranks",),
-            )
+    facts = _with_launched_ranks(config, facts)
     resolved = resolve(config, facts)
-    if resolved.config.system.cluster == "ray" and isinstance(resolved.config, RLConfig):
-        each = {"CPU": float(facts.hardware.cores), "GPU": float(len(facts.hardware.gpus))}
-        lacking = missing(bundles(devices_of(resolved.config)), [each] * facts.hardware.nodes)
-        if lacking:
-            raise CapacityError(
-                f"{lacking}{layout_that_fits(draft(resolved.config, facts), config)}"
-            )
-    if (
-        facts.hardware.nodes > 1
-        and resolved.config.samples
-        and resolved.config.system.cluster == "none"
-    ):
-        notes.append(
-            f'this run uses one of {facts.hardware.nodes} machines; system.cluster = "ray" spreads it over all'
-        )
-    if measurable(draft(resolved.config, facts)) and not read_rates(
-        facts.hardware, devices_of(resolved.config).bytes_per_number
-    ):
-        notes.append(
-            "how long a step takes on this CPU is not known yet: tunesmith check machine measures its rates"
-        )
+    _check_room_on_ray(resolved.config, config, facts)
+    notes += _notes_on_machines(resolved.config, facts)
     notes += costly(config, draft(resolved.config, facts))
     if config is not said:
+        engine = config.system.engine
         given = {key: value for key, value in resolved.given.items() if key != ENGINE}
-        derived = (
-            *resolved.derived,
-            Derived(ENGINE, config.system.engine, "planned, as it samples fastest on GPUs"),
-        )
-        resolved = replace(resolved, given=given, derived=derived)
+        planned = Derived(ENGINE, engine, "planned, as it samples fastest on GPUs")
+        resolved = replace(resolved, given=given, derived=(*resolved.derived, planned))
         notes.append(
-            f'{ENGINE} = "{config.system.engine}" is planned; a run does not choose it, so write it there'
+            f'{ENGINE} = "{engine}" is planned; a run does not choose it, so write it there'
         )
     return replace(resolved, notes=(*notes, *resolved.notes)), facts
 
 
+def _with_launched_ranks(config: RunConfig, facts: Facts) -> Facts:
+    """Facts with the ranks that ``torchrun`` starts on each of several machines.
+
+    Raises:
+        ConfigError: the settings have another number of ranks.
+    """
+    nodes = facts.hardware.nodes
+    gpus = len(facts.hardware.gpus)
+    if nodes == 1 or config.samples:
+        return facts
+    ranks = known(config.system, "trainer_ranks")
+    if ranks not in (None, nodes * gpus):
+        raise ConfigError(
+            f"system.trainer_ranks = {ranks}, and torchrun starts {nodes * gpus} ranks on {nodes} "
+            f"machines of {gpus} GPUs, one for each; leave system.trainer_ranks out",
+            keys=("system.trainer_ranks",),
+        )
+    return replace(facts, ranks_here=gpus)
+
+
+def _check_room_on_ray(config: RunConfig, said: RunConfig, facts: Facts) -> None:
+    """Raises:
+    CapacityError: a cluster of these machines has no room for the run's processes.
+    """
+    if config.system.cluster != "ray" or not isinstance(config, RLConfig):
+        return
+    each = {"CPU": float(facts.hardware.cores), "GPU": float(len(facts.hardware.gpus))}
+    lacking = missing(bundles(devices_of(config)), [each] * facts.hardware.nodes)
+    if lacking:
+        raise CapacityError(f"{lacking}{layout_that_fits(draft(config, facts), said)}")
+
+
+def _notes_on_machines(config: RunConfig, facts: Facts) -> Iterator[str]:
+    hardware = facts.hardware
+    if hardware.nodes > 1 and config.samples and config.system.cluster == "none":
+        yield (
+            f"this run uses one of {hardware.nodes} machines; "
+            'system.cluster = "ray" spreads it over all'
+        )
+    bytes_per_number = devices_of(config).bytes_per_number
+    if measurable(draft(config, facts)) and not read_rates(hardware, bytes_per_number):
+        yield (
+            "how long a step takes on this CPU is not known yet: "
+            "tunesmith check machine measures its rates"
+        )
+
+
 def _with_planned_engine(config: C) -> C:
-    """The run with vLLM, which a named machine may have, if no engine was set and vLLM is able to
-    do it."""
-    if "engine" in config.system.model_fields_set or not config.samples:
+    """The run with the fastest engine, which a named machine may have, if none was set and it is
+    able to do it."""
+    fastest = [kind.name for kind in engine_kinds().values() if kind.fastest_on_gpus]
+    if "engine" in config.system.model_fields_set or not config.samples or not fastest:
         return config
-    other = with_values(config, {ENGINE: FASTEST_ENGINE})
+    other = with_values(config, {ENGINE: fastest[0]})
     refused = {problem.keys for problem in (*said_contradictions(other), *unread_problems(other))}
     return config if refused - {problem.keys for problem in said_contradictions(config)} else other
 
@@ -116,7 +134,8 @@ def _with_lengths(config: RunConfig, facts: Facts) -> tuple[Facts, list[str]]:
     """Facts with the length of the data's longest line, and a note if it is assumed."""
     if facts.model is None:
         return facts, [
-            f"{config.model.path}: neither its files nor the hub told its sizes; memory is not planned"
+            f"{config.model.path}: neither its files nor the hub told its sizes; "
+            "memory is not planned"
         ]
     supervised = config.supervised
     key = "data.max_tokens" if supervised else "data.max_prompt_tokens"
@@ -128,5 +147,6 @@ def _with_lengths(config: RunConfig, facts: Facts) -> tuple[Facts, list[str]]:
     longest = max(1, min(assumed, room - config.new_tokens - isinstance(config, ScoreConfig)))
     what = "sample" if supervised else "prompt"
     return replace(facts, longest=longest), [
-        f"the longest {what} is assumed to have {longest} tokens, since the data is not read; {key} sets another length"
+        f"the longest {what} is assumed to have {longest} tokens, since the data is not read; "
+        f"{key} sets another length"
     ]

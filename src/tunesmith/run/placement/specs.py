@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +12,13 @@ from tunesmith.config.commands import (
     SampledDistillConfig,
     SamplingConfig,
 )
+from tunesmith.config.doors import load
 from tunesmith.config.optimizer import Muon
 from tunesmith.config.schema import ModelReward, RLConfig, RunConfig
 from tunesmith.config.section import known
-from tunesmith.config.values import parse_size
 from tunesmith.plan.cost.price import USUAL_RANK
 from tunesmith.plan.plan import devices_of
-from tunesmith.run.placement.base import EngineSpec, PoolSize
+from tunesmith.run.placement.base import EngineSpec
 from tunesmith.run.placement.models import Ends, ModelSpec, PredictSpec, TokenizerSpec
 from tunesmith.run.placement.planes import PlaneSpec
 from tunesmith.run.placement.scorers import ScorerSpec
@@ -217,55 +218,5 @@ def plane_spec(config: RunConfig) -> PlaneSpec | None:
 
 def engine_spec(config: RunConfig) -> EngineSpec:
     """The engine that ``[system]`` asks for."""
-    system = config.system
-    if system.engine_kind.served:
-        from tunesmith.run.placement.http_engines import ServedSpec
-
-        return ServedSpec(
-            system.engine_urls,
-            config.model.path,
-            system.max_running,
-            system.engine_directory,
-            pool=PoolSize(restarts=system.engine_restarts),
-        )
-    from tunesmith.run.placement.engines import LocalSpec, VllmSpec
-
-    pool = PoolSize(known(system, "engines") or 1, system.engine_restarts)
-    if system.engine == "vllm":
-        return VllmSpec(_vllm_settings(config), pool=pool, python=system.engine_python)
-    draft = system.draft_model
-    own = replace(
-        frozen_spec(config, config.model.path, "model.path"),
-        quantize=config.model.quantize,
-        lora=config.lora if system.adapter_sync == "adapter" else None,
-        threads=devices_of(config).engine_threads if system.cluster == "none" else None,
-    )
-    return LocalSpec(
-        own,
-        parse_size(system.kv_memory),
-        system.max_running,
-        system.max_prefill_tokens,
-        bool(system.compile),
-        draft=None if draft is None else frozen_spec(config, draft, "system.draft_model"),
-        draft_tokens=system.speculative_tokens,
-        pool=pool,
-        python=system.engine_python,
-    )
-
-
-def _vllm_settings(config: RunConfig) -> dict[str, Any]:
-    system = config.system
-    model = config.model
-    return {
-        "model": model.path,
-        "dtype": model.dtype,
-        "kv_bytes": None if system.vllm.memory_share else parse_size(system.kv_memory),
-        "max_running": system.max_running,
-        "trust_remote_code": model.trust_remote_code,
-        # Freeing memory only helps if the trainer is on the same GPU.
-        "sleeps": system.device != "cpu"
-        and (bool(known(system, "hybrid")) or not devices_of(config).engines_apart),
-        "speculative_tokens": system.speculative_tokens,
-        "draft_model": system.draft_model,
-        **system.vllm.model_dump(),
-    }
+    make: Callable[[RunConfig], EngineSpec] = load(config.system.engine_kind.spec)
+    return make(config)

@@ -21,15 +21,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.engines import ENGINES
 from tunesmith.errors import EngineError, UserError
 from tunesmith.run.engines.base import EngineStats, check_sampling
+from tunesmith.run.engines.http import KIND
 from tunesmith.run.engines.http.server import PATIENCE, Continuation, SglangServer
 from tunesmith.run.engines.partial import RunningRequest, stop_strings, stop_token_ids
 from tunesmith.run.weights.base import Offer
 from tunesmith.types import Completion, FinishReason, Sampling
 
-_KIND = ENGINES["sglang"]
 START_PATIENCE = 10.0
 """Seconds for which a server may be unreachable before its first answer."""
 SPOILED = 3
@@ -134,7 +133,7 @@ class SglangEngine:
         if altered:
             settings = ", ".join(f"{name} = {value:g}" for name, value in altered.items())
             raise UserError(
-                f"sampling: {settings}: {_KIND.unaltered_only}; leave out what alters the distribution"
+                f"sampling: {settings}: {KIND.unaltered_only}; leave out what alters the distribution"
             )
         state = self._state
         if state != "awake":
@@ -234,9 +233,7 @@ class SglangEngine:
             ]
         except EngineError as error:
             port = self._server.url.rpartition(":")[2]
-            command = _KIND.launch.format(
-                path=served.path, port=port if port.isdigit() else "30000"
-            )
+            command = KIND.launch.format(path=served.path, port=port if port.isdigit() else "30000")
             raise UserError(f"{error}. Start SGLang there with: {command}") from error
         if not model.get("is_generation", True):
             raise UserError(

@@ -17,12 +17,12 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from tunesmith.config.engines import ENGINES
 from tunesmith.errors import EngineError, UserError, boundary
 from tunesmith.learn.data.tokens import decode
 from tunesmith.run.engines.base import EngineStats, add_stats, check_sampling
 from tunesmith.run.engines.partial import PartialCompletion, StopStrings, stop_strings
 from tunesmith.run.engines.step_thread import StepThread, promise
+from tunesmith.run.engines.vllm import KIND
 from tunesmith.run.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.run.weights.base import NamedTensors
 from tunesmith.types import Completion, FinishReason, Sampling
@@ -193,7 +193,7 @@ class VllmEngine:
         """Refuse a request: UserError if it can never be served, EngineError if not in the engine's
         current state."""
         check_sampling(sampling)
-        if 0 < sampling.temperature < (least := ENGINES["vllm"].least_temperature):
+        if 0 < sampling.temperature < (least := KIND.least_temperature):
             raise UserError(
                 f"sampling.temperature = {sampling.temperature:g}: vLLM would raise it to {least:g}; use 0 (greedy), "
                 "or at least as much",
