@@ -55,7 +55,7 @@ def own_place() -> ProcessPlace:
         socket.gethostname(),
         launched_address(),
         device,
-        _driver() if machine.gpus else "",
+        driver_version() if machine.gpus else "",
         {name: view[name] for name in ("python", *PACKAGES) if name in view},
         {
             name: value
@@ -65,7 +65,8 @@ def own_place() -> ProcessPlace:
     )
 
 
-def _driver() -> str:
+def driver_version() -> str:
+    """Of the first GPU."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
         return subprocess.run(

@@ -134,13 +134,22 @@ class Devices:
         return said or (self.scoring_processes(role) if self.zero_stage == 3 else 1)
 
     @property
+    def critic_beside(self) -> bool:
+        """Whether a critic's processes are on the GPUs of the trainer's ranks."""
+        if not self.on_gpu or not self.kind.critic:
+            return False
+        if self.cluster == "none":
+            return self.trainer_ranks > 1  # otherwise they are one process
+        return self.placed_together("actor", "critic")
+
+    @property
     def processes_with_trainer(self) -> int:
         """Processes on the GPU of a trainer rank, including the trainer's.
 
         Without a cluster, an engine that takes turns with it is counted.
         """
         if self.cluster == "none":
-            return 2 if self.hybrid and self.engine_process else 1
+            return 1 + int(self.hybrid and self.engines_apart) + int(self.critic_beside)
         others: dict[Role, int] = {
             "critic": int(self.kind.critic),
             "reward": self.kind.reward_models,

@@ -21,8 +21,9 @@ from tunesmith.cli.main import app
 from tunesmith.errors import ConfigError, TrainerLostError
 from tunesmith.guide.simulate.device import FakeDevice
 from tunesmith.guide.simulate.dry_run import MICROBATCHES, check_dry_run, dry_run
+from tunesmith.guide.simulate.memory import CACHED
 from tunesmith.guide.simulate.processes import FakeProcesses
-from tunesmith.guide.simulate.threads import FIRST
+from tunesmith.guide.simulate.threads import FIRST, Occupant, inside
 from tunesmith.learn.usercode.far import gather
 from tunesmith.plan.cost.memory import planned, planned_devices
 from tunesmith.plan.devices import BUCKET
@@ -107,6 +108,29 @@ def test_an_address_is_asked_for_without_a_warning() -> None:
         warnings.simplefilter("error")
         with FakeDevice():
             assert nn.Linear(2, 2, device="cuda").weight.data_ptr() == 0
+
+
+def test_what_a_process_frees_stays_with_it_until_it_empties_its_cache() -> None:
+    with FakeDevice() as device:
+        memory = device.memory
+        with inside(Occupant(FIRST, "rollout")):
+            cache = torch.ones(1000, 128, device="cuda")
+            del cache
+            torch.ones(250, 128, device="cuda")  # reuses what is cached
+        kept = torch.ones(1, 128, device="cuda")
+        assert (memory.total, memory.peak[CACHED]) == (512, 1000 * 512)
+        assert sum(memory.peak.values()) == 1001 * 512
+
+        memory.begin()
+        torch.cuda.empty_cache()  # of another process
+        del kept
+        torch.ones(2, 128, device="cuda")
+        assert memory.peak[CACHED] == 1000 * 512
+        with inside(Occupant(FIRST, "rollout")):
+            torch.cuda.empty_cache()
+        memory.begin()
+        torch.ones(3, 128, device="cuda")
+        assert (sum(memory.peak.values()), memory.peak[CACHED]) == (3 * 512, 0)
 
 
 def test_every_storage_counts_once_until_it_is_freed() -> None:
@@ -374,6 +398,9 @@ def test_ranks_and_engines_take_turns_on_a_gpu(
     assert all(
         train.get(purpose, 0) < 2**12 for purpose in HELD
     )  # but for buffers that no one sends
+    assert {name: phase.peak.get(CACHED, 0) < 2**20 for name, phase in phases.items()} == (
+        dict.fromkeys(phases, True)
+    )
     files = {key.split("/")[1].split(":")[0] for key in phases["train"].waits}
     assert files <= {*AT_THE_END, "lock_step.py", "rank_group.py"}
 

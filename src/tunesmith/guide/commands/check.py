@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunesmith.errors import CheckpointError, ClusterError, ConfigError, StorageError, boundary
 from tunesmith.run.loop.checkpoint import STATE_FILE, Checkpoints
 from tunesmith.run.loop.manifest import damages, has_manifest
+
+if TYPE_CHECKING:
+    from tunesmith.plan.facts.hardware import Hardware
 
 commands = typer.Typer()
 
@@ -39,9 +42,9 @@ def check(
     """Compare every file of a checkpoint, or of all checkpoints of a run, with its checksum.
 
     The word cluster: report devices, versions, addresses, and the speed between the processes of
-    torchrun. The word
-    machine: measure for about two minutes how fast this CPU is, from which tunesmith plan tells the
-    seconds of a step.
+    torchrun. The word machine: try in about two minutes whether runs can use this machine's devices,
+    memory and engines; without a GPU also measure how fast its CPU is, from which tunesmith plan
+    tells the seconds of a step.
 
     Example: tunesmith check runs/run-1
     """
@@ -93,12 +96,29 @@ def _check_cluster(shared: Path, bandwidth: float | None) -> None:
 
 
 def _check_machine() -> None:
-    from tunesmith.guide.tune.machine import measure_machine
+    from tunesmith.guide.self_test import examine
     from tunesmith.plan.facts.hardware import read_hardware
+
+    machine = read_hardware()
+    cures: list[str] = []
+    for line in examine(machine):
+        print(f"{'!' if line.cure else ' '} {line.name}: {line.found}", flush=True)
+        if line.cure:
+            cures.append(f"{line.name}: {line.cure}")
+    if not machine.gpus:
+        _measure_cpu(machine)
+    if cures:
+        count = f"{len(cures)} problems" if len(cures) > 1 else "1 problem"
+        raise ClusterError("\n  ".join([f"this machine has {count}:", *cures]))
+    print("runs can use all of this")
+
+
+def _measure_cpu(machine: Hardware) -> None:
+    from tunesmith.guide.tune.machine import measure_machine
     from tunesmith.records.progress import share
     from tunesmith.records.text import aligned, shown_path
 
-    found = measure_machine(read_hardware(), lambda text: print(text, flush=True))
+    found = measure_machine(machine, lambda text: print(text, flush=True))
     rows = [
         ["phase", "median error"],
         *([phase, share(error)] for phase, error in found["median_error"].items()),

@@ -74,11 +74,12 @@ def _rows(gpu: str, price: Price | None, phases: dict[str, DryPhase]) -> list[li
     """Bytes by purpose on a GPU: planned (for training on a trainer's GPU), and needed in each
     phase."""
     from tunesmith.config.values import format_size
+    from tunesmith.guide.simulate.memory import CACHED
 
     rows = [["memory" if gpu == "trainer" else f"the {gpu}'s GPU", "planned", *phases]]
-    for purpose, part in PLANNED.items():
+    for purpose, part in (*PLANNED.items(), (CACHED, None)):
         amounts = [
-            getattr(price, part) if price else 0,
+            getattr(price, part) if price and part else 0,
             *(phase.peak.get(purpose, 0) for phase in phases.values()),
         ]
         if any(amounts):

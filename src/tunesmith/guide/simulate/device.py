@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from tunesmith.guide.simulate.memory import MemoryUse
 from tunesmith.guide.simulate.replaced import replaced
 from tunesmith.guide.simulate.sharded import SHAPES_ALONE
-from tunesmith.guide.simulate.threads import gpu_of_thread
+from tunesmith.guide.simulate.threads import occupant_of_thread
 
 PACKAGE = Path(__file__).parents[2]
 HELD = ("weights", "gradients", "optimizer", "frozen models")
@@ -79,7 +79,7 @@ class FakeDevice(TorchDispatchMode):
     @property
     def memory(self) -> MemoryUse:
         """The memory of the GPU that this thread uses."""
-        return self.memories[gpu_of_thread()]
+        return self.memories[occupant_of_thread().gpu]
 
     def _holding(self, tensor: Tensor) -> MemoryUse:
         """The memory of the GPU that has a tensor's storage, or else of this thread's."""

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import (
 )  # the import registers the backend
 
 from tunesmith.guide.simulate.replacing import replacing
-from tunesmith.guide.simulate.threads import gpu_of_thread
+from tunesmith.guide.simulate.threads import occupant_of_thread
 
 
 @contextmanager
@@ -33,13 +33,13 @@ def fake_groups(most: int) -> Generator[None]:
     def join(*_: Any, rank: int, world_size: int, **__: Any) -> None:
         if not joined:
             initialise("fake", store=FakeStore(), rank=rank, world_size=max(most, world_size))
-        joined[gpu_of_thread()] = world_size
+        joined[occupant_of_thread().gpu] = world_size
 
     def is_initialized() -> bool:
-        return gpu_of_thread() in joined
+        return occupant_of_thread().gpu in joined
 
     def world_size(group: Any = None) -> int:
-        return joined[gpu_of_thread()] if group is None else size_of(group)
+        return joined[occupant_of_thread().gpu] if group is None else size_of(group)
 
     with (
         replacing(

@@ -230,6 +230,7 @@ class PlannedEngine:
     async def sleep(self, level: int = 1) -> None:
         del level  # at either level nothing stays on the device
         self._held.clear()
+        self.device.memory.empty_cache()
 
     async def wake(self) -> None:
         if not self._held:

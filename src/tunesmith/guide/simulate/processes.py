@@ -13,7 +13,7 @@ from typing import Any
 
 from tunesmith.config.system import Role
 from tunesmith.errors import TunesmithError
-from tunesmith.guide.simulate.threads import FIRST, on_gpu
+from tunesmith.guide.simulate.threads import FIRST, Occupant, inside
 from tunesmith.learn.usercode.far import Far, PendingResult
 from tunesmith.learn.usercode.host import Host
 from tunesmith.run.processes.local import Starter
@@ -40,7 +40,7 @@ class FakeProcesses(Starter):
         number, self._numbers[role] = self._numbers[role], self._numbers[role] + 1
         if number % self._judges if role == "reward" else number:
             return _LikeAnother(self._first[role], lost), number
-        with on_gpu(self._gpu(role)):
+        with inside(Occupant(self._gpu(role), role)):
             far = self._first[role] = _OnThreads(f"the first process of role '{role}'", lost)
         return far, number
 

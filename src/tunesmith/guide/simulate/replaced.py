@@ -35,6 +35,9 @@ class Device(Protocol):
     gpus: int
     together: int
 
+    @property
+    def memory(self) -> MemoryUse: ...
+
     def wait(self, operation: str) -> None: ...
 
     def numbers(self, tensor: Tensor) -> Tensor: ...
@@ -212,5 +215,6 @@ def _cuda(device: Device) -> dict[str, Any]:
         "stream": nullcontext,
         "current_stream": the_stream,
         **dict.fromkeys(("Stream", "Event"), another),
-        **dict.fromkeys(("init", "set_device", "set_rng_state", "empty_cache"), _nothing),
+        "empty_cache": lambda: device.memory.empty_cache(),
+        **dict.fromkeys(("init", "set_device", "set_rng_state"), _nothing),
     }

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Thread, current_thread
 
 FIRST = "trainer"
-"""The name of the GPU of threads that were not assigned one."""
-_GPU = "_fake_gpu"
+"""The name of the GPU, and of the process, of threads that were not assigned one."""
+_OCCUPANT = "_fake_occupant"
 
 
-def gpu_of_thread() -> str:
-    return vars(current_thread()).get(_GPU, FIRST)
+@dataclass(frozen=True, slots=True)
+class Occupant:
+    """A simulated process and the GPU that it uses, by name."""
+
+    gpu: str = FIRST
+    process: str = FIRST
+
+
+def occupant_of_thread() -> Occupant:
+    return vars(current_thread()).get(_OCCUPANT, Occupant())
 
 
 def starts_here(thread: Thread) -> None:
-    """Let a thread that this one is about to start use the same GPU."""
-    vars(thread)[_GPU] = gpu_of_thread()
+    """Let a thread that this one is about to start belong to the same process."""
+    vars(thread)[_OCCUPANT] = occupant_of_thread()
 
 
 @contextmanager
-def on_gpu(name: str) -> Generator[None]:
-    """Inside, this thread and the threads that it starts use the GPU ``name``."""
-    before = gpu_of_thread()
-    vars(current_thread())[_GPU] = name
+def inside(occupant: Occupant) -> Generator[None]:
+    """Inside, this thread and the threads that it starts belong to another process."""
+    before = occupant_of_thread()
+    vars(current_thread())[_OCCUPANT] = occupant
     try:
         yield
     finally:
-        vars(current_thread())[_GPU] = before
+        vars(current_thread())[_OCCUPANT] = before

@@ -112,6 +112,7 @@ def trainer_spec(config: RunConfig) -> TrainerSpec:
         if isinstance(config, DistillConfig | OfflineDistillConfig)
         else None,
         value_head=shared_trunk,
+        shares_gpu=devices_of(config).critic_beside,
         plane=plane_spec(config),
     )
 
@@ -154,6 +155,7 @@ def critic_spec(config: RLConfig) -> TrainerSpec:
         tokenizer_spec(config),
         optimizer,
         role="critic",
+        shares_gpu=devices_of(config).critic_beside,
         ranks=config.system.trainer_ranks,
         offload_reference=config.system.offload_reference,
     )

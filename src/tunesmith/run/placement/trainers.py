@@ -121,6 +121,8 @@ class TrainerSpec:
     teacher: TeacherSpec | None = None
     value_head: bool = False
     """Whether a value head is trained along with the model."""
+    shares_gpu: bool = False
+    """Whether processes of another model in training use its GPUs, too."""
     padding: str | None = None
     """The padding token to save with a reward model."""
     plane: PlaneSpec | None = None
@@ -188,6 +190,7 @@ class TrainerSpec:
             gradient_checkpointing=how.gradient_checkpointing,
             offload_activations=how.offload_activations,
             offload_reference=self.offload_reference,
+            shares_gpu=self.shares_gpu,
             seed=how.seed,
         )
 

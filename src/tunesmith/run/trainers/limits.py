@@ -34,6 +34,9 @@ def measure_limits(device: str, dtype: DType) -> PeakRates:
         # On a CPU more than its cache holds, but a small part of the free memory.
         copied = 512 * 2**20 if on_gpu else max(2**20, min(64 * 2**20, memory()[1] // 256))
         bandwidth = copy_rate(copied, device, wait)
+    if on_gpu:
+        del a, product
+        torch.cuda.empty_cache()  # other processes may use the device
     return PeakRates(flops, bandwidth)
 
 

@@ -49,6 +49,9 @@ class TorchBackend(Generic[M]):
     With ``ema_decay`` a float32 average of the weights, ``a ← decay·a + (1 − decay)·w``, is updated
     after every optimizer step.
 
+    One that ``shares_gpu`` leaves no memory cached after a pass or a step: the processes of other
+    models on its GPU need it.
+
     A backend that has joined a ``group`` is one of several ranks, each with its own random numbers.
     It has a copy of the weights, whose gradients are summed over the ranks at each step; or, if the
     model is sharded (``parallel/sharding.py``), some rows of every weight.
@@ -69,6 +72,7 @@ class TorchBackend(Generic[M]):
         gradient_checkpointing: float = 0,
         offload_activations: bool = False,
         offload_reference: bool = False,
+        shares_gpu: bool = False,
         seed: int = 0,
     ) -> None:
         self.model, self.passes = model, Passes(model, predict)
@@ -76,6 +80,7 @@ class TorchBackend(Generic[M]):
             None if reference is None else Passes(reference, predict, offload=offload_reference)
         )
         self.value_head = value_head
+        self._shares_gpu = shares_gpu
         self.optimizer = MasterOptimizer(
             model.module, settings, value_head, head_lr_ratio, ema_decay
         )
@@ -121,6 +126,12 @@ class TorchBackend(Generic[M]):
     def score(
         self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False
     ) -> Floats:
+        try:
+            return self._score(packing, of, reference=reference)
+        finally:
+            self._release_cache()
+
+    def _score(self, packing: Packing, of: Quantity, *, reference: bool) -> Floats:
         if not reference:
             return self.passes.score(packing, of)
         if self.reference is not None:
@@ -128,6 +139,10 @@ class TorchBackend(Generic[M]):
         assert self.model.adapter is not None, "this run has no reference model"
         with self.model.adapter.reference():  # the same model without the adapter
             return self.passes.score(packing, of)
+
+    def _release_cache(self) -> None:
+        if self._shares_gpu:
+            torch.cuda.empty_cache()
 
     def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
         # A failed backward pass leaves partial gradients, so every call starts without any.
@@ -163,6 +178,7 @@ class TorchBackend(Generic[M]):
                 broken = sum((~t.isfinite()).sum() for t in read if t is not None)
                 sums.add({"loss": loss, **metrics, "broken": torch.as_tensor(broken)})
         total = sums.read()
+        self._release_cache()
         return dict.fromkeys(total, math.nan) if total.pop("broken", 0.0) else total
 
     def step(self, lr: float) -> dict[str, float]:
@@ -177,6 +193,7 @@ class TorchBackend(Generic[M]):
             self.optimizer.update_average()
         self.optimizer_steps += 1
         self._settled = self._random_state()
+        self._release_cache()
         return metrics
 
     def sum_gradients(self) -> None:
@@ -254,7 +271,7 @@ class TorchBackend(Generic[M]):
 
     def offload(self) -> None:
         self.optimizer.move("cpu")
-        if self.model.device.type == "cuda":  # gives cached memory to an engine on the same device
+        if self.model.device.type == "cuda":  # for an engine on the same device
             torch.cuda.empty_cache()
 
     def reload(self) -> None:

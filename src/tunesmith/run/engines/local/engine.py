@@ -150,8 +150,8 @@ class LocalEngine:
         await self._thread.call(load)
 
     async def sleep(self, level: int = 1) -> None:
-        """Free the KV memory and prepared weights; at level 2 also the weights, unless the trainer
-        uses them.
+        """Free the KV memory and prepared weights, for other processes too; at level 2 also the
+        weights, unless the trainer uses them.
 
         Raises:
             EngineError: requests are in flight.
@@ -168,6 +168,8 @@ class LocalEngine:
                 self._runner.refresh()
                 if level == 2 and self._weights is not None:
                     self._weights.leave()
+                if self._model.device.type == "cuda":  # other processes share the device
+                    torch.cuda.empty_cache()
 
             await self._thread.call(free)
 

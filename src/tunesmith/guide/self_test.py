@@ -1,0 +1,289 @@
+"""``tunesmith check machine``: whether runs can use what this machine has, in about two minutes.
+
+Each line is one fact or one attempt; a line that fails says what to do.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tunesmith.config.values import format_size
+from tunesmith.guide.cluster_check import LARGE, Prober, driver_version
+from tunesmith.plan.facts.hardware import Gpu, Hardware
+from tunesmith.plan.facts.machines import kind_of
+from tunesmith.plan.rules.vllm import version_problem
+
+LEAST_SHARED = 8 << 30
+"""Bytes of shared memory with which processes of GPUs exchange weights and NCCL its data."""
+LEAST_FREE = 0.9
+"""Share of a GPU's memory that is free if nobody else uses it."""
+LEAST_RATE = 0.5
+"""Share of a GPU's peak rates that large products and copies reach."""
+LEAST_LINK = 0.2
+"""Share of a link's peak rate that a sum over all GPUs reaches."""
+LEAST_HOST_RATE = 5e9
+"""Bytes per second between a GPU and pinned host memory over a slow PCIe slot."""
+PINNED = 256 << 20
+OPTIONAL = {"vllm": "vLLM", "liger-kernel": "Liger's kernels", "bitsandbytes": "bitsandbytes"}
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLine:
+    """A line of the table.
+
+    Args:
+        cure: what to do; None: the line is in order.
+    """
+
+    name: str
+    found: str
+    cure: str | None = None
+
+
+def examine(machine: Hardware) -> Iterator[MachineLine]:
+    """All lines, each as soon as it is known."""
+    yield from _devices(machine)
+    yield _versions()
+    yield from _packages(machine)
+    yield _shared_memory(machine)
+    usable = machine.gpus if _torch_sees_gpus() else ()
+    for index, gpu in enumerate(usable):
+        yield from _attempt(f"GPU {index}: speed", lambda i=index, g=gpu: _speed(i, g))
+    if len(usable) > 1:
+        yield from _attempt("between GPUs", lambda: _between(usable))
+    device = "cuda" if usable else "cpu"
+    for engine in _engines():
+        name = f"a step of rl with system.engine = {engine!r}"
+        yield from _attempt(name, lambda e=engine: _step(e, device))
+
+
+def _attempt(name: str, work: Callable[[], MachineLine]) -> Iterator[MachineLine]:
+    """The line of a part that may fail in ways nobody has foreseen."""
+    try:
+        yield work()
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        yield MachineLine(
+            name,
+            f"failed: {type(error).__name__}: {first} ({place.filename}:{place.lineno})",
+            "runs that need it will fail in the same way; the page on troubleshooting lists errors",
+        )
+
+
+def _devices(machine: Hardware) -> Iterator[MachineLine]:
+    if machine.unseen is not None:
+        yield MachineLine(
+            "GPUs",
+            f"CUDA_VISIBLE_DEVICES={machine.unseen}, and nvidia-smi lists none of them",
+            "unset CUDA_VISIBLE_DEVICES, or give numbers or UUIDs that `nvidia-smi -L` prints",
+        )
+    if not machine.gpus:
+        compiler = machine.compiler
+        yield MachineLine("CPU", f"{machine.cpu}, {machine.cores} cores")
+        yield MachineLine(
+            "C++ compiler",
+            compiler or "none",
+            None if compiler else "install g++: without one, layers are not compiled for this CPU",
+        )
+        return
+    if not _torch_sees_gpus():
+        yield MachineLine(
+            "PyTorch and GPUs",
+            f"torch {version('torch')} sees none of {len(machine.gpus)} GPUs",
+            f"install PyTorch for CUDA that driver {driver_version()} supports "
+            "(https://pytorch.org/get-started/locally/), or renew the driver",
+        )
+    for index, gpu in enumerate(machine.gpus):
+        major, minor = gpu.capability
+        yield MachineLine(
+            f"GPU {index}",
+            f"{gpu.name}, {format_size(gpu.memory_free)} of {format_size(gpu.memory_total)} free, "
+            f"compute capability {major}.{minor}",
+            None
+            if gpu.memory_free >= LEAST_FREE * gpu.memory_total
+            else "another process uses it (`nvidia-smi` names it): end that one, or choose other "
+            "GPUs with CUDA_VISIBLE_DEVICES",
+        )
+
+
+def _torch_sees_gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _versions() -> MachineLine:
+    import torch
+
+    parts = [f"{name} {version(name)}" for name in ("tunesmith", "torch", "transformers")]
+    if torch.cuda.is_available():
+        from torch.cuda import nccl
+
+        numbers: Sequence[object] = nccl.version()
+        parts += [
+            f"CUDA {torch.version.cuda}",
+            f"driver {driver_version()}",
+            f"NCCL {'.'.join(map(str, numbers))}",
+        ]
+    return MachineLine("versions", ", ".join(parts))
+
+
+def _packages(machine: Hardware) -> Iterator[MachineLine]:
+    """Optional packages; vLLM is missed where there is a GPU."""
+    for package, name in OPTIONAL.items():
+        installed = _installed(package) or _installed(f"{package}-cpu")
+        if installed is None:
+            missed = package == "vllm" and bool(machine.gpus)
+            yield MachineLine(
+                name,
+                "not installed",
+                "pip install 'tunesmith[vllm]': sampling on GPUs is several times as fast with it"
+                if missed
+                else None,
+            )
+        else:
+            yield MachineLine(
+                name, installed, version_problem(installed) if package == "vllm" else None
+            )
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _shared_memory(machine: Hardware, path: Path = Path("/dev/shm")) -> MachineLine:
+    if not path.is_dir():
+        return MachineLine("shared memory", f"no {path}", f"mount a tmpfs at {path}")
+    size = shutil.disk_usage(path).total
+    small = bool(machine.gpus) and size < LEAST_SHARED
+    return MachineLine(
+        "shared memory",
+        f"{format_size(size)} in {path}",
+        "start the container with --shm-size=64g (Kubernetes: an emptyDir of medium Memory at "
+        f"{path}): NCCL and weights for engines go through it"
+        if small
+        else None,
+    )
+
+
+def _speed(index: int, gpu: Gpu) -> MachineLine:
+    from tunesmith.run.trainers.limits import measure_limits
+
+    device = f"cuda:{index}"
+    rates = measure_limits(device, "bfloat16" if gpu.bf16 else "float16")
+    host = _host_rate(device)
+    found = (
+        f"{rates.flops_per_second / 1e12:.0f} TFLOP/s, memory "
+        f"{rates.bytes_per_second / 1e12:.2f} TB/s, to host memory {host / 1e9:.0f} GB/s"
+    )
+    kind = kind_of(gpu)
+    slow = kind is not None and (
+        rates.flops_per_second < LEAST_RATE * kind.flops
+        or rates.bytes_per_second < LEAST_RATE * kind.bandwidth
+    )
+    cure = None
+    if slow:
+        cure = (
+            "less than half of its data sheet: see `nvidia-smi -q -d PERFORMANCE,CLOCK` for "
+            "throttling, and `nvidia-smi` for other processes"
+        )
+    elif host < LEAST_HOST_RATE:
+        cure = "its PCIe link is narrow (`nvidia-smi -q -d PCIE`): leave offloading off"
+    return MachineLine(f"GPU {index}: speed", found, cure)
+
+
+def _host_rate(device: str) -> float:
+    """Bytes per second from pinned host memory to a GPU."""
+    import torch
+
+    there = torch.empty(PINNED, dtype=torch.uint8, pin_memory=True)
+    here = torch.empty(PINNED, dtype=torch.uint8, device=device)
+    seconds: list[float] = []
+    for _ in range(4):
+        began = time.perf_counter()
+        here.copy_(there)
+        torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return PINNED / median(seconds[1:])
+
+
+def _between(gpus: Sequence[Gpu]) -> MachineLine:
+    """The speed of a sum over all GPUs, with a process for each."""
+    from tunesmith.errors import TrainerLostError
+    from tunesmith.learn.usercode.far import gather
+    from tunesmith.plan.devices import visible_names
+    from tunesmith.run.processes.local import LocalProcesses
+
+    world = len(gpus)
+    places = [(name,) for name in visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), world)]
+    with LocalProcesses({"actor": places}) as processes:
+        ranks = [processes.spawn("actor", TrainerLostError) for _ in range(world)]
+        gather(far.make(Prober) for far in ranks)
+        at = ranks[0].call("open_store")
+        gather(far.submit("meet", rank, world, at) for rank, far in enumerate(ranks))
+        seconds = max(gather(far.submit("seconds", LARGE) for far in ranks))
+    rate = 2 * (world - 1) / world * LARGE / seconds
+    kind = kind_of(gpus[0])
+    slow = kind is not None and rate < LEAST_LINK * kind.link
+    return MachineLine(
+        "between GPUs",
+        f"NCCL sums {format_size(LARGE)} over {world} GPUs at {rate / 1e9:.3g} GB/s",
+        "far below the links' rate: `nvidia-smi topo -m` and `nvidia-smi nvlink -s` show the "
+        "links, NCCL_DEBUG=INFO what NCCL uses"
+        if slow
+        else None,
+    )
+
+
+def _engines() -> list[str]:
+    return ["local", *(["vllm"] if find_spec("vllm") else [])]
+
+
+def _step(engine: str, device: str) -> MachineLine:
+    """A step of reinforcement learning of a tiny model, as the command takes it."""
+    from tunesmith.guide.recipes.arithmetic import make_model, problems, write_tasks
+    from tunesmith.run.placement import run_rl
+
+    with tempfile.TemporaryDirectory(prefix="tunesmith-check-") as place:
+        directory = Path(place)
+        make_model(directory / "model", seed=0, hidden=64, layers=2)
+        train, _ = problems(0, 8, 1)
+        write_tasks(directory / "train.jsonl", train)
+        settings: dict[str, Any] = {
+            "model.path": directory / "model",
+            "data.train": directory / "train.jsonl",
+            "reward.functions": '["exact_match"]',
+            "rollout.prompts_per_step": 4,
+            "rollout.group_size": 4,
+            "rollout.max_new_tokens": 8,
+            "train.steps": 1,
+            "system.engine": engine,
+            "system.device": device,
+            "run_dir": directory / "run",
+        }
+        began = time.perf_counter()
+        with redirect_stdout(io.StringIO()):
+            result = run_rl(None, [f"{key}={value}" for key, value in settings.items()])
+        seconds = time.perf_counter() - began
+        tokens = sum(row.get("sampled_tokens", 0) for row in result.metrics)
+    name = f"a step of rl with system.engine = {engine!r}"
+    return MachineLine(
+        name, f"{tokens} tokens sampled and trained on, on {device}, in {seconds:.1f} s"
+    )

@@ -1,0 +1,98 @@
+"""``tunesmith check machine``: a line for each part, and what to do for those that fail."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tunesmith.cli.main import app
+from tunesmith.guide import self_test
+from tunesmith.guide.self_test import MachineLine, examine
+from tunesmith.plan.facts.hardware import Gpu, Hardware
+from tunesmith.plan.rules.vllm import SUPPORTED
+
+GB = 10**9
+CPU = Hardware("Some CPU", 4, 64 * GB, 60 * GB, bf16=True, compiler="/usr/bin/g++")
+H100 = Gpu("NVIDIA H100 80GB HBM3", 81559 << 20, 81000 << 20, (9, 0))
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
+    """No steps are taken; returns the versions that are installed."""
+    installed: dict[str, str | None] = {"vllm": f"{SUPPORTED[0]}.{SUPPORTED[1]}.1"}
+    monkeypatch.setattr(self_test, "_installed", installed.get)
+    monkeypatch.setattr(self_test, "_engines", list)
+    monkeypatch.setattr(self_test, "_torch_sees_gpus", lambda: False)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(64 << 30, 0, 0))
+    return installed
+
+
+def cures(machine: Hardware) -> dict[str, str]:
+    return {line.name: line.cure for line in examine(machine) if line.cure}
+
+
+def test_a_cpu_in_order(quick: Any) -> None:
+    quick["vllm"] = None
+    assert cures(CPU) == {}
+    assert cures(replace(CPU, compiler=None)).keys() == {"C++ compiler"}
+
+
+def test_what_hinders_runs_on_gpus_is_said_with_what_to_do(
+    quick: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = replace(CPU, gpus=(H100, replace(H100, memory_free=50 * GB)))
+    found = cures(machine)
+    assert found.keys() == {"PyTorch and GPUs", "GPU 1"}
+    assert "nvidia-smi" in found["GPU 1"] and "pytorch.org" in found["PyTorch and GPUs"]
+
+    quick["vllm"] = None
+    assert "pip install 'tunesmith[vllm]'" in cures(machine)["vLLM"]
+    quick["vllm"] = "0.1.0"
+    assert "vLLM 0.1.0" in cures(machine)["vLLM"]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(64 << 20, 0, 0))
+    assert "--shm-size" in cures(machine)["shared memory"]
+    assert "CUDA_VISIBLE_DEVICES" in cures(replace(CPU, unseen="7"))["GPUs"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_slow_gpus_and_links_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tunesmith.costs import PeakRates
+
+    rates = {"cuda:0": PeakRates(700e12, 2.9e12), "cuda:1": PeakRates(300e12, 2.9e12)}
+    monkeypatch.setattr(self_test, "_torch_sees_gpus", lambda: True)
+    monkeypatch.setattr(
+        "tunesmith.run.trainers.limits.measure_limits", lambda device, _: rates[device]
+    )
+    monkeypatch.setattr(self_test, "_host_rate", lambda _: 50e9)
+    monkeypatch.setattr(self_test, "_between", lambda _: 1 / 0)
+    found = cures(replace(CPU, gpus=(H100, H100)))
+    assert found.keys() == {"GPU 1: speed", "between GPUs"}
+    assert "throttling" in found["GPU 1: speed"]
+
+
+def test_the_command_fails_if_a_line_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        MachineLine("shared memory", "64MB"),
+        MachineLine("vLLM", "not installed", "install it"),
+    ]
+    monkeypatch.setattr(self_test, "examine", lambda _: iter(lines))
+    monkeypatch.setattr(
+        "tunesmith.plan.facts.hardware.read_hardware", lambda: replace(CPU, gpus=(H100,))
+    )
+    failed = CliRunner().invoke(app, ["check", "machine"])
+    assert failed.exit_code == 2 and "! vLLM: not installed" in failed.output
+
+    del lines[1]
+    assert CliRunner().invoke(app, ["check", "machine"]).exit_code == 0
+
+
+@pytest.mark.slow
+def test_every_engine_takes_a_step_here() -> None:
+    steps = [line for line in examine(CPU) if line.name.startswith("a step")]
+    assert steps and not [line for line in steps if line.cure]
+    assert all("tokens sampled and trained on, on cpu" in line.found for line in steps)
