@@ -94,7 +94,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def sums_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: compiled functions add gradients without rounding them first."""
-    monkeypatch.setattr("tunesmith.models.cpu.training_functions._allowed", False)
+    monkeypatch.setattr("tunesmith.models.cpu.functions._allowed", False)
 
 
 @pytest.fixture(autouse=True)

@@ -150,11 +150,7 @@ def test_imports_point_downward() -> None:
 
 BEHIND_DOORS = {
     ("guide",): ("guide",),
-    ("models", "cpu"): (
-        "models.cpu",
-        "run.engines.local.decode_model",
-        "run.engines.local.native_decode",
-    ),
+    ("models", "cpu"): ("models.cpu",),
     ("records", "report"): ("records.report", "guide"),
     ("records", "doctor"): ("records.doctor", "records.report", "guide"),
 }

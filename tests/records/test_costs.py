@@ -55,14 +55,6 @@ def test_an_operation_costs_what_those_it_calls_do_not(tmp_path: Path) -> None:
     assert largest_costs(file, 1) == [("mm", 260e-6)]
 
 
-def test_calls_of_compiled_functions_count(tmp_path: Path) -> None:
-    called = event("tunesmith::product", 10, 40, kind="user_annotation")
-    assert largest_costs(trace(tmp_path, event("mm", 0, 100), called), 3) == [
-        ("mm", pytest.approx(60e-6)),
-        ("tunesmith::product", 40e-6),
-    ]
-
-
 def test_on_a_gpu_its_kernels_count(tmp_path: Path) -> None:
     file = trace(
         tmp_path,

@@ -23,7 +23,7 @@ from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.learn.usercode.far import gather
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.cpu import training_functions
+from tunesmith.models.cpu.functions import FUNCTIONS
 from tunesmith.models.kernels.layers import decoder_layers
 from tunesmith.models.kernels.quantised import Quantize
 from tunesmith.models.parallel.sequence import SequenceKind, sequence_group
@@ -63,7 +63,7 @@ class Rank:
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
-        training_functions.allow(compiled)
+        FUNCTIONS.allow(compiled)
         store = reach_store(HERE, port)
         join_default_group(store, rank, world, HERE, "cpu")
         sharding = Sharding.over("cpu", stage, size or world) if stage else None

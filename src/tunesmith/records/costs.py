@@ -13,8 +13,6 @@ from tunesmith.errors import StorageError, boundary
 
 OPERATION = "cpu_op"
 KERNEL = ("kernel", "gpu_memcpy", "gpu_memset")
-COMPILED_CALL = "tunesmith::"
-"""Name prefix of calls to the package's compiled functions, for which torch has no operation."""
 
 
 def largest_costs(trace: Path, most: int) -> list[tuple[str, float]]:
@@ -28,9 +26,7 @@ def largest_costs(trace: Path, most: int) -> list[tuple[str, float]]:
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
         kernels = [event for event in events if event.get("cat") in KERNEL]
-        operations = [
-            e for e in events if e.get("cat") == OPERATION or e["name"].startswith(COMPILED_CALL)
-        ]
+        operations = [event for event in events if event.get("cat") == OPERATION]
         spent = _totals(kernels) if kernels else _own(operations)
     return [(name, micros / 1e6) for name, micros in spent.most_common(most)]
 

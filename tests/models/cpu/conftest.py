@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tunesmith.models.cpu import training_functions
+from tunesmith.models.cpu import functions
 
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_functions, "_allowed", True)
+    monkeypatch.setattr(functions, "_allowed", True)

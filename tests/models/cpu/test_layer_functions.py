@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunesmith.models.cpu.functions import CpuFunctions
-from tunesmith.models.cpu.layer_functions import Gated, RmsNorm, TurnedHeads, fits
-from tunesmith.models.cpu.training_functions import functions
+from tunesmith.models.cpu.functions import CpuFunctions, usable
+from tunesmith.models.cpu.layer_functions import Gated, RmsNorm, TurnedHeads
 from tunesmith.models.kernels import lean_ops
 from tunesmith.models.kernels.functions import HeadShape, computed
 
 pytestmark = pytest.mark.skipif(
-    functions() is None, reason="this CPU multiplies nothing in bfloat16, or there is no compiler"
+    not usable(), reason="this CPU multiplies nothing in bfloat16, or there is no compiler"
 )
 
 ROUNDED = 2**-8
@@ -193,7 +192,8 @@ def test_as_pytorch_s_operations_which_serve_all_else(
     assert len(calls) == 1
     agree(found, other.double(), roundings=4)
     agree(gradient, None if x.grad is None else x.grad.double(), roundings=4)
-    assert not fits(x.float()) and not fits(x.to("meta")) and fits(x, weight)
+    assert not CpuFunctions.fits(x.float()) and not CpuFunctions.fits(x.to("meta"))
+    assert CpuFunctions.fits(x, weight)
     assert run[operation](x.detach().float()).dtype == torch.float32
 
 

@@ -16,7 +16,7 @@ from tests.support.training import forest_of
 from tunesmith.config.schema import LoraSection
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.cpu import products
+from tunesmith.models.cpu import decoding, products
 from tunesmith.models.cpu.products import HEADS, LAYERS, Kind, works
 from tunesmith.plan.cost.price import SMALL, prepared_bytes
 from tunesmith.run.engines.local import decode_model
@@ -37,8 +37,7 @@ def chosen(dtype: torch.dtype, is_head: int) -> set[str]:
     """The kinds that this machine may choose for a layer or the head."""
     cases = [(small, compiled) for small in (True, False) for compiled in (True, False)]
     return {
-        products.fastest(dtype, small=small, compiled=compiled)[is_head]
-        for small, compiled in cases
+        products.fastest(dtype, small=small, allowed=compiled)[is_head] for small, compiled in cases
     }
 
 
@@ -79,12 +78,11 @@ def test_large_models_prepare_fewer_bytes_per_weight() -> None:
 def test_compiled_products_are_of_one_kind(
     has: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = SimpleNamespace(
-        tunesmith_has_tiles=lambda: has == "tiles", tunesmith_has_pairs=lambda: has != ""
-    )
-    monkeypatch.setattr(products, "functions", lambda: library)
-    assert products.fastest(torch.bfloat16, small=True, compiled=True) == (kind, kind)
-    assert products.fastest(torch.float32, small=True, compiled=True) == (
+    operations = SimpleNamespace(has_tiles=lambda: has == "tiles", has_pairs=lambda: has != "")
+    monkeypatch.setattr(products, "OPERATIONS", operations)
+    monkeypatch.setattr(products, "compiled", lambda: True)
+    assert products.fastest(torch.bfloat16, small=True, allowed=True) == (kind, kind)
+    assert products.fastest(torch.float32, small=True, allowed=True) == (
         products.PANELS,
         products.PANELS,
     )
@@ -97,14 +95,14 @@ def test_without_compiled_functions_weights_are_packed_where_that_works(
     monkeypatch.setattr(
         products, "works", lambda _, weights: has_bfloat16 or weights == torch.float32
     )
-    monkeypatch.setattr(products, "functions", lambda: None)
+    monkeypatch.setattr(products, "compiled", lambda: False)
     for compiled in (True, False):
-        assert products.fastest(torch.float32, small=False, compiled=compiled) == (
+        assert products.fastest(torch.float32, small=False, allowed=compiled) == (
             "packed",
             "packed",
         )
         kinds = [
-            products.fastest(torch.bfloat16, small=small, compiled=compiled)
+            products.fastest(torch.bfloat16, small=small, allowed=compiled)
             for small in (True, False)
         ]
         assert kinds == (
@@ -115,7 +113,7 @@ def test_without_compiled_functions_weights_are_packed_where_that_works(
 
 
 def test_pairs_of_an_odd_number_of_inputs_are_not_made() -> None:
-    if products.functions() is None:
+    if not products.compiled():
         pytest.skip("there is no C++ compiler")
     weight = torch.randn(32, 7).bfloat16()
     x = torch.randn(3, 7).bfloat16()
@@ -129,7 +127,7 @@ def test_pairs_of_an_odd_number_of_inputs_are_not_made() -> None:
 def test_of_a_float32_model_that_copies_do_not_fit_beside_nothing_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_model, "prepared_bytes", lambda *_: 0)
+    monkeypatch.setattr(decoding, "prepared_bytes", lambda *_: 0)
     model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.float32)
     assert decode_model.DecodeModel(model, compiled=True).decoder() is model
 
@@ -199,7 +197,7 @@ def test_the_engine_samples_as_the_trainer_scores_with_every_kind(
         assert kind not in chosen(dtype, 0) or head not in chosen(dtype, 1)
         return
     monkeypatch.setattr(
-        decode_model,
+        decoding,
         "fastest",
         lambda weights, **_: (kind, head) if weights == dtype else ("plain", "plain"),
     )

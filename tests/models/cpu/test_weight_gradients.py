@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tunesmith.models.cpu import weight_gradients
-from tunesmith.models.cpu.training_functions import functions
+from tunesmith.models.cpu.functions import CpuFunctions, usable
 from tunesmith.models.head import Head, fused_logprobs
 from tunesmith.models.kernels.gradient_sums import kept_sums
 from tunesmith.models.kernels.lean_ops import embed, linear
 from tunesmith.run.trainers.masters import Master
 
 pytestmark = pytest.mark.skipif(
-    functions() is None, reason="this CPU multiplies nothing in bfloat16, or there is no compiler"
+    not usable(), reason="this CPU multiplies nothing in bfloat16, or there is no compiler"
 )
 
 
@@ -31,7 +30,7 @@ def test_products_replace_or_are_added_to_sums(
     grad = wide[:, : sum(outputs)]
     x = torch.randn(rows, inputs).bfloat16()
     sums = [torch.full((n, inputs), 5.0) for n in outputs]
-    weight_gradients.add_product(grad, x, [(total, i % 2 == 1) for i, total in enumerate(sums)])
+    CpuFunctions.add_product(grad, x, [(total, i % 2 == 1) for i, total in enumerate(sums)])
     exact = (grad.double().t() @ x.double()).split(outputs)
     for i, (total, wanted) in enumerate(zip(sums, exact, strict=True)):
         torch.testing.assert_close(

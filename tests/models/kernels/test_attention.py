@@ -23,7 +23,7 @@ from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.packing import pack
 from tunesmith.models.attention import ForestAttention
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.cpu import training_functions
+from tunesmith.models.cpu import functions
 from tunesmith.models.forest import Segment
 from tunesmith.models.kernels import varlen_attention
 from tunesmith.models.kernels.attention import AttentionRule
@@ -94,7 +94,7 @@ def test_bfloat16_gradients_are_near_those_of_float64(
     heads: int, kv_heads: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In tiles, where the CPU has them: segments end inside of tiles, and are longer than one."""
-    monkeypatch.setattr(training_functions, "_allowed", True)
+    monkeypatch.setattr(functions, "_allowed", True)
     segments = (*TREE[:-1], Segment(57, 100, -1), Segment(157, 65, 6), Segment(222, 33, 6))
     inputs = [t.bfloat16() for t in tensors(255, heads, kv_heads, torch.float32, dim)]
     inputs[0] = torch.cat((inputs[0], inputs[1]), 1).split([heads, kv_heads], 1)[

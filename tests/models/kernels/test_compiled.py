@@ -25,7 +25,7 @@ from tunesmith.guide.simulate.dry_run import check_dry_run
 from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.cpu import training_functions
+from tunesmith.models.cpu import functions
 from tunesmith.models.kernels import compiled
 from tunesmith.models.kernels.inductor import CACHE
 from tunesmith.run.placement.specs import load_tokenizer, model_spec
@@ -227,11 +227,11 @@ def test_a_gpu_that_is_not_there_compiles_nothing(tmp_path: Path) -> None:
 def test_a_run_compiles_its_models_and_not_its_own_training_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_functions, "_allowed", True)
+    monkeypatch.setattr(functions, "_allowed", True)
     config = resolved(
         tmp_path, "sft", "system.device=cpu", "system.compile=default", "system.threads=1"
     )
     model = model_spec(config).build(load_tokenizer(config))
     assert model.lean is not None and isinstance(model.lean.compiled, compiled.CompiledLayers)
-    assert training_functions.functions() is None
+    assert not functions.usable()
     assert np.isfinite(model.predict(forest_of(samples_of())).logprobs.detach().numpy()).all()

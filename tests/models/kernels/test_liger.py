@@ -26,7 +26,7 @@ from tunesmith.errors import ConfigError, ModelError
 from tunesmith.guide.simulate.dry_run import check_dry_run
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.cpu import training_functions
+from tunesmith.models.cpu import functions
 from tunesmith.models.kernels import lean_ops, liger
 from tunesmith.models.kernels.functions import HeadShape
 from tunesmith.models.kernels.lean_ops import OURS, Operations
@@ -229,7 +229,7 @@ def test_a_family_without_a_lean_form_is_refused(tmp_path: Path, stand_in: Liger
 def test_a_run_on_a_gpu_computes_with_them(
     tmp_path: Path, stand_in: LigerInTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_functions, "_allowed", False)
+    monkeypatch.setattr(functions, "_allowed", False)
     config = resolved(tmp_path, "sft", "system.kernels=liger", "model.dtype=float32", on=GPU)
     assert config.system.kernels == "liger"
     here = config.model_copy(
@@ -244,7 +244,7 @@ def test_a_run_on_a_gpu_computes_with_them(
 def test_ours_is_the_default(
     tmp_path: Path, stand_in: LigerInTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_functions, "_allowed", False)
+    monkeypatch.setattr(functions, "_allowed", False)
     config = resolved(tmp_path, "sft", "system.device=cpu", "system.threads=1")
     assert config.system.kernels == "torch"
     model_spec(config).build(load_tokenizer(config)).predict(forest_of(samples_of()))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import sft_settings, sums
-from tunesmith.models.cpu import training_functions
+from tunesmith.models.cpu import functions
 from tunesmith.run import placement
 
 STEPS = 6
@@ -125,8 +125,8 @@ def test_steps_are_those_of_a_plain_loop(
 ) -> None:
     """``off`` bounds a loss's difference, and ``along`` the cosine between the changes of all
     weights."""
-    training_functions.allow(True)
-    if compiled and training_functions.functions() is None:
+    functions.FUNCTIONS.allow(True)
+    if compiled and not functions.usable():
         pytest.skip("this CPU or compiler has no compiled training functions")
     wanted = plain(model, getattr(torch, dtype))
     got = ours(tmp_path, model, dtype, compiled)

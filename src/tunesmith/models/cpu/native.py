@@ -1,14 +1,14 @@
-"""Compiles the package's C++ for this machine on first use, keeps it, and loads it.
+"""Compiles the package's C++ for this machine on first use, keeps it, and registers its operations
+with PyTorch.
 
-A library's file name is derived from its source, the headers, the compiler, the CPU and its own
-content: it is compiled again if any of these changes or the file is damaged. Processes may compile
-at the same time. The library uses the OpenMP that torch has loaded, so both share a team of
-threads; import torch first.
+A library's file name is derived from its source, the headers, the compiler, the CPU, PyTorch's
+version and its own content: it is compiled again if any of these changes or the file is damaged.
+Processes may compile at the same time. The library uses the OpenMP that torch has loaded, so both
+share a team of threads.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import os
@@ -20,48 +20,59 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tunesmith.plan.facts.hardware import compilers, find_compiler
 from tunesmith.plan.facts.instructions import compiler_options, cpu_info
 from tunesmith.records.storage import cache_folder
 
 OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+TORCH = Path(torch.__file__).parent
 SOURCES = Path(__file__).with_name("cpp")
 SECONDS = 300
 """Time limit of the compiler."""
+OPERATIONS: Any = torch.ops.tunesmith
+"""The operations of the libraries that were loaded."""
 
 
 @cache
-def library(name: str) -> ctypes.CDLL | None:
-    """The compiled ``name``.cpp of ``SOURCES``; None, with a warning, if it cannot be compiled or
-    loaded here."""
-    found = find_compiler()
-    if found is None:
-        return _without(name, f"there is no C++ compiler ({compilers()})")
+def load(name: str) -> bool:
+    """Register the operations of ``name``.cpp of ``SOURCES``; False, with a warning, if it cannot
+    be compiled or loaded here."""
+    compiler = find_compiler()
+    if compiler is None:
+        return _refuse(name, f"there is no C++ compiler ({compilers()})")
     source = SOURCES / f"{name}.cpp"
     try:
         folder = _folder()
-        command = shlex.split(found)
+        command = shlex.split(compiler)
         key = f"{name}-{_key(command, source)}"
         for kept in folder.glob(f"{key}-*.so") if folder else ():
             if kept.name == _name(key, kept):
-                return ctypes.CDLL(str(kept))
+                torch.ops.load_library(kept)
+                return True
             kept.unlink(missing_ok=True)  # loading a partial library would crash the process
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             mine = Path(scratch) / f"{name}.so"
-            _run(*command, *OPTIONS, *compiler_options(), "-o", str(mine), str(source))
-            loaded = ctypes.CDLL(str(mine))
+            headers = f"-I{TORCH / 'include'}"
+            libraries = (f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10")
+            options = (*OPTIONS, *compiler_options(), headers)
+            _run(*command, *options, "-o", str(mine), str(source), *libraries)
+            torch.ops.load_library(mine)
             if folder is not None:
                 mine.replace(folder / _name(key, mine))
-            return loaded
+            return True
     except (OSError, subprocess.SubprocessError) as error:
-        return _without(name, getattr(error, "stderr", None) or error)
+        return _refuse(name, getattr(error, "stderr", None) or error.__cause__ or error)
 
 
-def _without(name: str, reason: object) -> None:
+def _refuse(name: str, reason: object) -> bool:
     logging.getLogger(__name__).warning(
         "%s.cpp is not compiled, and PyTorch's operations run: %s", name, reason
     )
+    return False
 
 
 def _name(key: str, file: Path) -> str:
@@ -79,6 +90,7 @@ def _key(command: Sequence[str], source: Path) -> str:
         cpu.get("model name"),
         cpu.get("flags") or cpu.get("Features"),
         platform.platform(),
+        torch.__version__,
         options,
         command,
     )

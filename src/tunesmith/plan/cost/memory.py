@@ -360,7 +360,7 @@ def request_kv(plan: AnyPlan, model: ModelFacts) -> int:
 
 def kv_bytes_per_number(plan: AnyPlan) -> int:
     """Bytes per element of keys and values: the model's dtype, but float32 for the local engine on
-    a CPU if PyTorch decodes (``engines.local.native_decode``)."""
+    a CPU if PyTorch decodes (``engines.local.runner.kv_dtype``)."""
     here = not plan.devices.on_gpu and not plan.devices.engine.third_party
     exact = here and not (plan.decodes_compiled and plan.devices.dtype == "bfloat16")
     return 4 if exact else plan.devices.bytes_per_number

@@ -20,8 +20,9 @@ from tests.support.tiny import save_model
 from tunesmith.costs import PeakRates
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.kernels.decoding import DECODING, KVSpan
 from tunesmith.run.engines.local.engine import LocalEngine, end_of_sequence_ids
-from tunesmith.run.engines.local.pool import KVPool, KVSpan
+from tunesmith.run.engines.local.pool import KVPool
 from tunesmith.run.engines.local.requests import CachedPrompt, Piece, split_pieces
 from tunesmith.run.engines.local.runner import Runner
 from tunesmith.types import Completion, Sampling
@@ -130,6 +131,15 @@ def test_long_and_short_completions_side_by_side(family: str, tmp_path: Path) ->
     for (prompt, sampling), done in zip(requests, run(engine, *requests), strict=True):
         assert len(done.token_ids) == sampling.max_new_tokens
         assert done.logprobs == pytest.approx(scores(plain, prompt, done.token_ids), abs=1e-4)
+
+
+def test_without_registered_functions_pytorchs_operations_decode(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DECODING, "rooms", ())
+    (start,) = prompts(7)
+    (done,) = run(make(llama), (start, Sampling(9, temperature=0)))
+    assert done.token_ids == generated("llama", tuple(start), 9)
 
 
 def test_a_prompt_is_prefilled_once_for_its_group(llama: CausalLM) -> None:

@@ -2,6 +2,7 @@
 //
 // Shapes: B rows, H query heads, K key/value heads, G = H / K, D head size, d hidden size, f feed-forward size,
 // V vocabulary. Keys and values are [plane, block, K, slot, D]; plane 2 l are the keys of layer l, 2 l + 1 its values.
+#include "operations.h"
 #include "panels.h"
 
 static inline Vec fold(Vec* a) {  // the sums of W vectors
@@ -122,12 +123,20 @@ template <class T, class Runs> static void all_mix(int64_t queries, const float*
     });
 }
 
-extern "C" {
-
 struct Bank { void* data; int64_t plane, block, head, slots; };  // steps in numbers, and the slots of a block
 
-struct Step {
-    int64_t rows, heads, kv_heads, dim, threads, narrow_rows, narrow_bank;
+struct Kept {  // tensors whose numbers are read
+    std::vector<Tensor> tensors;
+    template <class T> T* keep(const Maybe& t) {
+        if (!t) return nullptr;
+        tensors.push_back(whole(*t));
+        return numbers<T>(tensors.back());
+    }
+};
+
+struct Step : Kept {
+    int64_t rows, kv_heads, dim;
+    bool narrow_bank;
     int64_t blocks;             // rows of one prompt that are computed together
     const int64_t* starts;      // [blocks + 1] of `order`
     const int64_t* order;       // [B], rows by block
@@ -137,37 +146,33 @@ struct Step {
     const int64_t *prompts, *own;  // [B, width] blocks of the prompt, and of the row after it
     int64_t prompts_width, own_width;
     Bank bank;
+    std::vector<const float*> rotary;  // cosines and sines [tokens, D] by kind of layer, the first half of sines negated
 };
 
-enum Layout {
+enum Weights {
     AS_IT_IS,      // weight [N, K] of bfloat16, for rows of bfloat16; the others are panels
-    PANELS,        // of float32, for rows of float32
-    SHORT_PANELS,  // of bfloat16, for rows of float32
+    PANELS,        // of float32 or bfloat16, for rows of float32
     PAIRS,         // of bfloat16, pairs of inputs side by side, for rows of bfloat16
 };
 
-struct Product {
+struct Product : Kept {
     const void *weight, *bias;
-    int64_t outputs, inputs;
-    int64_t layout;             // a Layout
+    int64_t outputs, inputs, layout;  // a Weights
+    bool narrow_weight;
 };
 
-struct Layer {
-    int64_t plane, window;      // window 0: none
-    float scale, softcap, eps;  // softcap 0: none
+struct Layer : Kept {
+    int64_t plane, heads, window;  // window 0: none
+    float scale, softcap, eps;     // softcap 0: none; eps of all norms
     const float *q_norm, *k_norm;  // [D], or null
-    const float *cos, *sin;        // [tokens, D], the first half of sin negated; or null
     const float *before_attention, *after_attention, *before_mlp, *after_mlp;  // [d], the second and last may be null
-    Product qkv, out, gate_up, down;  // where all are computed here
-    int64_t activation;
-    float norm_eps;
+    int64_t rotary, activation;    // rotary: the layer's kind, or -1
+    const Product *qkv, *out, *gate_up, *down;  // where all are computed here
 };
-
-}  // extern "C"
 
 // A head of queries or keys of a row: normed, rotated, times `factor`; out is padded with zeros.
 template <class X>
-static void prepare(const Step& s, const Layer& l, const X* x, const float* norm, int64_t row, float factor, float* out) {
+static void make_head(const Step& s, const Layer& l, const X* x, const float* norm, int64_t row, float factor, float* out) {
     const int64_t D = s.dim, half = D / 2;
     if (norm) {
         Vec squares = {};
@@ -178,8 +183,8 @@ static void prepare(const Step& s, const Layer& l, const X* x, const float* norm
         Vec v = load(x + c, D - c) * factor;
         store(out + c, norm ? v * load(norm + c, D - c) : v);
     }
-    if (!l.cos) return;
-    const float *cos = l.cos + s.table[row] * D, *sin = l.sin + s.table[row] * D;
+    if (l.rotary < 0) return;
+    const float *cos = s.rotary[2 * l.rotary] + s.table[row] * D, *sin = s.rotary[2 * l.rotary + 1] + s.table[row] * D;
     for (int64_t i = 0; i < half; i++) {
         float low = out[i], high = out[i + half];
         out[i] = low * cos[i] + high * sin[i];
@@ -201,7 +206,7 @@ static float exponentials(float* x, int64_t n) {
 // One key/value head of the rows of a block: writes their keys and values, and attends.
 template <class X, class T>
 static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, int64_t block, int64_t head) {
-    const int64_t D = s.dim, G = s.heads / s.kv_heads, padded = (D + 2 * W - 1) / (2 * W) * (2 * W);
+    const int64_t D = s.dim, G = l.heads / s.kv_heads, padded = (D + 2 * W - 1) / (2 * W) * (2 * W);
     const int64_t *rows = s.order + s.starts[block], count = s.starts[block + 1] - s.starts[block], queries = count * G;
     const int64_t prompt = s.prompt[rows[0]];
     auto begin_of = [&](int64_t row) { return l.window ? std::max<int64_t>(prompt + s.written[row] + 1 - l.window, 0) : 0; };
@@ -225,15 +230,15 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
     const int64_t* shared = s.prompts + rows[0] * s.prompts_width;
     for (int64_t m = 0; m < count; m++) {
         const int64_t row = rows[m], slot = s.written[row], begin = std::max<int64_t>(begin_of(row) - prompt, 0);
-        const X *x = qkv + row * (s.heads + 2 * s.kv_heads) * D, *value = x + (s.heads + s.kv_heads + head) * D;
+        const X *x = qkv + row * (l.heads + 2 * s.kv_heads) * D, *value = x + (l.heads + s.kv_heads + head) * D;
         const int64_t* table = s.own + row * s.own_width;
         T* keys = at(table, slot);
-        prepare(s, l, x + (s.heads + head) * D, l.k_norm, row, 1, key);
+        make_head(s, l, x + (l.heads + head) * D, l.k_norm, row, 1, key);
         for (int64_t c = 0; c < D; c += W) {
             store(keys + c, load(key + c), D - c);
             store(keys + s.bank.plane + c, load(value + c, D - c), D - c);
         }
-        for (int64_t g = 0; g < G; g++) prepare(s, l, x + (head * G + g) * D, l.q_norm, row, l.scale, q + (m * G + g) * padded);
+        for (int64_t g = 0; g < G; g++) make_head(s, l, x + (head * G + g) * D, l.q_norm, row, l.scale, q + (m * G + g) * padded);
         by_block(table, begin, slot + 1, [&](int64_t from, const T* k, int64_t n) {
             all_dots(G, q + m * G * padded, padded, k, n, D, scores + m * G * width + prompt + from, width);
         });
@@ -259,7 +264,7 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
         all_mix<T>(G, scores + m * G * width + prompt, width, values, D, mixed + m * G * padded, padded);
         for (int64_t g = 0; g < G; g++)
             for (int64_t c = 0; c < D; c += W)
-                store(out + (row * s.heads + head * G + g) * D + c, load(mixed + (m * G + g) * padded + c) / totals[m * G + g], D - c);
+                store(out + (row * l.heads + head * G + g) * D + c, load(mixed + (m * G + g) * padded + c) / totals[m * G + g], D - c);
     }
 }
 
@@ -267,7 +272,7 @@ template <class X, class T> static void attend(const Step& s, const Layer& l, co
     int64_t tokens = 0;
     for (int64_t row = 0; row < s.rows; row++) tokens += s.prompt[row] + s.written[row] + 8;
     const int64_t work = s.blocks * s.kv_heads;
-#pragma omp parallel for num_threads(s.threads) schedule(dynamic, 1) if (work > 1 && tokens * s.heads * s.dim > ALONE)
+#pragma omp parallel for num_threads(threads()) schedule(dynamic, 1) if (work > 1 && tokens * l.heads * s.dim > ALONE)
     for (int64_t i = 0; i < work; i++) attend_block<X, T>(s, l, qkv, out, i / s.kv_heads, i % s.kv_heads);
 }
 
@@ -405,30 +410,32 @@ template <class Y> static void multiply(int64_t rows, const Product& p, const bf
 
 // Rows of float32 times a weight in panels.
 static void multiply(int64_t rows, const Product& p, const float* x, float* out, int64_t threads) {
-    if (p.layout == PANELS) multiply_panels(rows, p.outputs, p.inputs, (const float*)p.weight, (const float*)p.bias, x, out, threads);
-    else multiply_panels(rows, p.outputs, p.inputs, (const bfloat16*)p.weight, (const float*)p.bias, x, out, threads);
+    if (p.narrow_weight) multiply_panels(rows, p.outputs, p.inputs, (const bfloat16*)p.weight, (const float*)p.bias, x, out, threads);
+    else multiply_panels(rows, p.outputs, p.inputs, (const float*)p.weight, (const float*)p.bias, x, out, threads);
 }
 
 // All layers: x [B, d] is the embedded tokens; out the normed states after the last layer.
-template <class X> static void run_layers(const Step& s, const Layer* layers, int64_t count, int64_t d, float* x, const float* last, X* out) {
-    const int64_t B = s.rows, wide = (s.heads + 2 * s.kv_heads) * s.dim, inside = layers[0].down.inputs;
+template <class X> static void run_layers(const Step& s, const std::vector<const Layer*>& layers, int64_t d, float* x, const float* last, X* out) {
+    const Layer& first = *layers[0];
+    const int64_t B = s.rows, wide = first.qkv->outputs, seen_width = first.heads * s.dim, inside = first.down->inputs, team = threads();
     static thread_local std::vector<X> memory;
-    memory.resize(B * (2 * d + wide + s.heads * s.dim + 3 * inside));
+    memory.resize(B * (2 * d + wide + seen_width + 3 * inside));
     X *normed = memory.data(), *y = normed + B * d, *qkv = y + B * d, *seen = qkv + B * wide;
-    X *both = seen + B * s.heads * s.dim, *active = both + 2 * B * inside;
-    for (int64_t i = 0; i < count; i++) {
-        const Layer& l = layers[i];
-        add_norm(B, d, x, i ? y : nullptr, i ? layers[i - 1].after_mlp : nullptr, l.before_attention, l.norm_eps, normed, s.threads);
-        multiply(B, l.qkv, normed, qkv, s.threads);
+    X *both = seen + B * seen_width, *active = both + 2 * B * inside;
+    const float* inner = nullptr;
+    for (const Layer* layer : layers) {
+        const Layer& l = *layer;
+        add_norm(B, d, x, layer == &first ? nullptr : y, inner, l.before_attention, l.eps, normed, team);
+        multiply(B, *l.qkv, normed, qkv, team);
         s.narrow_bank ? attend<X, bfloat16>(s, l, qkv, seen) : attend<X, float>(s, l, qkv, seen);
-        multiply(B, l.out, seen, y, s.threads);
-        add_norm(B, d, x, y, l.after_attention, l.before_mlp, l.norm_eps, normed, s.threads);
-        multiply(B, l.gate_up, normed, both, s.threads);
-        gated(B, inside, both, active, l.activation, s.threads);
-        multiply(B, l.down, active, y, s.threads);
+        multiply(B, *l.out, seen, y, team);
+        add_norm(B, d, x, y, l.after_attention, l.before_mlp, l.eps, normed, team);
+        multiply(B, *l.gate_up, normed, both, team);
+        gated(B, inside, both, active, l.activation, team);
+        multiply(B, *l.down, active, y, team);
+        inner = l.after_mlp;
     }
-    const Layer& l = layers[count - 1];
-    add_norm(B, d, x, y, l.after_mlp, last, l.norm_eps, out, s.threads);
+    add_norm(B, d, x, y, inner, last, first.eps, out, team);
 }
 
 // Draws a token of each row by the inverse of the cumulative distribution, as sampler.inverse_cdf does: the first whose
@@ -477,63 +484,175 @@ static void draw_row(const float* logits, int64_t V, float temperature, double u
     *logprob = float((double)((logits[chosen] - top) / scale) - std::log(total));
 }
 
-extern "C" {
+// f(a number of the rows' type): float32 or bfloat16.
+template <class F> static void by_type(bool narrow_rows, F f) { narrow_rows ? f(bfloat16()) : f(float()); }
+static ScalarType type_of(bool narrow_rows) { return narrow_rows ? ScalarType::BFloat16 : ScalarType::Float; }
 
-void tunesmith_attend(const Step* s, const Layer* l, const void* qkv, void* out) {
-    if (s->narrow_rows && s->narrow_bank) attend<bfloat16, bfloat16>(*s, *l, (const bfloat16*)qkv, (bfloat16*)out);
-    else if (s->narrow_rows) attend<bfloat16, float>(*s, *l, (const bfloat16*)qkv, (bfloat16*)out);
-    else if (s->narrow_bank) attend<float, bfloat16>(*s, *l, (const float*)qkv, (float*)out);
-    else attend<float, float>(*s, *l, (const float*)qkv, (float*)out);
+// order, lengths: of the rows by block, and of their prompts; written: tokens of each row before this one; table: its row of
+// the rotary tables, a cosine and a sine for each kind of layer.
+static Tensor step(Tensor planes, Tensor starts, Tensor order, Tensor lengths, Tensor written, Tensor table, Tensor prompts, Tensor own, std::vector<Tensor> rotary) {
+    Step* s = new Step();
+    s->rows = written.size(0), s->kv_heads = planes.size(2), s->dim = planes.size(4), s->narrow_bank = narrow(planes);
+    s->blocks = starts.size(0) - 1, s->starts = s->keep<int64_t>(starts), s->order = s->keep<int64_t>(order);
+    s->prompt = s->keep<int64_t>(lengths), s->written = s->keep<int64_t>(written), s->table = s->keep<int64_t>(table);
+    s->prompts = s->keep<int64_t>(prompts), s->prompts_width = prompts.size(1);
+    s->own = s->keep<int64_t>(own), s->own_width = own.size(1);
+    s->bank = {s->keep<void>(planes), planes.stride(0), planes.stride(1), planes.stride(2), planes.size(3)};
+    for (const Tensor& t : rotary) s->rotary.push_back(s->keep<float>(t));
+    return tensor_of(s);
 }
 
-void tunesmith_add_norm(const Step* s, int64_t d, float* x, const void* y, const float* inner, const float* weight, float eps, void* out) {
-    if (s->narrow_rows) add_norm(s->rows, d, x, (const bfloat16*)y, inner, weight, eps, (bfloat16*)out, s->threads);
-    else add_norm(s->rows, d, x, (const float*)y, inner, weight, eps, (float*)out, s->threads);
+static Tensor layer(int64_t index, int64_t heads, int64_t window, double scale, double softcap, double eps, int64_t rotary, int64_t activation,
+                    Maybe q_norm, Maybe k_norm, Tensor before_attention, Maybe after_attention, Tensor before_mlp, Maybe after_mlp, std::vector<Tensor> products) {
+    Layer* l = new Layer();
+    l->plane = 2 * index, l->heads = heads, l->window = window, l->scale = scale, l->softcap = softcap, l->eps = eps;
+    l->rotary = rotary, l->activation = activation;
+    l->q_norm = l->keep<float>(q_norm), l->k_norm = l->keep<float>(k_norm);
+    l->before_attention = l->keep<float>(before_attention), l->after_attention = l->keep<float>(after_attention);
+    l->before_mlp = l->keep<float>(before_mlp), l->after_mlp = l->keep<float>(after_mlp);
+    const Product** places[] = {&l->qkv, &l->out, &l->gate_up, &l->down};
+    for (size_t i = 0; i < products.size(); i++) {
+        *places[i] = &object_of<Product>(products[i]);
+        l->tensors.push_back(products[i]);
+    }
+    return tensor_of(l);
 }
 
-void tunesmith_gated(const Step* s, int64_t f, const void* x, void* out, int64_t kind) {
-    if (s->narrow_rows) gated(s->rows, f, (const bfloat16*)x, (bfloat16*)out, kind, s->threads);
-    else gated(s->rows, f, (const float*)x, (float*)out, kind, s->threads);
+static Tensor attended(Tensor step, Tensor layer, Tensor qkv) {
+    const Step& s = object_of<Step>(step);
+    const Layer& l = object_of<Layer>(layer);
+    qkv = whole(qkv);
+    const Tensor out = empty(qkv, {s.rows, l.heads * s.dim});
+    by_type(narrow(qkv), [&](auto number) {
+        using X = decltype(number);
+        (s.narrow_bank ? attend<X, bfloat16> : attend<X, float>)(s, l, numbers<X>(qkv), numbers<X>(out));
+    });
+    return out;
 }
 
-void tunesmith_layers(const Step* s, const Layer* layers, int64_t count, int64_t d, float* x, const float* last, void* out) {
-    if (s->narrow_rows) run_layers(*s, layers, count, d, x, last, (bfloat16*)out);
-    else run_layers(*s, layers, count, d, x, last, (float*)out);
+static Tensor added_norm(Tensor x, Maybe y, Maybe inner, Tensor weight, double eps, bool narrow_rows) {
+    const Tensor out = empty(x, {x.size(0), x.size(1)}, type_of(narrow_rows));
+    const Maybe more = y ? Maybe(whole(*y)) : std::nullopt;
+    by_type(narrow_rows, [&](auto number) {
+        using X = decltype(number);
+        add_norm(x.size(0), x.size(1), numbers<float>(x), numbers<X>(more), numbers<float>(inner), numbers<float>(weight), eps, numbers<X>(out), threads());
+    });
+    return out;
 }
 
-// To rows of bfloat16, or of float32.
-void tunesmith_product(int64_t rows, const Product* p, const void* x, void* out, int64_t narrow, int64_t threads) {
-    if (p->layout == PANELS || p->layout == SHORT_PANELS) multiply(rows, *p, (const float*)x, (float*)out, threads);
-    else if (narrow) multiply(rows, *p, (const bfloat16*)x, (bfloat16*)out, threads);
-    else multiply(rows, *p, (const bfloat16*)x, (float*)out, threads);
+static Tensor activated_gate(Tensor x, int64_t activation) {
+    x = whole(x);
+    const Tensor out = empty(x, {x.size(0), x.size(1) / 2});
+    by_type(narrow(x), [&](auto number) {
+        using X = decltype(number);
+        gated(x.size(0), x.size(1) / 2, numbers<X>(x), numbers<X>(out), activation, threads());
+    });
+    return out;
 }
 
-int64_t tunesmith_panel() { return PANEL; }
-
-// A weight [N, K] in panels [N / PANEL, K, PANEL], the last one filled up with zeros.
-void tunesmith_pack(int64_t N, int64_t K, const void* weight, void* panels, int64_t layout, int64_t threads) {
-    if (layout == PANELS) pack_panels(N, K, 1, (const float*)weight, (float*)panels, threads);
-    else pack_panels(N, K, layout == PAIRS ? 2 : 1, (const bfloat16*)weight, (bfloat16*)panels, threads);
+static Tensor layers(Tensor step, std::vector<Tensor> layers, Tensor x, Tensor norm, bool narrow_rows) {
+    std::vector<const Layer*> all;
+    for (const Tensor& layer : layers) all.push_back(&object_of<Layer>(layer));
+    const Tensor out = empty(x, {x.size(0), x.size(1)}, type_of(narrow_rows));
+    by_type(narrow_rows, [&](auto number) {
+        using X = decltype(number);
+        run_layers(object_of<Step>(step), all, x.size(1), numbers<float>(x), numbers<float>(norm), numbers<X>(out));
+    });
+    return out;
 }
 
-int64_t tunesmith_has_pairs() {  // whether the CPU multiplies pairs of bfloat16
+// A weight [N, K] in panels [N / PANEL, K, PANEL], the last one filled up with zeros like the bias, or as it is.
+static Tensor product(Tensor weight, Maybe bias, int64_t layout) {
+    Product* p = new Product();
+    p->outputs = weight.size(0), p->inputs = weight.size(1), p->layout = layout, p->narrow_weight = narrow(weight);
+    weight = whole(weight);
+    if (layout == AS_IT_IS) {
+        p->weight = p->keep<void>(weight), p->bias = p->keep<void>(bias);
+        return tensor_of(p);
+    }
+    const int64_t all = (p->outputs + PANEL - 1) / PANEL * PANEL;
+    const Tensor packed = empty(weight, {all * p->inputs});
+    by_type(p->narrow_weight, [&](auto number) {
+        using T = decltype(number);
+        pack_panels(p->outputs, p->inputs, layout == PAIRS ? 2 : 1, numbers<T>(weight), numbers<T>(packed), threads());
+    });
+    p->weight = p->keep<void>(packed);
+    if (bias) {
+        const Tensor padded = torch::stable::new_zeros(*bias, {all}, ScalarType::Float);
+        by_type(narrow(*bias), [&](auto number) {
+            const auto* from = numbers<decltype(number)>(*bias);
+            for (int64_t i = 0; i < p->outputs; i++) numbers<float>(padded)[i] = as_float(from[i]);
+        });
+        p->bias = p->keep<void>(padded);
+    }
+    return tensor_of(p);
+}
+
+// narrow_result: rows of bfloat16 give rows of bfloat16, else of float32.
+static Tensor multiplied(Tensor product, Tensor x, bool narrow_result) {
+    const Product& p = object_of<Product>(product);
+    x = whole(x);
+    const Tensor out = empty(x, {x.size(0), p.outputs}, type_of(narrow_result));
+    if (!narrow(x)) multiply(x.size(0), p, numbers<float>(x), numbers<float>(out), threads());
+    else by_type(narrow_result, [&](auto number) {
+        multiply(x.size(0), p, numbers<bfloat16>(x), numbers<decltype(number)>(out), threads());
+    });
+    return out;
+}
+
+static std::tuple<Tensor, Tensor> draw(Tensor logits, Tensor temperatures, Tensor uniforms) {
+    logits = whole(logits);
+    const int64_t rows = logits.size(0), V = logits.size(1);
+    const Tensor tokens = empty(logits, {rows}, ScalarType::Long), logprobs = empty(logits, {rows});
+    const float *all = numbers<float>(logits), *temperature = numbers<float>(temperatures);
+    const double* uniform = numbers<double>(uniforms);
+    int64_t* token = numbers<int64_t>(tokens);
+    float* logprob = numbers<float>(logprobs);
+#pragma omp parallel for num_threads(threads()) if (rows > 1 && rows * V > ALONE)
+    for (int64_t row = 0; row < rows; row++) draw_row(all + row * V, V, temperature[row], uniform[row], token + row, logprob + row);
+    return {tokens, logprobs};
+}
+
+static bool has_pairs() {  // whether the CPU multiplies pairs of bfloat16
 #ifdef __AVX512BF16__
-    return 1;
+    return true;
 #endif
-    return 0;
+    return false;
 }
 
-int64_t tunesmith_has_tiles() {
+static bool multiplies_tiles() {
 #ifdef __AMX_BF16__
     return has_tiles();
 #endif
-    return 0;
+    return false;
 }
 
-void tunesmith_draw(int64_t rows, int64_t V, const float* logits, const float* temperatures, const double* uniforms, int64_t* tokens, float* logprobs, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * V > ALONE)
-    for (int64_t row = 0; row < rows; row++)
-        draw_row(logits + row * V, V, temperatures[row], uniforms[row], tokens + row, logprobs + row);
+STABLE_TORCH_LIBRARY_FRAGMENT(tunesmith, m) {
+    m.def("has_pairs() -> bool");
+    m.def("has_tiles() -> bool");
+    m.def("step(Tensor planes, Tensor starts, Tensor order, Tensor lengths, Tensor written, Tensor table, Tensor prompts, Tensor own, Tensor[] rotary) -> Tensor");
+    m.def("layer(int index, int heads, int window, float scale, float softcap, float eps, int rotary, int activation, Tensor? q_norm, Tensor? k_norm, "
+          "Tensor before_attention, Tensor? after_attention, Tensor before_mlp, Tensor? after_mlp, Tensor[] products) -> Tensor");
+    m.def("layers(Tensor step, Tensor[] layers, Tensor(a!) x, Tensor norm, bool narrow) -> Tensor");
+    m.def("attend(Tensor step, Tensor layer, Tensor qkv) -> Tensor");
+    m.def("add_norm(Tensor(a!) x, Tensor? y, Tensor? inner, Tensor weight, float eps, bool narrow) -> Tensor");
+    m.def("gated(Tensor x, int activation) -> Tensor");
+    m.def("product(Tensor weight, Tensor? bias, int layout) -> Tensor");
+    m.def("multiply(Tensor product, Tensor x, bool narrow) -> Tensor");
+    m.def("draw(Tensor logits, Tensor temperatures, Tensor uniforms) -> (Tensor, Tensor)");
 }
-
-}  // extern "C"
+STABLE_TORCH_LIBRARY_IMPL(tunesmith, CompositeExplicitAutograd, m) {
+    m.impl("has_pairs", TORCH_BOX(&has_pairs));
+    m.impl("has_tiles", TORCH_BOX(&multiplies_tiles));
+}
+STABLE_TORCH_LIBRARY_IMPL(tunesmith, CPU, m) {
+    m.impl("step", TORCH_BOX(&step));
+    m.impl("layer", TORCH_BOX(&layer));
+    m.impl("layers", TORCH_BOX(&layers));
+    m.impl("attend", TORCH_BOX(&attended));
+    m.impl("add_norm", TORCH_BOX(&added_norm));
+    m.impl("gated", TORCH_BOX(&activated_gate));
+    m.impl("product", TORCH_BOX(&product));
+    m.impl("multiply", TORCH_BOX(&multiplied));
+    m.impl("draw", TORCH_BOX(&draw));
+}

@@ -3,6 +3,7 @@
 //
 // Shapes: T rows, N outputs and K inputs of a linear module; H query heads, K key/value heads, G = H / K, D head size.
 #include "layers.h"
+#include "operations.h"
 #include "vectors.h"
 
 #ifdef __AVX512BF16__
@@ -272,53 +273,138 @@ static void attend_backward(const Segments& f, const Attention& a, int64_t threa
 }
 #endif
 
-extern "C" {
+#ifdef __AVX512BF16__
+using Two = std::tuple<Tensor, Maybe>;
 
-int64_t tunesmith_trains() {  // whether the functions below compute
+static void weight_gradients(Tensor grad, Tensor x, std::vector<Tensor> sums, std::vector<int64_t> adds) {
+    grad = in_rows(grad), x = in_rows(x);
+    std::vector<Sum> parts;
+    for (size_t i = 0; i < sums.size(); i++) parts.push_back({numbers<float>(sums[i]), sums[i].size(0), adds[i]});
+    weight_gradient(x.size(0), x.size(1), numbers<bfloat16>(grad), grad.stride(0), numbers<bfloat16>(x), x.stride(0), parts.data(), parts.size(), threads());
+}
+
+// Each head's numbers are side by side, and so are the heads.
+static Tensor heads_in_rows(const Tensor& t) {
+    return t.stride(2) == 1 && t.stride(1) == t.size(2) ? t : torch::stable::contiguous(t);
+}
+
+static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor table, Tensor q, Tensor k, Tensor v, Tensor out, Tensor grad, Tensor lse, double scale) {
+    const int64_t count = table.size(1);
+    table = whole(table), lse = whole(lse);
+    for (Tensor* t : {&q, &k, &v, &out, &grad}) *t = heads_in_rows(*t);
+    auto rows = [](const Tensor& t) { return Rows{numbers<bfloat16>(t), t.stride(0)}; };
+    auto gradient = [](const Tensor& t) { return empty(t, {t.size(0), t.size(1), t.size(2)}); };
+    const Tensor grad_q = gradient(q), grad_k = gradient(k), grad_v = gradient(v);
+    const int64_t* starts = numbers<int64_t>(table);
+    attend_backward(Segments{count, starts, starts + count, starts + 2 * count},
+                    Attention{rows(q), rows(k), rows(v), rows(out), rows(grad), numbers<float>(lse), numbers<bfloat16>(grad_q),
+                              numbers<bfloat16>(grad_k), numbers<bfloat16>(grad_v), q.size(0), q.size(1), k.size(1), q.size(2), float(scale)},
+                    threads());
+    return {grad_q, grad_k, grad_v};
+}
+
+static std::tuple<Tensor, Tensor> norm(Tensor x, Tensor weight, double eps, bool offset) {
+    x = in_rows(x);
+    const Tensor y = empty(x, {x.size(0), x.size(1)}), scales = empty(x, {x.size(0)}, ScalarType::Float);
+    norm_rows(x.size(0), x.size(1), numbers<bfloat16>(x), x.stride(0), Norm{numbers<bfloat16>(weight), float(eps), offset},
+              numbers<bfloat16>(y), numbers<float>(scales), threads());
+    return {y, scales};
+}
+
+// weighs: whether the weight has a gradient, of float32.
+static Two norm_backward(Tensor x, Tensor grad, Tensor weight, Tensor scales, double eps, bool offset, bool weighs) {
+    x = in_rows(x), grad = in_rows(grad);
+    const Tensor grad_x = empty(x, {x.size(0), x.size(1)});
+    const Maybe grad_weight = weighs ? Maybe(empty(x, {x.size(1)}, ScalarType::Float)) : std::nullopt;
+    norm_rows_backward(x.size(0), x.size(1), numbers<bfloat16>(x), x.stride(0), numbers<bfloat16>(grad), grad.stride(0),
+                       Norm{numbers<bfloat16>(weight), float(eps), offset}, numbers<float>(scales), numbers<bfloat16>(grad_x),
+                       numbers<float>(grad_weight), threads());
+    return {grad_x, grad_weight};
+}
+
+// f(heads): of queries, keys and values x, and of the weights of the norms, of which there are two or none.
+template <class F>
+static void with_heads(const Maybe& x, const Tensor& cos, const Tensor& sin, const std::vector<Tensor>& weights, int64_t heads, int64_t kv_heads, double eps, bool offset, F f) {
+    const Tensor own_cos = whole(cos), own_sin = whole(sin);
+    std::vector<Norm> norms;
+    for (const Tensor& weight : weights) norms.push_back({numbers<bfloat16>(weight), float(eps), offset});
+    f(Heads{numbers<bfloat16>(x), numbers<bfloat16>(own_cos), numbers<bfloat16>(own_sin), weights.empty() ? nullptr : norms.data(), cos.size(0),
+            x ? x->stride(0) : 0, heads, kv_heads, cos.size(cos.dim() - 1)});
+}
+
+static std::tuple<Tensor, Tensor, Maybe> heads(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> weights, int64_t heads, int64_t kv_heads, double eps, bool offset) {
+    const int64_t T = x.size(0), D = cos.size(cos.dim() - 1);
+    const Tensor q = empty(x, {T, heads, D}), k = empty(x, {T, kv_heads, D});
+    const Maybe scales = weights.empty() ? std::nullopt : Maybe(empty(x, {T, heads + kv_heads}, ScalarType::Float));
+    with_heads(x, cos, sin, weights, heads, kv_heads, eps, offset, [&](const Heads& a) {
+        turn_heads(a, numbers<bfloat16>(q), numbers<bfloat16>(k), numbers<float>(scales), threads());
+    });
+    return {q, k, scales};
+}
+
+// weighs: whether the norms' weights have gradients [2, D], of float32.
+static Two heads_backward(std::vector<Tensor> grads, Maybe x, Tensor cos, Tensor sin, std::vector<Tensor> weights, Maybe scales, int64_t heads, int64_t kv_heads, double eps, bool offset, bool weighs) {
+    const int64_t D = cos.size(cos.dim() - 1);
+    const Tensor grad_x = empty(cos, {cos.size(0), (heads + 2 * kv_heads) * D});
+    const Maybe grad_weights = weighs ? Maybe(empty(cos, {2, D}, ScalarType::Float)) : std::nullopt;
+    const bfloat16* places[3];
+    int64_t steps[3];
+    for (int i = 0; i < 3; i++) {
+        grads[i] = heads_in_rows(grads[i]);
+        places[i] = numbers<bfloat16>(grads[i]), steps[i] = grads[i].stride(0);
+    }
+    with_heads(x, cos, sin, weights, heads, kv_heads, eps, offset, [&](const Heads& a) {
+        turn_heads_backward(a, places, steps, numbers<float>(scales), numbers<bfloat16>(grad_x), numbers<float>(grad_weights), threads());
+    });
+    return {grad_x, grad_weights};
+}
+
+static Tensor gate(Tensor x) {
+    x = in_rows(x);
+    const Tensor y = empty(x, {x.size(0), x.size(1) / 2});
+    gate_rows(x.size(0), x.size(1) / 2, numbers<bfloat16>(x), x.stride(0), numbers<bfloat16>(y), threads());
+    return y;
+}
+
+static Tensor gate_backward(Tensor x, Tensor grad) {
+    x = in_rows(x), grad = in_rows(grad);
+    const Tensor grad_x = empty(x, {x.size(0), x.size(1)});
+    gate_rows_backward(grad.size(0), grad.size(1), numbers<bfloat16>(x), x.stride(0), numbers<bfloat16>(grad), grad.stride(0),
+                       numbers<bfloat16>(grad_x), threads());
+    return grad_x;
+}
+#endif
+
+static bool trains() {  // whether this CPU has the operations below
 #if defined(__AMX_BF16__)
     return has_tiles();
 #elif defined(__AVX512BF16__)
-    return 1;
+    return true;
 #endif
-    return 0;
+    return false;
 }
 
-void tunesmith_weight_gradient(int64_t T, int64_t K, const void* grad, int64_t grad_step, const void* x, int64_t x_step, const void* sums, int64_t count, int64_t threads) {
+STABLE_TORCH_LIBRARY_FRAGMENT(tunesmith, m) {
+    m.def("trains() -> bool");
+    m.def("weight_gradients(Tensor grad, Tensor x, Tensor(a!)[] sums, int[] adds) -> ()");
+    m.def("attention_backward(Tensor table, Tensor q, Tensor k, Tensor v, Tensor out, Tensor grad, Tensor lse, float scale) -> (Tensor, Tensor, Tensor)");
+    m.def("norm(Tensor x, Tensor weight, float eps, bool offset) -> (Tensor, Tensor)");
+    m.def("norm_backward(Tensor x, Tensor grad, Tensor weight, Tensor scales, float eps, bool offset, bool weighs) -> (Tensor, Tensor?)");
+    m.def("heads(Tensor x, Tensor cos, Tensor sin, Tensor[] weights, int heads, int kv_heads, float eps, bool offset) -> (Tensor, Tensor, Tensor?)");
+    m.def("heads_backward(Tensor[] grads, Tensor? x, Tensor cos, Tensor sin, Tensor[] weights, Tensor? scales, int heads, int kv_heads, float eps, bool offset, bool weighs) -> (Tensor, Tensor?)");
+    m.def("gate(Tensor x) -> Tensor");
+    m.def("gate_backward(Tensor x, Tensor grad) -> Tensor");
+}
+STABLE_TORCH_LIBRARY_IMPL(tunesmith, CompositeExplicitAutograd, m) { m.impl("trains", TORCH_BOX(&trains)); }
 #ifdef __AVX512BF16__
-    weight_gradient(T, K, (const bfloat16*)grad, grad_step, (const bfloat16*)x, x_step, (const struct Sum*)sums, count, threads);
-#endif
-}
-
-void tunesmith_attend_backward(const struct Segments* segments, const struct Attention* attention, int64_t threads) {
-#ifdef __AVX512BF16__
-    attend_backward(*segments, *attention, threads);
-#endif
-}
-
-#ifdef __AVX512BF16__
-void tunesmith_norm(int64_t T, int64_t d, const void* x, int64_t x_step, const void* norm, void* y, void* scales, int64_t threads) {
-    norm_rows(T, d, (const bfloat16*)x, x_step, *(const struct Norm*)norm, (bfloat16*)y, (float*)scales, threads);
-}
-
-void tunesmith_norm_backward(int64_t T, int64_t d, const void* x, int64_t x_step, const void* grad, int64_t grad_step, const void* norm, const void* scales, void* grad_x, void* grad_weight, int64_t threads) {
-    norm_rows_backward(T, d, (const bfloat16*)x, x_step, (const bfloat16*)grad, grad_step, *(const struct Norm*)norm, (const float*)scales, (bfloat16*)grad_x, (float*)grad_weight, threads);
-}
-
-void tunesmith_heads(const struct Heads* heads, void* q, void* k, void* scales, int64_t threads) {
-    turn_heads(*heads, (bfloat16*)q, (bfloat16*)k, (float*)scales, threads);
-}
-
-void tunesmith_heads_backward(const struct Heads* heads, const void* grads, const int64_t* steps, const void* scales, void* grad_x, void* grad_weights, int64_t threads) {
-    turn_heads_backward(*heads, (const bfloat16* const*)grads, steps, (const float*)scales, (bfloat16*)grad_x, (float*)grad_weights, threads);
-}
-
-void tunesmith_gate(int64_t T, int64_t f, const void* x, int64_t x_step, void* y, int64_t threads) {
-    gate_rows(T, f, (const bfloat16*)x, x_step, (bfloat16*)y, threads);
-}
-
-void tunesmith_gate_backward(int64_t T, int64_t f, const void* x, int64_t x_step, const void* grad, int64_t grad_step, void* grad_x, int64_t threads) {
-    gate_rows_backward(T, f, (const bfloat16*)x, x_step, (const bfloat16*)grad, grad_step, (bfloat16*)grad_x, threads);
+STABLE_TORCH_LIBRARY_IMPL(tunesmith, CPU, m) {
+    m.impl("weight_gradients", TORCH_BOX(&weight_gradients));
+    m.impl("attention_backward", TORCH_BOX(&attention_backward));
+    m.impl("norm", TORCH_BOX(&norm));
+    m.impl("norm_backward", TORCH_BOX(&norm_backward));
+    m.impl("heads", TORCH_BOX(&heads));
+    m.impl("heads_backward", TORCH_BOX(&heads_backward));
+    m.impl("gate", TORCH_BOX(&gate));
+    m.impl("gate_backward", TORCH_BOX(&gate_backward));
 }
 #endif
-
-}  // extern "C"

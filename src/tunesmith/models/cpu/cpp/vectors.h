@@ -57,6 +57,8 @@ template <class T> static inline void store(T* p, Vec v, int64_t n) {
     store(part, v);
     std::memcpy(p, part, n * sizeof(T));
 }
+static inline float as_float(float x) { return x; }
+static inline float as_float(bfloat16 x) { return load(&x, 1)[0]; }
 static inline float sum(Vec v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
 
 // acc + the products of two numbers x and W pairs

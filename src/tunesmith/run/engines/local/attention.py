@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.models.kernels.attention import AttentionRule
-from tunesmith.run.engines.local.pool import KVMemory, KVSpan, tables
+from tunesmith.models.kernels.decoding import KVSpan, tables
+from tunesmith.run.engines.local.pool import KVMemory
 from tunesmith.run.engines.local.requests import Piece
 
 

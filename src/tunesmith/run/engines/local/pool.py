@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.errors import UserError
+from tunesmith.models.kernels.decoding import KVSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,6 @@ class KVMemory:
     @property
     def nbytes(self) -> int:
         return self.planes.untyped_storage().nbytes()
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class KVSpan:
-    """Consecutive tokens in the pool: a prompt, or what a request generated after it."""
-
-    blocks: list[int]
 
 
 class KVPool:
@@ -138,9 +131,3 @@ class KVPool:
     def allocate(self) -> None:
         for memory in self.memories:
             memory.allocate()
-
-
-def tables(spans: Sequence[KVSpan]) -> Tensor:
-    """``[spans, most blocks]`` int64: the blocks of each span, filled up with block 0."""
-    most = max(len(span.blocks) for span in spans)
-    return torch.tensor([span.blocks + [0] * (most - len(span.blocks)) for span in spans])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from tunesmith.run.engines.local.pool import KVSpan
+from tunesmith.models.kernels.decoding import KVSpan
 from tunesmith.run.engines.partial import RunningRequest
 from tunesmith.run.engines.step_thread import promise
 from tunesmith.types import Completion, FinishReason

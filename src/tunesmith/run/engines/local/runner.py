@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,10 +14,10 @@ from tunesmith.costs import ForwardCost
 from tunesmith.errors import EngineError, ModelError
 from tunesmith.models.causal_lm import CausalLM, logit_scale
 from tunesmith.models.kernels.attention import AttentionRule
-from tunesmith.run.engines.local import native_decode
+from tunesmith.models.kernels.decoding import DecodeRows
+from tunesmith.models.rope import rotated_by
 from tunesmith.run.engines.local.attention import PoolAttention
-from tunesmith.run.engines.local.decode_model import DecodeModel
-from tunesmith.run.engines.local.native_decode import NativeDecode
+from tunesmith.run.engines.local.decode_model import DecodeModel, decoding
 from tunesmith.run.engines.local.pool import KVLayout, KVMemory
 from tunesmith.run.engines.local.requests import (
     CachedPrompt,
@@ -73,7 +74,7 @@ def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
     embedding = cast(Tensor, model.module.get_input_embeddings().weight)
     weights = sum(p.numel() for p in model.module.parameters())
     weights -= 0 if head is embedding else embedding.numel()
-    dtype = native_decode.kv_dtype(model, compiled=compiled)
+    dtype = kv_dtype(model, compiled=compiled)
     layout = KVLayout(layers, kv_heads, head_dim, dtype, model.device)
     cost = ForwardCost(
         weight_bytes=weights * head.element_size(),
@@ -82,6 +83,17 @@ def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
         attention_flops=4 * layers * heads * head_dim,
     )
     return layout, cost
+
+
+def kv_dtype(model: CausalLM, *, compiled: bool) -> torch.dtype:
+    """The KV cache's dtype for fastest decoding: the model's, but float32 on a CPU that decodes
+    with PyTorch's batched products, which are three times as fast in it.
+
+    The memory plan knows it before anything is compiled, so it does not depend on whether compiling
+    succeeds.
+    """
+    exact = model.device.type == "cpu" and not (compiled and decoding(model))
+    return torch.float32 if exact else model.dtype
 
 
 class Runner:
@@ -96,8 +108,8 @@ class Runner:
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
         self._scale = logit_scale(text_config(model))
         self._decode_model = DecodeModel(model, compiled=compiled)
-        functions = native_decode.loaded() if compiled and native_decode.fits(model) else None
-        self._native = NativeDecode(functions, model, memory) if functions is not None else None
+        functions = decoding(model) if compiled else None
+        self._steps = None if functions is None else functions.steps()
         self._plan: tuple[list[LocalRequest], SamplingPlan] | None = None
 
     def run(self, batch: StepBatch) -> Tensor:
@@ -150,8 +162,8 @@ class Runner:
             self._plan = (list(requests), plan)
         plan = self._plan[1]
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
-        if self._native is not None and plan.cut_rows is None:
-            tokens, logprobs = self._native.drawn(logits, plan.temperatures, uniforms)
+        if self._steps is not None and plan.cut_rows is None:
+            tokens, logprobs = self._steps.draw(logits, plan.temperatures, uniforms)
         else:
             tokens, logprobs = sample(logits, plan, uniforms)
         return tokens.tolist(), logprobs.tolist()
@@ -159,29 +171,29 @@ class Runner:
     def refresh(self) -> None:
         """Drop prepared weights: the weights have changed, or the memory is needed elsewhere."""
         self._decode_model.refresh()
-        if self._native is not None:
-            self._native.refresh()
+        if self._steps is not None:
+            self._steps.refresh()
 
     def _decode(self, running: Sequence[LocalRequest]) -> Tensor:
         """The hidden states ``[B, d]`` of each request's last token."""
         decoder = self._decode_model.decoder()
-        if self._native is not None and decoder.lean is not None:
-            return self._native.hidden(decoder.lean, running)
-        return self._read([Piece(r, r.cached, r.token_ids[-1:]) for r in running], decoder)
+        if self._steps is None or decoder.lean is None:
+            return self._read([Piece(r, r.cached, r.token_ids[-1:]) for r in running], decoder)
+        rows = DecodeRows(
+            token_ids=[r.token_ids[-1] for r in running],
+            prompts=[r.prompt.span for r in running if r.prompt],
+            prompt_lengths=[len(r.prompt_ids) for r in running],
+            own=[r.span for r in running],
+            written=[r.cached for r in running],
+        )
+        by_row = self.model.lengths is not None
+        with rotated_by([r.rotary_length for r in running]) if by_row else nullcontext():
+            return self._steps.hidden(decoder.lean, self._memory.planes, rows, by_row=by_row)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[B, V]`` float32, never rounded to bfloat16: that would change log-probabilities by up
         to 0.03."""
-        if hidden.device.type == "cpu":
-            logits = self._decode_model.logits(hidden)
-        else:
-            weight = self.model.head.weight
-            bias = cast("Tensor | None", self.model.head.bias)
-            options: dict[str, Any] = (
-                {} if hidden.dtype == torch.float32 else {"out_dtype": torch.float32}
-            )
-            logits = torch.mm(hidden, weight.t(), **options)
-            logits = logits if bias is None else logits + bias
+        logits = self._decode_model.logits(hidden)
         if self._scale != 1:
             logits = logits * self._scale
         if self._softcap is not None:

@@ -17,7 +17,8 @@ import torch
 
 from tunesmith.errors import UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.run.engines.local.pool import KVPool, KVSpan
+from tunesmith.models.kernels.decoding import KVSpan
+from tunesmith.run.engines.local.pool import KVPool
 from tunesmith.run.engines.local.requests import LocalRequest, Piece, StepBatch
 from tunesmith.run.engines.local.runner import Runner
 from tunesmith.types import FinishReason

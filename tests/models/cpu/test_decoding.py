@@ -4,13 +4,13 @@ those run."""
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import math
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,17 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import SFTConfig
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.cpu import native, products, training_functions
-from tunesmith.models.cpu.native import library
+from tunesmith.models.cpu import decoding, functions, native, products
+from tunesmith.models.cpu.decoding import ACTIVATIONS, SharedRows
+from tunesmith.models.cpu.native import OPERATIONS, load
+from tunesmith.models.cpu.products import compiled
+from tunesmith.models.kernels.decoding import KVSpan, tables
 from tunesmith.plan.facts.hardware import compilers, find_compiler, read_hardware
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
-from tunesmith.records.costs import COMPILED_CALL, largest_costs
-from tunesmith.run.engines.local import native_decode
+from tunesmith.records.costs import largest_costs
 from tunesmith.run.engines.local.engine import LocalEngine
-from tunesmith.run.engines.local.native_decode import (
-    ACTIVATIONS,
-    BankData,
-    LayerData,
-    RowsData,
-    StepData,
-)
-from tunesmith.run.engines.local.pool import KVSpan, tables
 from tunesmith.run.engines.local.runner import probe
 from tunesmith.run.loop.profiling import StepProfiler
 from tunesmith.run.placement.specs import load_tokenizer, model_spec
@@ -108,15 +102,15 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=60, deadline=None)
 def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -> None:
     torch.manual_seed(seed)
-    functions = native_decode.loaded()
+    assert compiled()
     rows = shape["rows"]
     heads_kv = shape["kv_heads"]
     share = shape["share"]
     dim = shape["dim"]
     heads, plane, (row_type, bank_type) = heads_kv * share, 2 * shape["layer"], shape["dtypes"]
     # What no row has written is NaN, which no result may have seen.
-    bank = torch.full((4, 80, heads_kv, SLOTS, dim), math.nan, dtype=bank_type)
-    free = torch.randperm(80).tolist()
+    bank = torch.full((4, 160, heads_kv, SLOTS, dim), math.nan, dtype=bank_type)
+    free = torch.randperm(160).tolist()
     spans = [KVSpan([free.pop() for _ in range(15)]) for _ in shape["prompts"]]
     own_spans = [KVSpan([free.pop() for _ in range(n // SLOTS + 1)]) for _, n in rows]
     prompts = torch.zeros(4, len(spans), heads_kv, 70, dim, dtype=bank_type)
@@ -134,38 +128,22 @@ def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -
     for i, (_, written) in enumerate(rows):
         for at, place in in_blocks(bank, own_spans[i], plane, written):
             place.copy_(own[plane : plane + 2, i, :, at])
-    layout = RowsData([spans[p] for p, _ in rows], [shape["prompts"][p] for p, _ in rows], share)
-    own_tables = tables(own_spans)
-    changing = torch.tensor([[n for _, n in rows], [shape["prompts"][p] + n for p, n in rows]])
-    size = 8 * len(rows)
-    narrow = torch.bfloat16
-    step = StepData(
-        *(
-            len(rows),
-            heads,
-            heads_kv,
-            dim,
-            shape["threads"],
-            row_type == narrow,
-            bank_type == narrow,
-        ),
-        *(layout.blocks, layout.starts.data_ptr()),
-        *(layout.fixed.data_ptr() + i * size for i in range(2)),
-        *(changing.data_ptr() + i * size for i in range(2)),
-        *(layout.tables.data_ptr(), own_tables.data_ptr()),
-        *(layout.tables.shape[1], own_tables.shape[1]),
-        BankData(bank.data_ptr(), *bank.stride()[:3], SLOTS),
+    owners = [spans[p] for p, _ in rows]
+    lengths = [shape["prompts"][p] for p, _ in rows]
+    written = [n for _, n in rows]
+    places = [length + n for length, n in zip(lengths, written, strict=True)]
+    step = SharedRows(owners, lengths, share).step(
+        bank, torch.tensor(written), torch.tensor(places), tables(own_spans), [cos, sin]
     )
     scale = dim**-0.5
-    layer = LayerData(plane, shape["window"], scale, shape["softcap"], 1e-6)
-    if q_norm is not None and k_norm is not None:
-        layer.q_norm, layer.k_norm = q_norm.data_ptr(), k_norm.data_ptr()
-    if shape["rotates"]:
-        layer.cos, layer.sin = cos.data_ptr(), sin.data_ptr()
-    out = torch.full((len(rows), heads * dim), math.nan, dtype=row_type)
-    functions.tunesmith_attend(
-        ctypes.byref(step), ctypes.byref(layer), qkv.data_ptr(), out.data_ptr()
-    )
+    weights = [torch.ones(1)] * 4
+    kind = 0 if shape["rotates"] else -1
+    layer = OPERATIONS.layer(
+        shape["layer"], heads, shape["window"], scale, shape["softcap"], 1e-6, kind, 0,
+        q_norm, k_norm, *weights, [],
+    )  # fmt: skip
+    with threads(shape["threads"]):
+        out = OPERATIONS.attend(step, layer, qkv)
     for i, (prompt, written) in enumerate(rows):
         for at, place in in_blocks(bank, own_spans[i], plane, written + 1):
             own[plane : plane + 2, i, :, at] = place
@@ -210,26 +188,20 @@ def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -
 def test_norms_and_activations(
     rows: int, width: int, dtype: torch.dtype, adds: bool, inner: bool, kind: Any
 ) -> None:
-    functions = native_decode.loaded()
-    step = StepData(rows=rows, threads=2, narrow_rows=dtype == torch.bfloat16)
+    assert compiled()
     x = torch.randn(rows, width) * 3
     y = (torch.randn(rows, width) * 3).to(dtype)
     weight, own = torch.rand(2, width).unbind()
-    out = torch.empty(rows, width, dtype=dtype)
     expected = x.double()
     if adds:
         expected = expected + normed(y.double(), own if inner else None, 1e-5)
-    functions.tunesmith_add_norm(
-        ctypes.byref(step), width, x.data_ptr(), y.data_ptr() if adds else None,
-        own.data_ptr() if adds and inner else None, weight.data_ptr(), 1e-5, out.data_ptr(),
-    )  # fmt: skip
+    more = (y, own if inner else None) if adds else (None, None)
+    out = OPERATIONS.add_norm(x, *more, weight, 1e-5, dtype == torch.bfloat16)
     close = 1e-4 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(x.double(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(out.double(), normed(expected, weight, 1e-5), rtol=close, atol=close)
     both = (torch.randn(rows, 2 * width) * 10).to(dtype)
-    functions.tunesmith_gated(
-        ctypes.byref(step), width, both.data_ptr(), out.data_ptr(), ACTIVATIONS[kind]
-    )
+    out = OPERATIONS.gated(both, ACTIVATIONS[kind])
     gate, up = both.double().chunk(2, -1)
     active = (
         F.silu(gate)
@@ -278,14 +250,19 @@ def test_a_row_that_is_not_finite_is_not_drawn_from(bad: float, temperature: flo
 
 
 def drawn(
-    logits: Tensor, temperature: float, uniforms: Tensor, threads: int
+    logits: Tensor, temperature: float, uniforms: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    tokens = torch.empty(len(logits), dtype=torch.int64)
-    logprobs = torch.empty(len(logits))
-    temperatures = torch.full((len(logits),), temperature)
-    places = (t.data_ptr() for t in (logits, temperatures, uniforms, tokens, logprobs))
-    native_decode.loaded().tunesmith_draw(*logits.shape, *places, threads)
-    return tokens, logprobs
+    assert compiled()
+    with threads(count):
+        return OPERATIONS.draw(logits, torch.full((len(logits),), temperature), uniforms)
+
+
+@contextmanager
+def threads(count: int) -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 def completions(model: CausalLM, requests: int = 9, **options: Any) -> list[Completion]:
@@ -364,12 +341,11 @@ def test_a_trace_has_the_compiled_calls(tmp_path: Path) -> None:
     named = {
         name: seconds
         for name, seconds in largest_costs(trace, 1000)
-        if name.startswith(COMPILED_CALL)
+        if name.startswith("tunesmith::")
     }
-    assert (
-        named.keys() == {f"{COMPILED_CALL}{name}" for name in ("decode layers", "product", "draw")}
-        and min(named.values()) > 0
-    )
+    called = ("step", "layer", "layers", "product", "multiply", "draw")
+    assert named.keys() == {f"tunesmith::{name}" for name in called}
+    assert min(named.values()) > 0
 
 
 @needs_compiler
@@ -381,7 +357,7 @@ def test_weights_that_are_not_finite_are_noticed(tmp_path: Path) -> None:
         completions(model)
 
 
-PROGRAM = 'from tunesmith.models.cpu.native import library; print(library("decode") is not None)'
+PROGRAM = 'from tunesmith.models.cpu.native import load; print(load("decode"))'
 
 
 @needs_compiler
@@ -403,25 +379,23 @@ def test_processes_that_compile_at_once_keep_one_library(tmp_path: Path) -> None
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library that is compiled at once, for ``library.__wrapped__("small")``, and where it is
+    """A library that is compiled at once, for ``load.__wrapped__("small")``, and where it is
     kept."""
-    (tmp_path / "small.cpp").write_text('extern "C" long seven() { return 7; }')
+    (tmp_path / "small.cpp").write_text("int seven() { return 7; }")
     monkeypatch.setattr(native, "SOURCES", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tunesmith" / "native"
 
 
-def seven() -> int:
-    found = library.__wrapped__("small")
-    assert found is not None
-    return found.seven()
+def loads() -> bool:
+    return load.__wrapped__("small")
 
 
 @needs_compiler
 def test_a_damaged_library_is_compiled_anew(small: Path) -> None:
     """To load the beginning of one ends the process with SIGBUS. A mapped file is not written to,
     but replaced."""
-    assert seven() == 7
+    assert loads()
     (kept,) = small.iterdir()
     whole = kept.read_bytes()
     other = small / "small-0123456789abcdef.so"
@@ -429,13 +403,11 @@ def test_a_damaged_library_is_compiled_anew(small: Path) -> None:
     for damaged in (b"", whole[:100], whole[: len(whole) // 2], whole[:-1], bytes(len(whole))):
         (small / "new").write_bytes(damaged)
         (small / "new").replace(kept)
-        assert seven() == 7
+        assert loads()
         assert {file.name for file in small.iterdir()} == {kept.name, other.name}
         assert kept.read_bytes() == whole
     written = kept.stat().st_mtime_ns
-    assert seven() == 7 and kept.stat().st_mtime_ns == written, (
-        "what is whole is not compiled again"
-    )
+    assert loads() and kept.stat().st_mtime_ns == written, "what is whole is not compiled again"
 
 
 @needs_compiler
@@ -443,7 +415,7 @@ def test_a_compiler_may_have_a_wrapper_and_arguments(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", f"env {find_compiler()} -Wall")
-    assert seven() == 7 and len([*small.iterdir()]) == 1
+    assert loads() and len([*small.iterdir()]) == 1
 
 
 def test_the_command_of_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,8 +465,8 @@ def test_without_a_library_pytorchs_operations_run(
         compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(native_decode, "functions", lambda: library.__wrapped__("decode"))
-    monkeypatch.setattr(products, "functions", lambda: None)
+    monkeypatch.setattr(decoding, "compiled", lambda: load.__wrapped__("decode"))
+    monkeypatch.setattr(products, "compiled", lambda: False)
     model = CausalLM.load(save_model(tmp_path / "model"))
     sampled = completions(model)
     assert said in caplog.text
@@ -548,7 +520,7 @@ def test_training_in_bfloat16_compiles_where_the_cpu_multiplies_it(
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n')
     monkeypatch.setenv("CXX", sys.executable)
-    monkeypatch.setattr(training_functions, "_allowed", True)
+    monkeypatch.setattr(functions, "_allowed", True)
     hardware = replace(read_hardware(), tiles=has == "tiles", pairs=has == "pairs")
     facts = Facts(hardware, read_model_facts(directory))
 
@@ -568,7 +540,7 @@ def test_training_in_bfloat16_compiles_where_the_cpu_multiplies_it(
             found("system.compile=true")
     config = found("system.compile=false")
     model_spec(config).build(load_tokenizer(config))
-    assert training_functions.functions() is None
+    assert not functions.usable()
 
 
 @needs_compiler
@@ -576,7 +548,7 @@ def test_the_library_shares_the_threads_of_torch() -> None:
     """A second OpenMP would have a second team, and each operation would wait for sleeping
     threads."""
     torch.ones(1).sum()
-    assert library("decode") is not None
+    assert load("decode")
     loaded = {
         line.split()[-1]
         for line in Path("/proc/self/maps").read_text().splitlines()

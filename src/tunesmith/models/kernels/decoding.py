@@ -1,0 +1,133 @@
+"""The port of decode steps: one token of each of many sequences, whose keys and values lie in blocks.
+
+A room that has faster functions for a processor registers them at a door (``config.doors``); ``cpu``
+has those for CPUs. Engines decode with PyTorch's operations where there are none.
+
+Shape legend: ``B`` rows, ``d`` hidden size, ``V`` vocabulary, ``P`` planes (the keys and the values
+of each layer), ``N`` blocks, ``K`` key/value heads, ``C`` slots of a block, ``D`` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tunesmith.config.doors import Door
+from tunesmith.models.kernels.functions import Prepare, Product
+from tunesmith.models.kernels.lean import LeanDecoder
+from tunesmith.models.kernels.precision import bfloat16_operands
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class KVSpan:
+    """Consecutive tokens in a pool: a prompt, or what a request generated after it."""
+
+    blocks: list[int]
+
+
+def tables(spans: Sequence[KVSpan]) -> Tensor:
+    """``[spans, most blocks]`` int64: the blocks of each span, filled up with block 0."""
+    most = max(len(span.blocks) for span in spans)
+    return torch.tensor([span.blocks + [0] * (most - len(span.blocks)) for span in spans])
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The last tokens of sequences, each after a prompt, which several may share, and its own
+    earlier tokens."""
+
+    token_ids: Sequence[int]
+    prompts: Sequence[KVSpan]
+    prompt_lengths: Sequence[int]
+    own: Sequence[KVSpan]
+    written: Sequence[int]
+    """Its own tokens before this one."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedProducts:
+    """How weights of one dtype are prepared for products of few rows."""
+
+    layer: Prepare | None
+    """For a layer; None: its products are used as they are."""
+    rows: torch.dtype
+    """Dtype in which layers compute."""
+    head: Prepare
+    """For a head, of rows of any dtype; the result is float32."""
+
+
+class DecodeSteps(Protocol):
+    """Decode steps, with what is prepared for one version of the weights."""
+
+    def hidden(
+        self, decoder: LeanDecoder, planes: Tensor, rows: DecodeRows, *, by_row: bool
+    ) -> Tensor:
+        """The hidden states ``[B, d]``; writes the rows' keys and values.
+
+        Args:
+            planes: keys and values, ``[P, N, K, C, D]``.
+            by_row: whether rotary frequencies depend on the row (``rope.rotated_by``).
+        """
+        ...
+
+    def draw(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens ``[B]`` and their log-probabilities ``[B]``, by the inverse of the cumulative
+        distribution.
+
+        Args:
+            logits: ``[B, V]`` float32.
+            temperatures: ``[B]``, 0 for the likeliest token.
+            uniforms: ``[B]`` float64 in [0, 1).
+        """
+        ...
+
+    def refresh(self) -> None:
+        """Drop everything derived from the weights."""
+        ...
+
+
+class Decoding(Protocol):
+    """Functions for a kind of device."""
+
+    def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether ``steps`` take lean decoders there; asked before anything is compiled."""
+        ...
+
+    def steps(self) -> DecodeSteps | None:
+        """None where they cannot be compiled."""
+        ...
+
+    def products(
+        self, weights: torch.dtype, numbers: int, device: torch.device, *, compiled: bool
+    ) -> PreparedProducts | None:
+        """The fastest products; None where none are prepared.
+
+        Args:
+            weights: dtype of the weights.
+            numbers: how many weights the model has.
+            compiled: whether products may be compiled.
+        """
+        ...
+
+
+DECODING = Door[Decoding]("decoding", "tunesmith.models.cpu.decoding:DECODING")
+
+
+def float32_head(weight: Tensor, bias: Tensor | None) -> Product:
+    """A product in float32 without rounding: operands are bfloat16 only if the rows are too."""
+    wide = weight.float()
+    wide_bias = None if bias is None else bias.float()
+
+    def product(x: Tensor) -> Tensor:
+        with bfloat16_operands(x.dtype == torch.bfloat16):
+            return F.linear(x.float(), wide, wide_bias)
+
+    return product
