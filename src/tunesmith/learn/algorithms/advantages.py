@@ -51,9 +51,8 @@ def compute_advantages(estimator: AdvantageChoice, outcomes: Sequence[Outcome]) 
     for o in outcomes:
         assert np.isfinite(o.total), f"a reward of {o.total} reached the estimator"
         for values in (o.token_rewards, o.values):
-            assert values is None or values.shape == (o.length,), (
-                "one value per token the policy wrote"
-            )
+            fits = values is None or values.shape == (o.length,)
+            assert fits, "one value per token the policy wrote"
     return estimator(outcomes)
 
 
@@ -68,9 +67,8 @@ class GroupEstimator(Estimator):
         """Advantages ``[n]`` of the rollouts of one group, in which not all rewards are equal."""
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
-        return Advantages(
-            broadcast(outcomes, per_group(outcomes, [o.total for o in outcomes], self.relative))
-        )
+        scalars = per_group(outcomes, [o.total for o in outcomes], self.relative)
+        return Advantages(broadcast(outcomes, scalars))
 
 
 def _returns_to_go(
@@ -87,7 +85,7 @@ class GRPO(GroupEstimator):
     source = "DeepSeekMath, arXiv:2402.03300"
     use = "the usual choice where several answers per prompt can be compared"
 
-    def relative(self, rewards: Floats, lengths: Floats) -> Floats:  # noqa: ARG002
+    def relative(self, rewards: Floats, lengths: Floats) -> Floats:
         return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPSILON)
 
 
@@ -100,7 +98,7 @@ class DrGRPO(GroupEstimator):
     source = "Dr. GRPO, arXiv:2503.20783"
     use = "tasks of very different difficulty, long answers"
 
-    def relative(self, rewards: Floats, lengths: Floats) -> Floats:  # noqa: ARG002
+    def relative(self, rewards: Floats, lengths: Floats) -> Floats:
         return rewards - rewards.mean()
 
 
@@ -112,7 +110,7 @@ class RLOO(GroupEstimator):
     source = "RLOO, arXiv:2402.14740"
     use = "small groups; an unbiased baseline"
 
-    def relative(self, rewards: Floats, lengths: Floats) -> Floats:  # noqa: ARG002
+    def relative(self, rewards: Floats, lengths: Floats) -> Floats:
         return rewards.size / (rewards.size - 1) * (rewards - rewards.mean())
 
 
@@ -125,9 +123,8 @@ class OPO(GroupEstimator):
     use = "strictly on-policy training with answers of very different lengths"
 
     def relative(self, rewards: Floats, lengths: Floats) -> Floats:
-        return rewards - np.average(
-            rewards, weights=lengths if lengths.any() else np.ones_like(lengths)
-        )
+        weights = lengths if lengths.any() else np.ones_like(lengths)
+        return rewards - np.average(rewards, weights=weights)
 
 
 class GPGEstimator(DrGRPO):
@@ -167,9 +164,8 @@ class GDPO(Estimator):
         scalars = np.zeros(len(outcomes))
         for name in dict.fromkeys(name for o in outcomes for name in o.components):
             weights = np.array([o.weights.get(name, 1.0) for o in outcomes])
-            scalars += weights * per_group(
-                outcomes, [o.components.get(name) for o in outcomes], GRPO().relative
-            )
+            rewards = [o.components.get(name) for o in outcomes]
+            scalars += weights * per_group(outcomes, rewards, GRPO().relative)
         return Advantages(whiten(broadcast(outcomes, scalars)))
 
 
@@ -203,9 +199,8 @@ class ReinforceBaseline(Estimator):
     needs = frozenset({"group"})
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
-        return _returns_to_go(
-            outcomes, per_group(outcomes, [o.reward for o in outcomes], DrGRPO().relative), 1.0
-        )
+        centred = per_group(outcomes, [o.reward for o in outcomes], DrGRPO().relative)
+        return _returns_to_go(outcomes, centred, 1.0)
 
 
 class ReMax(Estimator):
@@ -247,7 +242,10 @@ class GAE(CriticEstimator):
     name = "gae"
     formula = "whiten(Σ_k (γλ)^k δ_{t+k}), δ_t = r_t + γV_{t+1} − V_t"
     source = "GAE, arXiv:1506.02438"
-    use = "credit differs from token to token, or rewards are paid along the way; a critic is affordable"
+    use = (
+        "credit differs from token to token, or rewards are paid along the way; a critic is "
+        "affordable"
+    )
 
     gae_lambda: Share = 0.95
     """λ: how far rewards reach back, from 0 (one token) to 1 (all earlier tokens)."""
@@ -295,7 +293,7 @@ def _generalised(
         values.append(o.values)
     returns = suffix_sums(deltas, [gamma * critic_lambda] * len(deltas))
     advantages = suffix_sums(deltas, [gamma * lam for lam in lambdas])
-    return Advantages(advantages, [a + v for a, v in zip(returns, values, strict=True)])
+    return Advantages(advantages, list(map(np.add, returns, values)))
 
 
 class TokenReward(Estimator):

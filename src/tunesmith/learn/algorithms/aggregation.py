@@ -50,14 +50,14 @@ def sequence_weights(
     sequences = float((lengths > 0).sum())
     match aggregation:
         case "token_mean":
-            divisors = np.full(len(counts), counts.sum())
+            divisors = counts.sum()
         case "seq_mean_token_mean":
             divisors = sequences * lengths[owners]
         case "seq_mean_token_sum":
-            divisors = np.full(len(counts), sequences)
+            divisors = sequences
         case "seq_mean_token_sum_norm":
             assert max_new_tokens is not None, "seq_mean_token_sum_norm divides by max_new_tokens"
-            divisors = np.full(len(counts), sequences * max_new_tokens)
+            divisors = sequences * max_new_tokens
         case _:
             raise AssertionError(f"no aggregation '{aggregation}'")
     return (counts > 0) / np.maximum(divisors, 1.0)
@@ -78,13 +78,9 @@ def with_shares(metrics: Mapping[str, float]) -> dict[str, float]:
 
     Sums of weights can round to more than 1; counts add up exactly. A share of nothing is 0.
     """
-    shares = {
-        name: metrics[name] / of if (of := metrics[name + OUT_OF]) else 0.0
-        for name in metrics
-        if name + OUT_OF in metrics
-    }
-    return {
-        name: shares.get(name, value)
-        for name, value in metrics.items()
-        if not name.endswith(OUT_OF)
-    }
+    shares = dict(metrics)
+    for name in metrics:
+        of = shares.pop(name + OUT_OF, None)
+        if of is not None:
+            shares[name] = metrics[name] / of if of else 0.0
+    return shares

@@ -17,7 +17,7 @@ rejecting more tokens makes the step smaller and does not give the rest more wei
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -68,7 +68,8 @@ class _Bounded(Correction):
         return self
 
 
-def _exp(log_weights: Floats) -> Floats:
+def _exp(log_weights: Floats | np.float64) -> Any:
+    """The weights, as an array or a number like ``log_weights``."""
     return np.exp(np.clip(log_weights, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
@@ -120,9 +121,7 @@ class SequenceTruncate(_Truncated):
     use = "unbiased for short answers; the weight of a long one varies widely"
 
     def __call__(self, log_weights: Floats) -> Floats:
-        return np.full_like(
-            log_weights, np.minimum(_exp(log_weights.sum(keepdims=True)), self.high)[0]
-        )
+        return np.full_like(log_weights, np.minimum(_exp(log_weights.sum()), self.high))
 
 
 class Geometric(_Bounded):
@@ -139,7 +138,7 @@ class Geometric(_Bounded):
     high: High = 1.001
 
     def __call__(self, log_weights: Floats) -> Floats:
-        mean = _exp(log_weights.mean(keepdims=True))[0]
+        mean = _exp(log_weights.mean())
         return np.full_like(log_weights, float(self.low <= mean <= self.high))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import compress
 from math import inf
+from operator import not_
 
 from tunesmith.config.families import DynamicFilter
 from tunesmith.types import Rollout, RolloutGroup
@@ -18,7 +19,8 @@ def is_kept(
     Scores are taken before shaping, so that a length penalty does not make a solved group look
     unsolved.
     """
-    scores = [s for r in group.usable if (s := rollout_score(r, weights)) is not None]
+    every = (rollout_score(rollout, weights) for rollout in group.usable)
+    scores = [score for score in every if score is not None]
     if not scores or min(scores) == max(scores):
         return False
     low = -inf if bounds.low is None else bounds.low
@@ -33,8 +35,7 @@ def split(
 ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
     """The groups to train on and those to replace, in order."""
     kept = [is_kept(bounds, group, weights) for group in groups]
-    rejected = [not keep for keep in kept]
-    return list(compress(groups, kept)), list(compress(groups, rejected))
+    return list(compress(groups, kept)), list(compress(groups, map(not_, kept)))
 
 
 def rollout_score(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float | None:
@@ -43,14 +44,11 @@ def rollout_score(rollout: Rollout, weights: Mapping[str, float] | None = None) 
     The environment's reward is among them, with a weight of 1 (``RewardSet.score``). Penalties
     (weights of 0 or less) are not: they do not tell whether a task is solved.
     """
-    shares = {name: (weights or {}).get(name, 1.0) for name in rollout.rewards}
-    scores = [
-        (value, shares[name])
-        for name, value in rollout.rewards.items()
-        if value is not None and shares[name] > 0
-    ]
-    return (
-        sum(value * share for value, share in scores) / sum(share for _, share in scores)
-        if scores
-        else None
-    )
+    scores = 0.0
+    shares = 0.0
+    for name, value in rollout.rewards.items():
+        share = (weights or {}).get(name, 1.0)
+        if value is not None and share > 0:
+            scores += value * share
+            shares += share
+    return scores / shares if shares else None

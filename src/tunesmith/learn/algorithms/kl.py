@@ -75,11 +75,9 @@ class KLController:
     @classmethod
     def of(cls, kl: KL) -> Self:
         """The controller of a run's settings; its coefficient is 0 without a KL."""
-        return (
-            cls(kl.coef, kl.target, kl.horizon or HORIZON)
-            if isinstance(kl, ReferenceKL)
-            else cls(0.0)
-        )
+        if not isinstance(kl, ReferenceKL):
+            return cls(0.0)
+        return cls(kl.coef, kl.target, kl.horizon or HORIZON)
 
     def update(self, kl: float, samples: int) -> float:
         """Adapt to the mean KL of ``samples`` rollouts; return the coefficient. A KL that is not

@@ -48,9 +48,8 @@ class PolicyBatch:
     keep: Tensor  # [N] bool
     sample: Tensor  # [N] int64, the sequence of a token
     num_samples: int
-    columns: Mapping[str, Tensor] = field(
-        default_factory=dict[str, "Tensor"]
-    )  # each [N], of ``Loss.columns``
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
+    """Those of ``Loss.columns``, each ``[N]``."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -79,7 +78,7 @@ class Loss(LossChoice):
     """A policy loss. A subclass has fields with defaults, ``__call__`` and, if it needs them,
     ``columns``."""
 
-    def columns(self, batch: Batch, rng: np.random.Generator) -> Mapping[str, Floats]:  # noqa: ARG002
+    def columns(self, batch: Batch, rng: np.random.Generator) -> Mapping[str, Floats]:
         """Constants that the loss reads in ``PolicyBatch.columns``, each ``[N]``; called once per
         rollout batch.
 
@@ -131,10 +130,8 @@ class PPO(ClippedLoss):
         token = self.clipped(batch.log_ratio.exp(), batch.advantages)
         if self.dual_clip is None:
             return token
-        bound = -self.dual_clip * batch.advantages
-        return token._replace(
-            loss=token.loss.minimum(bound).where(batch.advantages < 0, token.loss)
-        )
+        bounded = token.loss.minimum(-self.dual_clip * batch.advantages)
+        return token._replace(loss=bounded.where(batch.advantages < 0, token.loss))
 
 
 class Reinforce(Loss):
@@ -188,9 +185,8 @@ class GSPOToken(ClippedLoss):
 
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
         ratio = batch.sequence_mean(batch.log_ratio).exp().detach()
-        return self.clipped(
-            ratio * (batch.logprobs - batch.logprobs.detach()).exp(), batch.advantages
-        )
+        carrier = (batch.logprobs - batch.logprobs.detach()).exp()
+        return self.clipped(ratio * carrier, batch.advantages)
 
 
 class GMPO(Loss):
@@ -234,13 +230,12 @@ class GEPO(ClippedLoss):
     use = "very stale samples, many machines"
     needs = frozenset({"group"})
 
-    def columns(self, batch: Batch, rng: np.random.Generator) -> Mapping[str, Floats]:  # noqa: ARG002
+    def columns(self, batch: Batch, rng: np.random.Generator) -> Mapping[str, Floats]:
         assert (batch.group >= 0).all(), "gepo compares the samples of a group"
         kept = batch.finite
         counts = batch.sequence_sums(kept.astype(np.float64))
-        means = batch.sequence_sums(
-            np.where(kept, batch.columns["old_logprobs"], 0.0)
-        ) / np.maximum(counts, 1.0)
+        sums = batch.sequence_sums(np.where(kept, batch.columns["old_logprobs"], 0.0))
+        means = sums / np.maximum(counts, 1.0)
         expected = np.zeros(batch.num_samples)
         for group in np.unique(batch.group[counts > 0]):
             members = batch.group == group
@@ -256,9 +251,8 @@ class GEPO(ClippedLoss):
 def group_logprob(sequence_logprobs: Floats) -> float:
     """``log(Σq² / Σq)`` of a group's sequence probabilities ``q``, from their logarithms
     ``[n]``."""
-    return float(
-        np.logaddexp.reduce(2.0 * sequence_logprobs) - np.logaddexp.reduce(sequence_logprobs)
-    )
+    squares = np.logaddexp.reduce(2.0 * sequence_logprobs)
+    return float(squares - np.logaddexp.reduce(sequence_logprobs))
 
 
 class CISPO(Loss):
@@ -281,9 +275,8 @@ class CISPO(Loss):
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
         ratio = batch.log_ratio.detach().exp()
         bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        return TokenLoss(
-            -bounded * batch.advantages * batch.logprobs, ratio < bounded, ratio > bounded
-        )
+        loss = -bounded * batch.advantages * batch.logprobs
+        return TokenLoss(loss, ratio < bounded, ratio > bounded)
 
 
 class SAPO(Loss):
@@ -339,19 +332,20 @@ class SelectingLoss(Loss):
     """Share of the tokens that are chosen."""
 
     @abstractmethod
-    def select(
-        self, covariances: NDArray[np.float64], rng: np.random.Generator
-    ) -> NDArray[np.intp]:
+    def select(self, covariances: Floats, rng: np.random.Generator) -> NDArray[np.intp]:
         """Indices of the chosen tokens, from every token's share ``[N]`` of cov(logπ_old, A) over
         the batch."""
+
+    def most(self, covariances: Floats) -> int:
+        """How many tokens are chosen, at least one."""
+        return max(int(self.cov_share * covariances.size), 1)
 
     def columns(self, batch: Batch, rng: np.random.Generator) -> Mapping[str, Floats]:
         places = np.flatnonzero(batch.finite)
         selected = np.zeros(batch.num_predictions)
         if places.size:
-            cov = covariances(
-                batch.columns["old_logprobs"][places], batch.columns["advantages"][places]
-            )
+            logprobs = batch.columns["old_logprobs"][places]
+            cov = covariances(logprobs, batch.columns["advantages"][places])
             selected[places[self.select(cov, rng)]] = 1.0
         return {"selected": selected}
 
@@ -383,13 +377,10 @@ class ClipCov(SelectingLoss, ClippedLoss):
         token = self.clipped(batch.log_ratio.exp(), batch.advantages)
         return token._replace(loss=token.loss * (1.0 - batch.columns["selected"]))
 
-    def select(
-        self, covariances: NDArray[np.float64], rng: np.random.Generator
-    ) -> NDArray[np.intp]:
-        """A random share of all tokens (at least one) among those with a covariance between the
-        bounds."""
+    def select(self, covariances: Floats, rng: np.random.Generator) -> NDArray[np.intp]:
+        """A random choice of the tokens with a covariance between the bounds."""
         candidates = np.flatnonzero((covariances > self.cov_low) & (covariances < self.cov_high))
-        return rng.permutation(candidates)[: max(int(self.cov_share * covariances.size), 1)]
+        return rng.permutation(candidates)[: self.most(covariances)]
 
 
 class KLCov(SelectingLoss):
@@ -406,20 +397,12 @@ class KLCov(SelectingLoss):
 
     def __call__(self, batch: PolicyBatch) -> TokenLoss:
         d = batch.log_ratio
-        return TokenLoss(
-            -d.exp() * batch.advantages + self.cov_kl_coef * batch.columns["selected"] * d.abs()
-        )
+        kl = self.cov_kl_coef * batch.columns["selected"] * d.abs()
+        return TokenLoss(-d.exp() * batch.advantages + kl)
 
-    def select(
-        self,
-        covariances: NDArray[np.float64],
-        rng: np.random.Generator,  # noqa: ARG002
-    ) -> NDArray[np.intp]:
-        """The share of all tokens (at least one) with the highest covariance; ties are broken by
-        position."""
-        return np.argsort(-covariances, kind="stable")[
-            : max(int(self.cov_share * covariances.size), 1)
-        ]
+    def select(self, covariances: Floats, rng: np.random.Generator) -> NDArray[np.intp]:
+        """The tokens with the highest covariance; ties are broken by position."""
+        return np.argsort(-covariances, kind="stable")[: self.most(covariances)]
 
 
 def value_loss(

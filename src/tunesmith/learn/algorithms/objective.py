@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,7 @@ from tunesmith.learn.algorithms.aggregation import OUT_OF
 from tunesmith.learn.algorithms.corrections import NoCorrection, correction_weights
 from tunesmith.learn.algorithms.kl import kl_loss
 from tunesmith.learn.algorithms.losses import Loss, PolicyBatch, TokenLoss, value_loss
+from tunesmith.learn.algorithms.outcomes import flat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,14 +59,10 @@ def prepare_columns(batch: Batch, algorithm: AlgorithmSection, seed: int) -> Non
         seed: for a loss that draws at random.
     """
     if not isinstance(algorithm.correction, NoCorrection):
-        old, sampler = (
-            batch.split(batch.columns[name]) for name in ("old_logprobs", "behaviour_logprobs")
-        )
-        weights = [
-            correction_weights(algorithm.correction, *pair)
-            for pair in zip(old, sampler, strict=True)
-        ]
-        batch.add("correction", np.concatenate([np.zeros(0), *weights]))
+        old = batch.split(batch.columns["old_logprobs"])
+        sampler = batch.split(batch.columns["behaviour_logprobs"])
+        weights = map(partial(correction_weights, algorithm.correction), old, sampler)
+        batch.add("correction", flat(list(weights)))
     assert isinstance(algorithm.loss, Loss)
     for name, values in algorithm.loss.columns(batch, np.random.default_rng(seed)).items():
         batch.add(OWN + name, values)
@@ -95,11 +93,8 @@ class _Tokens:
 
     def own(self) -> dict[str, Tensor]:
         """The loss's own columns."""
-        return {
-            name.removeprefix(OWN): self.column(name)
-            for name in self.forest.columns
-            if name.startswith(OWN)
-        }
+        names = [name for name in self.forest.columns if name.startswith(OWN)]
+        return {name.removeprefix(OWN): self.column(name) for name in names}
 
     def mean(self, values: Tensor) -> Tensor:
         """This forest's part of a mean over the optimizer batch's tokens."""
@@ -108,17 +103,14 @@ class _Tokens:
     def share(self, name: str, acts: Tensor) -> TensorMetrics:
         """This forest's part of a share of the optimizer batch's tokens."""
         counted = self.forest.columns["metric_weight"] > 0
-        return {
-            name: (acts.detach().bool() & (self.metric_weight > 0)).sum(),
-            name + OUT_OF: counted.sum(),
-        }
+        acting = acts.detach().bool() & (self.metric_weight > 0)
+        return {name: acting.sum(), name + OUT_OF: counted.sum()}
 
     def clipped(self, token: TokenLoss, prefix: str = "") -> TensorMetrics:
-        sides = {"clip_low": token.clipped_low, "clip_high": token.clipped_high}
-        found: TensorMetrics = {}
-        for name, acts in sides.items():
-            found |= self.share(prefix + name, acts) if acts is not None else {}
-        return found
+        metrics: TensorMetrics = {}
+        for name, acts in (("clip_low", token.clipped_low), ("clip_high", token.clipped_high)):
+            metrics |= self.share(prefix + name, acts) if acts is not None else {}
+        return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +127,8 @@ class PolicyObjective:
         assert logprobs is not None, "a policy objective reads logprobs"
         tokens = _Tokens(forest, logprobs)
         weight = tokens.column("weight")
-        correction, reference = (tokens.find(name) for name in ("correction", "ref_logprobs"))
+        correction = tokens.find("correction")
+        reference = tokens.find("ref_logprobs")
         batch = PolicyBatch(
             logprobs=tokens.kept(logprobs),
             old_logprobs=tokens.column("old_logprobs"),
@@ -202,10 +195,8 @@ class SFTObjective:
         assert logprobs is not None, "supervised training reads logprobs"
         tokens = _Tokens(forest, logprobs)
         nll = -tokens.kept(logprobs)
-        return (tokens.column("weight") * nll).sum(), {
-            "nll": tokens.mean(nll),
-            "nonfinite_tokens": tokens.nonfinite,
-        }
+        metrics = {"nll": tokens.mean(nll), "nonfinite_tokens": tokens.nonfinite}
+        return (tokens.column("weight") * nll).sum(), metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +223,8 @@ class DistillationObjective:
             "teacher_kl": tokens.mean(kl),
             "nonfinite_tokens": tokens.nonfinite,
         }
-        return (
-            tokens.column("weight") * ((1.0 - self.alpha) * nll + self.alpha * kl)
-        ).sum(), metrics
+        loss = (1.0 - self.alpha) * nll + self.alpha * kl
+        return (tokens.column("weight") * loss).sum(), metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,8 @@ class Outcome:
     @property
     def total(self) -> float:
         """The sum of all rewards of the rollout."""
-        return self.reward + (
-            0.0 if self.token_rewards is None else float(self.token_rewards.sum())
-        )
+        paid = 0.0 if self.token_rewards is None else float(self.token_rewards.sum())
+        return self.reward + paid
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +115,9 @@ def per_group(
     for places in by_group(outcomes):
         members = [i for i in places if rewards[i] is not None]
         values = np.array([rewards[i] for i in members], dtype=np.float64)
+        lengths = np.array([outcomes[i].length for i in members], dtype=np.float64)
         if not equal(values):
-            advantages[members] = relative(
-                values, np.array([outcomes[i].length for i in members], dtype=np.float64)
-            )
+            advantages[members] = relative(values, lengths)
     return advantages
 
 
@@ -131,9 +129,9 @@ def paid(outcomes: Sequence[Outcome], final: Sequence[float] | Floats) -> list[F
     """Rewards per token: ``token_rewards`` plus ``final`` at the last token."""
     rewards: list[Floats] = []
     for o, reward in zip(outcomes, final, strict=True):
-        tokens = (
-            np.zeros(o.length) if o.token_rewards is None else o.token_rewards.astype(np.float64)
-        )
+        tokens = np.zeros(o.length)
+        if o.token_rewards is not None:
+            tokens += o.token_rewards
         tokens[-1:] += reward
         rewards.append(tokens)
     return rewards

@@ -18,6 +18,7 @@ Legend: ``N`` predictions, ``S`` sequences, ``P`` pairs; ``σ`` the logistic fun
 ``accuracy`` is two counts, the right ones and those that count (``aggregation.with_shares``).
 """
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import math
@@ -60,9 +61,8 @@ def add_kto_columns(batch: Batch, gaps: Floats) -> None:
         gaps: ``logπ − logπ_ref`` of the mismatched samples; values that are not finite are ignored.
     """
     finite = gaps[np.isfinite(gaps)]
-    batch.add_per_sample(
-        "kl", np.full(batch.num_samples, max(0.0, float(finite.mean())) if finite.size else 0.0)
-    )
+    kl = max(0.0, float(finite.mean())) if finite.size else 0.0
+    batch.add_per_sample("kl", np.full(batch.num_samples, kl))
     _, place, counts = np.unique(batch.per_sample["side"], return_inverse=True, return_counts=True)
     batch.add_per_sample("class_share", 1.0 / counts[place])
 
@@ -127,9 +127,7 @@ class Sequences:
     @classmethod
     def of(cls, forest: Forest, predicted: Tensor | None) -> Sequences:
         """``predicted [N]``: log-probabilities, or values."""
-        assert predicted is not None, (
-            "the model does not give the predictions that the objective reads"
-        )
+        assert predicted is not None, "the model does not predict what the objective reads"
         zeros = predicted.new_zeros(forest.num_samples)
         usable = predicted.detach().isfinite() & (forest.columns[WEIGHT] != 0)
         lost = zeros.index_add(0, forest.sample, (~usable).to(zeros.dtype))
@@ -171,7 +169,7 @@ class Pairs:
         none = side.new_zeros(len(group) // 2)
         two = group[order].view(-1, 2)
         together = (none.index_add(0, place, side) == 0) & (two[:, 0] == two[:, 1])
-        torch._assert_async(together.all(), split)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        torch._assert_async(together.all(), split)
         keep = none.index_add(0, place, (~sequences.keep).to(side.dtype)) == 0
         weight = none.index_add(0, place, sequences.weight).masked_fill(~keep, 0.0)
         return cls(place, side, weight, keep)
@@ -187,11 +185,8 @@ class Pairs:
 
     def both(self, values: Tensor) -> Tensor:
         """The sum of ``values [S]`` over both sequences, ``[P]``; zero for a dropped pair."""
-        return (
-            values.new_zeros(self.keep.shape)
-            .index_add(0, self.place, values)
-            .masked_fill(~self.keep, 0.0)
-        )
+        sums = values.new_zeros(self.keep.shape).index_add(0, self.place, values)
+        return sums.masked_fill(~self.keep, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +223,8 @@ class DPOObjective:
         pairs = Pairs.of(sequences)
         delta = sequences.score - sequences.column(REFERENCE)
         loss = dpo_loss(pairs.difference(delta), self.loss, beta, self.smoothing)
-        metrics = _pair_metrics(
-            sequences, pairs, beta * delta.detach(), beta * sequences.score.detach()
-        )
+        terms = beta * sequences.score.detach()
+        metrics = _pair_metrics(sequences, pairs, beta * delta.detach(), terms)
         if self.nll_coef:
             nll = -pairs.first(sequences.score / sequences.length.clamp(min=1.0))
             loss = loss + self.nll_coef * nll
@@ -253,17 +247,17 @@ class KTOObjective:
 
     def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
         sequences = Sequences.of(forest, predictions.logprobs)
-        side, kl, share = (sequences.column(name) for name in ("side", "kl", "class_share"))
+        side = sequences.column("side")
+        kl = sequences.column("kl")
+        share = sequences.column("class_share")
         delta = sequences.score - sequences.column(REFERENCE)
         loss = kto_loss(
             delta, kl, side, beta=self.beta, desirable=self.desirable, undesirable=self.undesirable
         )
-        gain = side * (delta - kl).detach()
+        right = _right(side * (delta - kl).detach(), sequences.score.detach().abs())
         reward = self.beta * delta.detach()
         metrics = {
-            "accuracy": (
-                _right(gain, sequences.score.detach().abs()) * (sequences.weight > 0)
-            ).sum(),
+            "accuracy": (right * (sequences.weight > 0)).sum(),
             "accuracy" + OUT_OF: sequences.counted,
             "kl": (sequences.weight * kl).sum(),
             "nonfinite_sequences": (~sequences.keep).sum(),

@@ -108,10 +108,8 @@ class ChatTemplate:
             DataError: the template refuses the conversation or does not render tools.
         """
         if tools and not self.takes_tools:
-            raise DataError(
-                "the chat template has no place for tools: name one that has with "
-                "model.chat_template, such as 'hermes' for ChatML models"
-            )
+            name = "name one that has with model.chat_template, such as 'hermes' for ChatML models"
+            raise DataError(f"the chat template has no place for tools: {name}")
         with _refusal(messages):
             return self.tokenizer.apply_chat_template(
                 list(messages), tools, add_generation_prompt=prompt, tokenize=False, **self.options
@@ -141,13 +139,14 @@ class ChatTemplate:
                 continue
             # in order, except for messages that a template moves
             start = squashed.find(content, place)
-            if start < 0 and content not in squashed:
+            if start >= 0:
+                place = start + len(content)
+            elif content not in squashed:
                 raise DataError(
                     f"the chat template leaves out message {number} ({role}: "
                     f"{_short(message['content'])}); put it into another message, or name another "
                     "template with model.chat_template"
                 )
-            place = start + len(content) if start >= 0 else place
         self._check_parts(messages, tools, prompt=prompt)
 
     def _check_parts(
@@ -164,10 +163,8 @@ class ChatTemplate:
         With ``turn`` it checks only the last message, including its thinking: the turn to learn.
         """
         probed, probes = with_probes(messages, turn=turn)
-        if not probes:
-            return
         try:
-            text = self.render(probed, tools, prompt=prompt)
+            text = self.render(probed, tools, prompt=prompt) if probes else ""
         except DataError:  # the template rejects the probes
             return
         for probe, (number, what) in probes.items():
@@ -304,16 +301,12 @@ class ChatTemplate:
         (DeepSeek's ``<think>``), which the template drops from the turn; None if this is not the
         case."""
         content = message["content"].lstrip()
-        if (
-            not opening
-            or not content.startswith(opening)
-            or self.turn_end is None
-            or message.get("tool_calls")
-        ):
+        begins = opening and content.startswith(opening) and not message.get("tool_calls")
+        if not begins or self.turn_end is None:
             return None
-        text = before + content[len(opening) :].lstrip() + self.turn_end
-        end = len(text) - len(self.turn_end) + len(self.stop_marker)
-        return Rendered(text, ((len(before), end),))
+        text = before + content[len(opening) :].lstrip()
+        end = len(text) + len(self.stop_marker)
+        return Rendered(text + self.turn_end, ((len(before), end),))
 
     def _end_of_turn(self, text: str, number: int) -> int:
         """The end of the assistant's text in the final turn of ``text``."""
@@ -322,11 +315,8 @@ class ChatTemplate:
         body = text.rstrip()
         if body.endswith(self.special):
             return len(body)
-        end = _short(text[-40:])
-        raise DataError(
-            f"the end of the assistant's turn in message {number} cannot be determined ({end}). "
-            f"{REMEDY}"
-        )
+        unknown = f"the end of the assistant's turn in message {number} cannot be determined"
+        raise DataError(f"{unknown} ({_short(text[-40:])}). {REMEDY}")
 
     def _marked_turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
         """The turn's spans according to the template's ``{% generation %}`` tags."""
@@ -342,9 +332,8 @@ class ChatTemplate:
                 **{**self.tokenizer.special_tokens_map, **self.options},
             )
         text = rendered[0][0]
-        marks = rendered[1][0]
         same = common_length(before, text)
-        spans = tuple((a, b) for a, b in marks if a >= same and b > a)
+        spans = tuple((a, b) for a, b in rendered[1][0] if a >= same and b > a)
         if not spans:
             raise DataError(
                 "the chat template's {% generation %} tags do not mark the assistant's turn in "
@@ -357,10 +346,9 @@ class ChatTemplate:
 def _holds(written: str, content: str, before: str) -> bool:
     """Whether ``written`` contains all of ``content``, or the rest of it after a part at the end of
     the generation prompt ``before``. All arguments are without white space."""
-    return content in written or any(
-        before.endswith(content[:length]) and written.startswith(content[length:])
-        for length in range(min(len(content), OPENING), 0, -1)
-    )
+    lengths = range(min(len(content), OPENING), 0, -1)
+    repeated = (length for length in lengths if before.endswith(content[:length]))
+    return content in written or any(written.startswith(content[n:]) for n in repeated)
 
 
 def end_of_turn_ids(tokenizer: Tokenizer) -> list[int]:

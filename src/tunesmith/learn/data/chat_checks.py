@@ -57,10 +57,10 @@ def with_probes(
 
 def _probed_call(call: Any, probe: Callable[[str], str]) -> Any:
     """A tool call with a probe in its name and, if it has arguments, another in them."""
-    outer: Any = call
-    function = outer.get("function") if isinstance(outer, Mapping) else None
+    outer = call if isinstance(call, Mapping) else {}
+    function = outer.get("function")
     inner = function if isinstance(function, Mapping) else outer
-    if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+    if not isinstance(inner.get("name"), str):
         return call
     changed = {**inner, "name": inner["name"] + probe("a tool call")}
     arguments: Any = inner.get("arguments")
@@ -87,18 +87,15 @@ def check_options(
         read = meta.find_undeclared_variables(environment.parse(plain))
     free = sorted(read - {*GIVEN, *tokens, *environment.globals})
     for name in options:
+        problem = ""
         if name in GIVEN or name in tokens:
-            raise ConfigError(
-                f"data.chat_template_kwargs: leave '{name}' out; the rendering sets it.",
-                keys=("data.chat_template_kwargs",),
-            )
-        if name not in free:
-            known = f"It reads {', '.join(free)}." if free else "It reads none."
-            raise ConfigError(
-                "data.chat_template_kwargs: the chat template does not read "
-                f"'{name}'.{nearest(name, free)} {known}",
-                keys=("data.chat_template_kwargs",),
-            )
+            problem = f"leave '{name}' out; the rendering sets it."
+        elif name not in free:
+            known = f"{nearest(name, free)} It reads {', '.join(free) or 'none'}."
+            problem = f"the chat template does not read '{name}'.{known}"
+        if problem:
+            key = "data.chat_template_kwargs"
+            raise ConfigError(f"{key}: {problem}", keys=(key,))
     return options
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, cast
+from math import isfinite
+from typing import Any
 
 from tunesmith.errors import ConfigError
 from tunesmith.learn.data.chat_checks import check_options
@@ -43,10 +44,9 @@ def set_defaults(
     def written(template: str) -> str:
         return template if template.startswith(head) else head + template
 
-    template: Any = tokenizer.chat_template
-    if isinstance(template, Mapping):
-        named = cast("Mapping[str, str]", template)
-        tokenizer.chat_template = {name: written(one) for name, one in named.items()}
+    template: str | dict[str, str] = tokenizer.chat_template
+    if isinstance(template, dict):
+        tokenizer.chat_template = {name: written(one) for name, one in template.items()}
     else:
         tokenizer.chat_template = written(template)
 
@@ -74,15 +74,13 @@ def _literal(name: str, value: Any) -> str:
         case None:
             return "none"
         case list() | tuple():
-            items = cast("list[Any]", value)
-            return f"[{', '.join(_literal(name, item) for item in items)}]"
+            return f"[{', '.join(_literal(name, item) for item in value)}]"
         case dict():
-            entries = cast("dict[str, Any]", value).items()
-            pairs = (f"{_literal(name, k)}: {_literal(name, v)}" for k, v in entries)
+            pairs = (f"{_literal(name, k)}: {_literal(name, v)}" for k, v in value.items())
             return f"{{{', '.join(pairs)}}}"
         case bool() | int() | str():
             return json.dumps(value, ensure_ascii=False)
-        case float() if value - value == 0:  # neither infinite nor NaN
+        case float() if isfinite(value):
             return repr(value)
         case _:
             raise ConfigError(

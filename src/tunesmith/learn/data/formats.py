@@ -8,6 +8,7 @@ labels, also in Math-Shepherd's format. A prompt or an answer can be a list of m
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -130,9 +131,8 @@ def detect(
     """
     for name, key in ((prompt, "data.prompt"), (completion, "data.completion")):
         if name is not None and name not in row.columns:
-            close = nearest(name, row.columns)
-            found = f"{column_names(row)}.{close}".rstrip(".")
-            raise row.bad(f"no column '{name}' ({key}), found: {found}")
+            present = f"{column_names(row)}.{nearest(name, row.columns)}".rstrip(".")
+            raise row.bad(f"no column '{name}' ({key}), found: {present}")
     columns = row.columns.keys()
     form = _without_prompt_column(row, goal, prompt, completion)
     if form:
@@ -149,10 +149,12 @@ def detect(
     if asking and set(needed) <= columns:
         return Format(kind, asking, answering, context)
     missing = [name for name in needed if name not in columns]
+    settable = ""
     if goal in ("rl", "sft"):
         missing = missing if asking else ["prompt"]
-    close = next((hint for name in missing if "Did" in (hint := nearest(name, columns))), "")
-    settable = f", or set data.{missing[0]}" if goal in ("rl", "sft") else ""
+        settable = f", or set data.{missing[0]}"
+    hints = (nearest(name, columns) for name in missing)
+    close = next((hint for hint in hints if "Did" in hint), "")
     names = " and no ".join(missing) or "prompt"
     needs = f"{NEEDS[goal]}{settable}.{close}".rstrip(".")
     raise row.bad(f"no {names}; found columns: {column_names(row)}; needs {needs}")
@@ -202,9 +204,8 @@ def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
     identity = row.columns.get("id")
     identity = str(identity) if isinstance(identity, str | int) and str(identity) else row.where
     columns = {name: value for name, value in row.columns.items() if name != "prompt"}
-    example = Example(
-        row.where, identity, tools=None if form.kind == "text" else read_tools(row), columns=columns
-    )
+    tools = None if form.kind == "text" else read_tools(row)
+    example = Example(row.where, identity, tools=tools, columns=columns)
     match form.kind:
         case "text":
             return replace(example, text=read_text(row, form.column))
@@ -221,23 +222,21 @@ def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
             return replace(example, prompt=prompt)
         case "pairs":
             prompt, chosen, rejected = _pair(row, form)
-            margin = read_margin(row)
-            example = replace(example, completion=chosen, rejected=rejected, margin=margin)
-            return replace(example, prompt=prompt)
-        case "prompt":
-            return replace(example, prompt=_prompt(row, form))
-        case "steps":
-            prompt = _prompt(row, form)
-            steps, labels = read_steps(row)
-            return replace(example, prompt=prompt, steps=steps, labels=labels)
+            example = replace(example, prompt=prompt, margin=read_margin(row))
+            return replace(example, completion=chosen, rejected=rejected)
         case _:
             prompt = _prompt(row, form)
-            completion = read_prompt(row, form.completion)
-            example = replace(example, prompt=_asked(prompt, completion), completion=completion)
-            if form.kind == "judged":
-                label = read_typed(row, "label", bool, "true (desirable) or false")
-                return replace(example, desirable=label)
-            return example
+            example = replace(example, prompt=prompt)
+    if form.kind == "steps":
+        steps, labels = read_steps(row)
+        example = replace(example, steps=steps, labels=labels)
+    if form.completion:
+        completion = read_prompt(row, form.completion)
+        example = replace(example, prompt=_asked(prompt, completion), completion=completion)
+    if form.kind == "judged":
+        label = read_typed(row, "label", bool, "true (desirable) or false")
+        example = replace(example, desirable=label)
+    return example
 
 
 def _asked(prompt: Prompt, answer: Prompt) -> Prompt:
@@ -271,14 +270,11 @@ def _pair(row: SourceRow, form: Format) -> tuple[Prompt, Prompt, Prompt]:
         at = common_length(chosen, rejected)
         # The prompt ends before a space: no word is cut, and the answers begin as they would be
         # sampled.
-        while at and not chosen[at - 1].isspace():
-            at -= 1
-        at = len(chosen[:at].rstrip())
-        if not at:
+        prompt = re.sub(r"\S*$", "", chosen[:at]).rstrip()
+        if not prompt:
             raise row.bad("there is no prompt, and 'chosen' and 'rejected' do not begin alike")
-        prompt = chosen[:at]
-        chosen = chosen[at:]
-        rejected = rejected[at:]
+        chosen = chosen[len(prompt) :]
+        rejected = rejected[len(prompt) :]
     for name, text in (("chosen", chosen), ("rejected", rejected)):
         if not text.strip():
             raise row.bad(f"'{name}' is empty")
@@ -297,11 +293,10 @@ def _pair_of_conversations(
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer:
             raise row.bad(f"'{name}' has no answer: it is the beginning of the other")
-        if answer[0]["role"] != "assistant":
-            raise row.bad(
-                f"'{name}' differs from the other in a turn of the {answer[0]['role']}; the two "
-                "must answer one prompt"
-            )
+        role = answer[0]["role"]
+        if role != "assistant":
+            differs = f"'{name}' differs from the other in a turn of the {role}"
+            raise row.bad(f"{differs}; the two must answer one prompt")
         turns = [turn for turn in answer if turn["role"] == "assistant"]
         if not any(turn["content"].strip() or turn.get("tool_calls") for turn in turns):
             raise row.bad(f"'{name}' is empty")

@@ -13,6 +13,14 @@ from tunesmith.errors import CheckpointError
 
 T = TypeVar("T")
 
+IDENTITY = {
+    "fingerprint": "the data set",
+    "parts": "the mixture of data sources",
+    "seed": "data.seed",
+    "shuffle": "data.shuffle",
+}
+"""What has to be as it was for a saved position to be valid, by key of the state."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -64,9 +72,8 @@ class Loader(Generic[T]):
         self._taken = [0] * len(self.parts)
         self._orders: list[tuple[int, list[int]]] = [(-1, [])] * len(self.parts)
         assert batch_size > 0, "batch_size must be positive"
-        assert all(len(part) > 0 and part.weight > 0 for part in self.parts), (
-            "a part has no item or no weight"
-        )
+        usable = all(len(part) > 0 and part.weight > 0 for part in self.parts)
+        assert usable, "a part has no item or no weight"
 
     def __len__(self) -> int:
         """Items in all parts."""
@@ -133,12 +140,7 @@ class Loader(Generic[T]):
         for key in current:
             if key not in state:
                 raise CheckpointError(f"the saved data position has no '{key}'.")
-        for key, what in (
-            ("fingerprint", "the data set"),
-            ("parts", "the mixture of data sources"),
-            ("seed", "data.seed"),
-            ("shuffle", "data.shuffle"),
-        ):
+        for key, what in IDENTITY.items():
             if state[key] != current[key]:
                 raise CheckpointError(
                     f"cannot continue: since the checkpoint {what} has changed from {state[key]} "

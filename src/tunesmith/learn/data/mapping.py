@@ -6,7 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.config.objects import load_function
 from tunesmith.errors import ConfigError, about
@@ -23,19 +23,15 @@ def load_map(reference: str) -> MapRow:
         ConfigError: there is none, it is a coroutine, or it does not take one row.
     """
     function = load_function(reference, Path.cwd())
+    problem = ""
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise ConfigError(
-            f"data.map = '{reference}' is a coroutine or a generator; it must return the row's "
-            "columns.",
-            keys=("data.map",),
-        )
+        problem = "is a coroutine or a generator; it must return the row's columns."
     try:
         inspect.signature(function).bind({})
     except TypeError:
-        raise ConfigError(
-            f"data.map = '{reference}' must take one argument, a row as a dict of its columns.",
-            keys=("data.map",),
-        ) from None
+        problem = problem or "must take one argument, a row as a dict of its columns."
+    if problem:
+        raise ConfigError(f"data.map = '{reference}' {problem}", keys=("data.map",))
     return function
 
 
@@ -52,19 +48,15 @@ def mapped(rows: Rows, reference: str) -> Iterator[SourceRow | BadLine | None]:
 
 def _mapped(row: SourceRow, function: MapRow, reference: str) -> SourceRow | BadLine | None:
     try:
-        result: object = function(dict(row.columns))
+        result = function(dict(row.columns))
     except (Exception, SystemExit) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
         place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
         return row.bad(f"data.map = '{reference}' raised {type(error).__name__}: {error}{place}")
     if result is None:
         return None
-    if not isinstance(result, Mapping) or not all(
-        isinstance(name, str) for name in cast("Mapping[Any, Any]", result)
-    ):
-        kind = type(result).__name__
-        return row.bad(
-            f"data.map = '{reference}' returned {kind}; it must return a dict of columns, or None "
-            "to drop the row"
-        )
-    return SourceRow(row.file, row.where, {**row.columns, **cast("Mapping[str, Any]", result)})
+    columns: dict[Any, Any] = dict(result) if isinstance(result, Mapping) else {None: result}
+    if not all(isinstance(name, str) for name in columns):
+        returned = f"data.map = '{reference}' returned {type(result).__name__}"
+        return row.bad(f"{returned}; it must return a dict of columns, or None to drop the row")
+    return SourceRow(row.file, row.where, {**row.columns, **columns})

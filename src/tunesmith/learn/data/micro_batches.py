@@ -5,15 +5,16 @@ Scoring and every pass of an update use the same ``Packing``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 
 from tunesmith.costs import CostModel
-from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.learn.data.packing import pack
 from tunesmith.learn.data.trie import build_nodes, prefix_order
 from tunesmith.models.forest import Forest, Segment
@@ -67,16 +68,16 @@ def build_forest(
 def gather(forest: Forest, batch: Batch) -> Forest:
     """The forest with the batch's columns in float32, or in float64 if that is torch's default
     dtype."""
-    rows = forest.predictions.numpy()
-    samples = list(forest.sample_ids)
     double = torch.get_default_dtype() == torch.float64
-    dtype = torch.float64 if double else torch.float32
+
+    def chosen(columns: Mapping[str, Floats], places: Any) -> dict[str, torch.Tensor]:
+        tensors = {name: torch.from_numpy(values[places]) for name, values in columns.items()}
+        return tensors if double else {name: tensor.float() for name, tensor in tensors.items()}
+
     return replace(
         forest,
-        columns={name: torch.from_numpy(c[rows]).to(dtype) for name, c in batch.columns.items()},
-        per_sample={
-            name: torch.from_numpy(c[samples]).to(dtype) for name, c in batch.per_sample.items()
-        },
+        columns=chosen(batch.columns, forest.predictions.numpy()),
+        per_sample=chosen(batch.per_sample, list(forest.sample_ids)),
     )
 
 
@@ -106,19 +107,14 @@ class Packing:
 
         ``cost`` only balances micro-batches: a cached packing is returned for any cost.
         """
-        layout = (max_tokens, share, keep_groups, multiple_of)
-        if layout not in batch.packings:
-            bins = pack(
-                batch,
-                max_tokens,
-                share=share,
-                keep_groups=keep_groups,
-                multiple_of=multiple_of,
-                cost=cost,
-            )
+        layout: dict[str, Any] = {"share": share, "keep_groups": keep_groups}
+        layout["multiple_of"] = multiple_of
+        key = (max_tokens, *layout.values())
+        if key not in batch.packings:
+            bins = pack(batch, max_tokens, cost=cost, **layout)
             forests = tuple(build_forest(batch, samples, share=share) for samples in bins)
-            batch.packings[layout] = cls(forests, batch.num_predictions, batch)
-        return batch.packings[layout]
+            batch.packings[key] = cls(forests, batch.num_predictions, batch)
+        return batch.packings[key]
 
     def __len__(self) -> int:
         return len(self.forests)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from itertools import pairwise
 
 from tunesmith.config.schema import DataSection
 from tunesmith.errors import DataError
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.chat import Rendered
 from tunesmith.learn.data.formats import Example
-from tunesmith.learn.data.prompts import learned_texts, with_system
+from tunesmith.learn.data.prompts import PromptEncoder, learned_texts
 from tunesmith.learn.data.reading import Prepared, Reading, Sources
 from tunesmith.learn.data.tokens import Span, mask_spans, with_leading
 from tunesmith.learn.data.trie import num_forest_tokens
@@ -99,9 +99,8 @@ def load_judged(
     for example, answers in _answers(reading):
         sides = (1.0, -1.0) if len(answers) == 2 else (1.0 if example.desirable else -1.0,)
         judged += [(example.source, *pair) for pair in zip(answers, sides, strict=True)]
-    others = _mismatched(
-        [sample for _, sample, _ in judged], ", ".join(source.path for source in reading.sources)
-    )
+    paths = ", ".join(source.path for source in reading.sources)
+    others = _mismatched([sample for _, sample, _ in judged], paths)
     items = [
         (index, Comparison((sample, other), {"side": (side, side)}))
         for (index, sample, side), other in zip(judged, others, strict=True)
@@ -126,15 +125,13 @@ def load_steps(
         DataError, ConfigError: as ``load_pairs``.
     """
     reading = Reading.of(section, source, tokenizer, "steps")
+    encoder = PromptEncoder(section, tokenizer, reading.template)
 
     def render(example: Example) -> tuple[Example, list[Rendered]]:
         """The example in steps, and its text with the spans of the separators."""
         example = with_steps(example, separator, marks)
         assert example.prompt is not None
-        text = cast("str", example.prompt)
-        if reading.template is not None:
-            messages = with_system(section, example.prompt)
-            text = reading.template.whole(messages, example.tools, prompt=True)
+        text = encoder.text(example.prompt, example.tools)
         spans: list[Span] = []
         for step in example.steps:
             text += step + separator
@@ -143,13 +140,13 @@ def load_steps(
         return example, [Rendered(text, tuple(spans))]
 
     items: list[tuple[int, Solution]] = []
-    for example, ((text, joint),) in reading.encoded([found for _, found in reading.each(render)]):
+    rendered = [in_steps for _, in_steps in reading.each(render)]
+    for example, ((text, joint),) in reading.encoded(rendered):
         with reading.report.line(example.where):
             bare, inside = mask_spans(tokenizer, text.text, joint, text.spans)
             ids = bare if reading.template else with_leading(reading.leading, bare)
             inside = [False] * (len(ids) - len(bare)) + inside
-            after = [*inside[1:], False]
-            last = [here and not more for here, more in zip(inside, after, strict=True)]
+            last = [here and not after for here, after in pairwise([*inside, False])]
             fitted = reading.fit_sample(Sample(list(ids), last))
             places = tuple(place for place, judged in enumerate(fitted.loss_mask) if judged)
             cut = len(example.labels) - len(places) if section.too_long == "truncate_left" else 0
@@ -174,7 +171,7 @@ def _answers(reading: Reading) -> list[tuple[Example, list[Sample]]]:
     answered: list[tuple[Example, list[Sample]]] = []
     for example, texts in reading.encoded(reading.each(render)):
         with reading.report.line(example.where):
-            samples = [reading.sample(example, text, joint, ended=True) for text, joint in texts]
+            samples = [reading.sample(example, *each, ended=True) for each in texts]
             answered.append((example, samples))
     return answered
 
@@ -184,9 +181,8 @@ def _one_text(reading: Reading, example: Example, answer: Prompt) -> Rendered:
     cannot hold it."""
     texts = learned_texts(reading.section, replace(example, completion=answer), reading.template)
     if len(texts) > 1:
-        raise DataError(
-            "the chat template rewrites earlier turns of the answer; give each turn its own line"
-        )
+        rewrites = "the chat template rewrites earlier turns of the answer"
+        raise DataError(f"{rewrites}; give each turn its own line")
     return texts[0]
 
 
@@ -201,9 +197,8 @@ def _mismatched(samples: Sequence[Sample], where: str) -> list[Sample]:
     count = len(samples)
     longest = max((len(sample.token_ids) for sample in samples), default=0)
     if len(set(prompts)) < 2:
-        raise DataError(
-            f"{where}: KTO compares with answers to other prompts, and all prompts here are equal"
-        )
+        compares = "KTO compares with answers to other prompts"
+        raise DataError(f"{where}: {compares}, and all prompts here are equal")
     others: list[Sample] = []
     for number, prompt in enumerate(prompts):
         places = ((number + count // 2 + step) % count for step in range(count))
@@ -236,12 +231,10 @@ def with_steps(example: Example, separator: str, marks: tuple[str, str]) -> Exam
     labels = [known.get(tag.strip(), -1.0) if isinstance(tag, str) else tag for tag in tags]
     for tag, label in zip(tags, labels, strict=True):
         if not isinstance(label, int | float) or not 0 <= label <= 1:
-            raise DataError(
-                f"the label {tag!r} is neither {marks[0]!r}, {marks[1]!r}, true, false nor a "
-                "number from 0 to 1"
-            )
-    example = replace(example, steps=tuple(steps), labels=tuple(map(float, labels)))
-    return replace(example, text=None, prompt="")
+            valid = f"{marks[0]!r}, {marks[1]!r}, true, false nor a number from 0 to 1"
+            raise DataError(f"the label {tag!r} is neither {valid}")
+    labels = tuple(map(float, labels))
+    return replace(example, text=None, prompt="", steps=tuple(steps), labels=labels)
 
 
 def _tags_in(labelled: str, steps: list[str], marks: tuple[str, str]) -> list[str]:
@@ -251,10 +244,8 @@ def _tags_in(labelled: str, steps: list[str], marks: tuple[str, str]) -> list[st
         labelled = labelled[len(step) :] if labelled.startswith(step) else ""
         mark = next((mark for mark in marks if labelled.startswith(mark)), None)
         if mark is None:
-            raise DataError(
-                f"the labels' text differs from the answer's before label {number}, or has no "
-                "label there"
-            )
+            differs = f"the labels' text differs from the answer's before label {number}"
+            raise DataError(f"{differs}, or has no label there")
         tags.append(mark)
         labelled = labelled[len(mark) :]
     return tags

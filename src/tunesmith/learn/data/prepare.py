@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.config.schema import DataSection
 from tunesmith.learn.data.chat import Rendered
@@ -26,7 +26,7 @@ from tunesmith.learn.data.reading import (
 )
 from tunesmith.learn.data.report import LoadReport
 from tunesmith.learn.data.sources import on_hub, read
-from tunesmith.types import Prompt, Sample, Task, Tokenizer
+from tunesmith.types import Sample, Task, Tokenizer
 
 TaskSet = Prepared[Task]
 SampleSet = Prepared[Sample]
@@ -54,24 +54,24 @@ def peek(
     """
     check_section(section, goal)
     weights_of(as_sources(source))
-    found: list[tuple[str, Example | None]] = []
+    firsts: list[tuple[str, Example | None]] = []
     for one in as_sources(source):
         if not hub and on_hub(one):
             continue
         if section.map and not maps:
             if next(iter(read(one)), None) is None:
                 raise LoadReport().nothing_left(one.path)
-            found.append((f"{one.path}: its rows go through {section.map}", None))
+            firsts.append((f"{one.path}: its rows go through {section.map}", None))
             continue
         report = LoadReport(skip_bad=section.skip_bad)
         for example in examples_of(section, one, goal, report):
             with report.line(example.where):
                 check(example)
-                found.append((report.formats[0], example))
+                firsts.append((report.formats[0], example))
                 break
         else:
             raise report.nothing_left(one.path)
-    return found
+    return firsts
 
 
 def load_tasks(
@@ -95,13 +95,13 @@ def load_tasks(
     """
     reading = Reading.of(section, source, tokenizer, "rl")
     if tools_of is not None and reading.template is not None and reading.template.takes_tools:
-        reading.examples[:] = [
-            replace(each, tools=tools_of(each) or each.tools) for each in reading.examples
-        ]
+        for place, one in enumerate(reading.examples):
+            reading.examples[place] = replace(one, tools=tools_of(one) or one.tools)
     encoder = PromptEncoder(section, tokenizer, reading.template)
 
     def render(example: Example) -> str:
-        text = encoder.text(cast("Prompt", example.prompt), example.tools)
+        assert example.prompt is not None
+        text = encoder.text(example.prompt, example.tools)
         reading.check_length(text)
         return text
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.config.schema import DataSection, Source
 from tunesmith.errors import ConfigError, DataError
@@ -48,10 +48,8 @@ def choose_template(
                 keys=("data.system_prompt",),
             )
         if section.chat_template_kwargs:
-            raise ConfigError(
-                "data.chat_template_kwargs has no effect: this data is plain text. Leave it out.",
-                keys=("data.chat_template_kwargs",),
-            )
+            why = "data.chat_template_kwargs has no effect: this data is plain text. Leave it out."
+            raise ConfigError(why, keys=("data.chat_template_kwargs",))
         return None
     template = ChatTemplate.of(tokenizer)
     sides = [side for e in examples for side in (e.prompt, e.completion) if isinstance(side, list)]
@@ -73,18 +71,14 @@ def with_system(section: DataSection, prompt: Prompt) -> list[Message]:
 def note_turn_end(template: ChatTemplate, texts: Iterable[Rendered], report: LoadReport) -> None:
     """Note in the report if no learned turn ends with a stop token."""
     marker = template.stop_marker
+    problem = None
+    ends = ((text.text, stop) for text in texts for _, stop in text.spans)
     if not template.ends_turns:
-        report.note(
-            "The chat template ends assistant turns with no special token: the model does not "
-            "learn to stop."
-        )
-    elif template.marks_assistant and any(
-        text.text.startswith(marker, stop) for text in texts for _, stop in text.spans
-    ):
-        report.note(
-            f"The chat template's {{% generation %}} tags leave {marker.strip()} out: the model "
-            "does not learn to stop."
-        )
+        problem = " ends assistant turns with no special token"
+    elif template.marks_assistant and any(text.startswith(marker, stop) for text, stop in ends):
+        problem = f"'s {{% generation %}} tags leave {marker.strip()} out"
+    if problem:
+        report.note(f"The chat template{problem}: the model does not learn to stop.")
 
 
 def learned_texts(
@@ -93,22 +87,23 @@ def learned_texts(
     """The texts of an example, with their learned spans."""
     if example.text is not None:
         return [Rendered(example.text, ((0, len(example.text)),))]
-    assert example.prompt is not None and example.completion is not None
-    if template is None:
-        text = cast("str", example.prompt) + cast("str", example.completion)
-        start = 0 if section.loss_on == "all" else len(example.prompt)
-        return [Rendered(text, ((start, len(text)),))]
+    prompt = example.prompt
     completion = example.completion
+    assert prompt is not None and completion is not None
+    if template is None:
+        assert isinstance(prompt, str) and isinstance(completion, str)
+        text = prompt + completion
+        start = 0 if section.loss_on == "all" else len(prompt)
+        return [Rendered(text, ((start, len(text)),))]
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    talk_only = not example.prompt
-    asked = [] if talk_only else with_system(section, example.prompt)
+    talk_only = not prompt
+    asked = [] if talk_only else with_system(section, prompt)
     messages = [*asked, *completion] if asked else with_system(section, completion)
     if section.loss_on == "all":
         if any(message.get("weight", 1) == 0 for message in messages):
-            raise DataError(
-                "a message has weight 0, and data.loss_on = 'all' learns every one; leave one out"
-            )
+            learned = "data.loss_on = 'all' learns every one"
+            raise DataError(f"a message has weight 0, and {learned}; leave one out")
         text = template.whole(messages, example.tools)
         return [Rendered(text, ((0, len(text)),))]
     turns = [i for i, message in enumerate(messages) if is_learned(message)]
@@ -120,9 +115,8 @@ def learned_texts(
     for i in turns:
         parts = (messages[i].get(part) for part in ("content", "tool_calls", *THOUGHTS))
         if i >= first and not any(parts):
-            raise DataError(
-                f"message {i + 1}, an assistant's turn, is empty; leave it out, or give it weight 0"
-            )
+            empty = f"message {i + 1}, an assistant's turn, is empty"
+            raise DataError(f"{empty}; leave it out, or give it weight 0")
     return template.learned(messages, example.tools, first)
 
 
@@ -168,14 +162,15 @@ class PromptEncoder:
         ``shots`` come before the question: as turns after the system message, or as text.
         """
         if self.template is None:
-            return "".join(
-                f"{asked}{answered}{self.separator}" for asked, answered in shots
-            ) + cast("str", prompt)
+            assert isinstance(prompt, str)
+            examples = [f"{asked}{answered}{self.separator}" for asked, answered in shots]
+            return "".join([*examples, prompt])
         messages = with_system(self.section, prompt)
         system = list(takewhile(lambda m: m["role"] in ("system", "developer"), messages))
-        roles = ("user", "assistant")
-        sides = [side for shot in shots for side in zip(roles, shot, strict=True)]
-        turns = [{"role": role, "content": text} for role, text in sides]
+        turns: list[Message] = []
+        for asked, answered in shots:
+            turns.append({"role": "user", "content": asked})
+            turns.append({"role": "assistant", "content": answered})
         return self.template.whole([*system, *turns, *messages[len(system) :]], tools, prompt=True)
 
 

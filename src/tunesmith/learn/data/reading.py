@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from tunesmith.config.schema import DataSection, Source
 from tunesmith.errors import ConfigError, DataError, Problem
@@ -125,13 +125,11 @@ class Reading:
             if len(examples) == before:
                 raise report.nothing_left(one.path)
         lines: list[Any] = [[e.text, e.prompt, e.completion, e.tools, e.columns] for e in examples]
-        options = section.chat_template_kwargs
-        fingerprint = fingerprint_of([*lines, options] if options else lines)
+        lines += [section.chat_template_kwargs] if section.chat_template_kwargs else []
         template = choose_template(section, tokenizer, examples)
-        note = unused_note(tokenizer)
-        if note:
-            report.note(note)
+        report.note(unused_note(tokenizer))
         leading = leading_ids(tokenizer)
+        fingerprint = fingerprint_of(lines)
         return cls(section, sources, tokenizer, examples, report, fingerprint, template, leading)
 
     def each(self, make: Callable[[Example], U]) -> list[tuple[Example, U]]:
@@ -229,9 +227,9 @@ class Reading:
                 model's embedding.
         """
         self._check_rows(ids)
-        prompt = cast("Prompt", example.prompt)
+        assert example.prompt is not None
         limit = self.section.max_prompt_tokens
-        prompt = with_system(self.section, prompt) if self.template else prompt
+        prompt = with_system(self.section, example.prompt) if self.template else example.prompt
         if limit is None or len(ids) <= limit:
             return prompt, ids
         reason = f"the prompt has {len(ids)} tokens, the limit is {limit} (data.max_prompt_tokens)"
@@ -273,25 +271,24 @@ class Reading:
         """Prepare items ``(index of the source, item)``: one part per source, or a single part
         without weights."""
         report = self.report
-        weights = weights_of(self.sources)
         counts = [sum(i == index for i, _ in items) for index in range(len(self.sources))]
         for source, count in zip(self.sources, counts, strict=True):
             if not count:
                 raise report.nothing_left(source.path)
         report.kept = report.read - len({skip.where for skip in report.skipped})
         flat = [item for _, item in items]
+        weights = weights_of(self.sources)
+        draws = weights or counts
+        shares = tuple(draw / sum(draws) for draw in draws)
         if weights is None:
-            shares = tuple(count / len(flat) for count in counts)
             return Prepared(flat, (Part("data", 0, len(flat)),), report, self.fingerprint, shares)
         parts: list[Part] = []
-        weighted = zip(self.sources, weights, counts, strict=True)
-        for index, (source, weight, count) in enumerate(weighted):
+        for index, source in enumerate(self.sources):
             start = parts[-1].stop if parts else 0
             repeated = any(part.name == source.path for part in parts)
             name = f"{source.path}#{index}" if repeated else source.path
-            parts.append(Part(name, start, start + count, weight))
-            report.note(f"{name}: {weight / sum(weights):.0%} of the draws, {count} items")
-        shares = tuple(weight / sum(weights) for weight in weights)
+            parts.append(Part(name, start, start + counts[index], weights[index]))
+            report.note(f"{name}: {shares[index]:.0%} of the draws, {counts[index]} items")
         return Prepared(flat, tuple(parts), report, self.fingerprint, shares)
 
 
@@ -342,8 +339,8 @@ def examples_of(
 def _detect(section: DataSection, row: SourceRow, goal: Goal) -> Format:
     form = detect(row, goal, section.prompt, section.completion)
     if form.kind in ("text", "tagged"):
-        for key, value in (("chat", section.chat), ("system_prompt", section.system_prompt)):
-            if value:
+        for key in ("chat", "system_prompt"):
+            if getattr(section, key):
                 what = f"data.{key} does not apply to the plain text of {row.file}; leave it out."
                 raise ConfigError(what, keys=(f"data.{key}",))
         if section.loss_on not in (None, "all"):

@@ -15,6 +15,7 @@ from tunesmith.learn.data.sources import BadLine
 from tunesmith.records.storage import write_output
 
 SkipKind = Literal["bad", "too_long"]
+OUTCOMES = {"bad": "bad and skipped", "too_long": "too long and skipped", "truncated": "truncated"}
 
 
 class TooLong(DataError):
@@ -78,8 +79,8 @@ class LoadReport:
             return DataError(f"{path}: empty, there is no line of data in it.")
         return DataError(f"{path}: no usable line.\n{self.summary()}")
 
-    def note(self, text: str) -> None:
-        if text not in self.notes:
+    def note(self, text: str | None) -> None:
+        if text and text not in self.notes:
             self.notes.append(text)
 
     @property
@@ -93,12 +94,7 @@ class LoadReport:
         """A few lines of text: formats, counts, the first skipped lines with their reasons, and
         notes."""
         counts = self.counts
-        outcomes = {
-            "bad": "bad and skipped",
-            "too_long": "too long and skipped",
-            "truncated": "truncated",
-        }
-        tail = "".join(f", {counts[key]} {text}" for key, text in outcomes.items() if counts[key])
+        tail = "".join(f", {counts[key]} {text}" for key, text in OUTCOMES.items() if counts[key])
         lines = [*self.formats, f"{self.kept} of {self.read} lines used{tail}"]
         lines += [f"  {skip.where}: {skip.reason}" for skip in self.skipped[:reasons]]
         if len(self.skipped) > reasons:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "eval"),
 }
+_SPLIT_OF_WORD = {word: name for name, words in SPLITS.items() for word in words}
 
 
 def read(source: Source) -> Rows:
@@ -88,9 +90,8 @@ def _read_files(path: Path, split: str) -> Rows:
     elif split != "train":
         raise ConfigError(f"{path}: a plain file has no split '{split}'; leave 'split' out.")
     elif path.suffix.lower() not in READERS:
-        raise DataError(
-            f"{path}: unknown kind of file '{path.suffix}'. Valid: {', '.join(READERS)}."
-        )
+        valid = ", ".join(READERS)
+        raise DataError(f"{path}: unknown kind of file '{path.suffix}'. Valid: {valid}.")
     else:
         yield from READERS[path.suffix.lower()](path)
 
@@ -114,13 +115,12 @@ def directory_files(directory: Path, split: str) -> list[Path]:
     split_of = {p: _split_of(i) for p, i in inner.items() if not i.parts[0].startswith(".")}
     if not split_of:
         raise DataError(f"{directory}: no data file in it. Valid: {', '.join(READERS)}.")
-    if not any(split_of.values()):
-        if split != "train":
-            raise DataError(
-                f"{directory}: no file here is named after a split, so there is no '{split}'."
-            )
+    if not any(split_of.values()) and split == "train":
         return list(split_of)
-    wanted = next((name for name, words in SPLITS.items() if split in words), split)
+    if not any(split_of.values()):
+        unnamed = f"{directory}: no file here is named after a split"
+        raise DataError(f"{unnamed}, so there is no '{split}'.")
+    wanted = _SPLIT_OF_WORD.get(split, split)
     chosen = [p for p, name in split_of.items() if name == wanted]
     if not chosen:
         known = sorted({name for name in split_of.values() if name})
@@ -129,12 +129,9 @@ def directory_files(directory: Path, split: str) -> list[Path]:
 
 
 def _split_of(path: Path) -> str | None:
-    for part in reversed((*path.parent.parts, path.stem)):
-        word = part.lower().replace("_", "-").replace(".", "-").split("-")[0]
-        name = next((name for name, words in SPLITS.items() if word in words), None)
-        if name:
-            return name
-    return None
+    parts = reversed((*path.parent.parts, path.stem))
+    words = (re.split("[-_.]", part.lower())[0] for part in parts)
+    return next((_SPLIT_OF_WORD[word] for word in words if word in _SPLIT_OF_WORD), None)
 
 
 def _neighbours(path: Path) -> str:
@@ -216,10 +213,12 @@ def read_json(path: Path) -> Rows:
         raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}{cut}.") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON: {error}.") from error
-    items = value.get("data") if isinstance(value, dict) else value
+    items = value
+    kind = _kind(value)
+    if isinstance(value, dict):
+        items = value.get("data")
+        kind = f"an object with the keys {', '.join(value) or 'none'}"
     if not isinstance(items, list):
-        names = ", ".join(value) or "none" if isinstance(value, dict) else ""
-        kind = f"an object with the keys {names}" if names else _kind(value)
         raise DataError(f'{path}: holds {kind}; needs a list of objects or {{"data": [...]}}.')
     for number, item in enumerate(items, 1):
         yield _row_of_object(SourceRow(str(path), f"{path}, item {number}", {}), item)

@@ -41,7 +41,7 @@ def parse_split(text: str) -> tuple[str, Cut | None]:
         >>> parse_split("train[:90%]")
         ('train', Cut(start='', stop='90%'))
     """
-    found = _PART.fullmatch(text)
-    if not found:
+    match = _PART.fullmatch(text)
+    if not match:
         return text, None
-    return found["split"], Cut(found["start"] or "", found["stop"] or "")
+    return match["split"], Cut(match["start"] or "", match["stop"] or "")

@@ -12,17 +12,18 @@ from tunesmith.errors import shortened
 from tunesmith.learn.data.sources import SourceRow
 
 MEDIA = (
-    "image",
-    "images",
-    "video",
-    "videos",
-    "audio",
-    "audios",
-    "pixel_values",
-    "image_url",
+    "image", "images", "video", "videos", "audio", "audios", "pixel_values", "image_url",
     "image_path",
-)
+)  # fmt: skip
 WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight")
+UNREAD_MEDIA = (
+    "is not read: only text is trained. Leave the line out, or drop the column to train its text"
+)
+UNREAD_OPTIONS = (
+    "is not read by line: set data.chat_template_kwargs for all lines, and drop the column"
+)
+UNREAD_WEIGHT = "is not read: every line counts alike. Give sources weights, or drop the column"
+BAD_ANSWER = "calls the answer bad, and sft would learn it: use tunesmith kto, or drop the line"
 
 
 def check_unread(row: SourceRow, goal: str, kind: str) -> None:
@@ -31,25 +32,15 @@ def check_unread(row: SourceRow, goal: str, kind: str) -> None:
     Args:
         goal, kind: the run's goal, and the kind of the row's format.
     """
-    problems: dict[str, str] = dict.fromkeys(
-        MEDIA,
-        "is not read: only text is trained. Leave the line out, or drop the column to train its "
-        "text",
-    )
-    problems["chat_template_kwargs"] = (
-        "is not read by line: set data.chat_template_kwargs for all lines, and drop the column"
-    )
+    problems: dict[str, str] = dict.fromkeys(MEDIA, UNREAD_MEDIA)
+    problems["chat_template_kwargs"] = UNREAD_OPTIONS
     if kind in ("text", "tagged"):
         problems["tools"] = "needs a conversation: text has no place for tools. Drop the column"
     if goal != "rl":
-        problems |= dict.fromkeys(
-            [name for name in WEIGHTS if _is_weight(row.columns.get(name))],
-            "is not read: every line counts alike. Give sources weights, or drop the column",
-        )
+        weights = [name for name in WEIGHTS if _is_weight(row.columns.get(name))]
+        problems |= dict.fromkeys(weights, UNREAD_WEIGHT)
     if goal == "sft" and row.columns.get("label") is False:
-        problems["label"] = (
-            "calls the answer bad, and sft would learn it: use tunesmith kto, or drop the line"
-        )
+        problems["label"] = BAD_ANSWER
     for name, problem in problems.items():
         value = row.columns.get(name)
         if value not in (None, "", [], {}):

@@ -90,9 +90,8 @@ def _from_json(row: SourceRow, name: str, value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise row.bad(
-            f"'{name}' is text but not JSON ({error}); needs a list, or that list as JSON"
-        ) from error
+        wrong = f"'{name}' is text but not JSON ({error})"
+        raise row.bad(f"{wrong}; needs a list, or that list as JSON") from error
 
 
 def _message(row: SourceRow, place: str, item: Any) -> Message:
@@ -128,16 +127,15 @@ def _message(row: SourceRow, place: str, item: Any) -> Message:
 
 def _call(row: SourceRow, place: str, call: Any) -> Any:
     """A tool call in OpenAI's form; ``{"name": ..., "arguments": ...}`` alone is put into it."""
-    if isinstance(call, Mapping) and "function" not in call and isinstance(call.get("name"), str):
-        inner = {"name": call["name"], "arguments": call.get("arguments", {})}
-        rest = {key: value for key, value in call.items() if key not in inner}
+    fields = call if isinstance(call, Mapping) else {}
+    if "function" not in fields and isinstance(fields.get("name"), str):
+        inner = {"name": fields["name"], "arguments": fields.get("arguments", {})}
+        rest = {key: value for key, value in fields.items() if key not in inner}
         return {"type": "function", **rest, "function": inner}
-    function = call.get("function") if isinstance(call, Mapping) else None
+    function = fields.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise row.bad(
-            f"{place} has the tool call {_brief(call)}, needs a 'function' with a 'name' and "
-            "'arguments'"
-        )
+        needs = "needs a 'function' with a 'name' and 'arguments'"
+        raise row.bad(f"{place} has the tool call {_brief(call)}, {needs}")
     return call
 
 
@@ -180,13 +178,11 @@ def read_steps(row: SourceRow) -> tuple[tuple[str, ...], tuple[float, ...]]:
         _encodable(row, f"completions[{number}]", step)
     for number, label in enumerate(labels, 1):
         if not isinstance(label, int | float) or not 0 <= label <= 1:
-            raise row.bad(
-                f"label {number} is {_brief(label)}, needs true, false or a number from 0 to 1"
-            )
+            needs = "needs true, false or a number from 0 to 1"
+            raise row.bad(f"label {number} is {_brief(label)}, {needs}")
     if len(steps) != len(labels):
-        raise row.bad(
-            f"{len(steps)} steps in 'completions' and {len(labels)} 'labels'; give one each"
-        )
+        counts = f"{len(steps)} steps in 'completions' and {len(labels)} 'labels'"
+        raise row.bad(f"{counts}; give one each")
     return tuple(steps), tuple(map(float, labels))
 
 

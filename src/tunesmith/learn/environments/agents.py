@@ -46,14 +46,12 @@ def is_agent(function: Callable[..., Any], reference: str) -> bool:
     if not access and not is_async(function):
         return False
     if not access:
-        raise ConfigError(
-            f"'{reference}' takes neither 'client' nor 'base_url', so it has no access to the "
-            "policy. Write async def agent(client, **columns)."
-        )
+        neither = f"'{reference}' takes neither 'client' nor 'base_url'"
+        write = "Write async def agent(client, **columns)"
+        raise ConfigError(f"{neither}, so it has no access to the policy. {write}.")
     if "client" in access and not is_async(function):
-        raise ConfigError(
-            f"'{reference}' takes 'client', whose calls are awaited: define it with `async def`."
-        )
+        awaited = f"'{reference}' takes 'client', whose calls are awaited"
+        raise ConfigError(f"{awaited}: define it with `async def`.")
     return True
 
 

@@ -11,6 +11,7 @@ record begins; the part it shares with another record is context there.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile
@@ -178,16 +179,14 @@ class Conversation:
     ) -> Completion:
         """Append the policy's next turn to a record."""
         if self.turns >= self.setting.section.max_turns:
-            raise OutOfRoom(
-                f"the episode has reached its {self.turns} turns (environment.max_turns)"
-            )
+            turns = f"its {self.turns} turns (environment.max_turns)"
+            raise OutOfRoom(f"the episode has reached {turns}")
         limit = self.setting.max_tokens
         room = limit - len(record.token_ids)
         if room < 1:
-            raise OutOfRoom(
-                f"the conversation has {len(record.token_ids)} tokens and leaves no room for a "
-                f"turn: the limit is {limit} (environment.max_tokens)"
-            )
+            full = f"the conversation has {len(record.token_ids)} tokens"
+            limits = f"the limit is {limit} (environment.max_tokens)"
+            raise OutOfRoom(f"{full} and leaves no room for a turn: {limits}")
         problem = without_row(self.setting.renderer.tokenizer, record.token_ids)
         if problem:
             raise EpisodeError(problem)
@@ -216,17 +215,16 @@ class Conversation:
                 return prompt.startswith(renderer.decoded(ids))
             return list(prompt[: len(ids)]) == ids
 
-        matches: list[tuple[int, bool, _Place]] = []
+        matches: list[tuple[int, _Place]] = []
         for place in self._places:
             ids = place.record.token_ids[: place.length]
             # A client gets a turn without its end tokens, and so returns it without them.
             written = len(list(dropwhile(ends.__contains__, reversed(ids))))
             lengths = range(written, place.length + 1)
-            is_open = self._is_open(place)
-            matches += [(n, is_open, place) for n in lengths if starts(ids[:n])]
+            matches += [(length, place) for length in lengths if starts(ids[:length])]
         if not matches:
             return self._begin(renderer.raw(prompt) if isinstance(prompt, str) else list(prompt))
-        length, _, place = max(matches, key=lambda match: match[:2])
+        length, place = max(matches, key=lambda match: (match[0], self._is_open(match[1])))
         ids = place.record.token_ids[:length]
         if isinstance(prompt, str):
             rest = renderer.after(ids, prompt[len(renderer.decoded(ids)) :])
@@ -304,41 +302,33 @@ class Conversation:
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
     """``text`` up to the first stop string in it."""
-    return text[: min((place for end in stop if (place := text.find(end)) >= 0), default=len(text))]
+    return re.split("|".join(map(re.escape, stop)), text, maxsplit=1)[0] if stop else text
 
 
 def for_template(message: Message) -> Message:
     """A message as chat templates expect it: text content, arguments of tool calls as objects."""
     cleaned = {name: value for name, value in message.items() if value is not None}
     cleaned["content"] = text_of_content(message.get("content"))
-    calls = cleaned.get("tool_calls")
-    if calls:
-        listed = calls if isinstance(calls, list | tuple) else [calls]
-        for call in listed:
-            if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-                wrong = shortened(repr(call))
-                raise EpisodeError(
-                    f"'tool_calls' is a list of calls with a 'function', not {wrong}"
-                )
+    calls = cleaned.get("tool_calls") or ()
+    listed = calls if isinstance(calls, list | tuple) else [calls]
+    for call in listed:
+        if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+            expected = "'tool_calls' is a list of calls with a 'function'"
+            raise EpisodeError(f"{expected}, not {shortened(repr(call))}")
+    if listed:
         cleaned["tool_calls"] = [with_object_arguments(call) for call in listed]
     return cleaned
 
 
 def _assistant(content: str, calls: Sequence[ToolCall | BadCall], turn: int) -> Message:
-    tool_calls = [
-        {
-            "id": f"call_{turn}_{number}",
-            "type": "function",
-            "function": {
-                "name": call.name,
-                "arguments": json.dumps(call.arguments, ensure_ascii=False),
-            },
-        }
-        for number, call in enumerate(calls)
-        if isinstance(call, ToolCall)
-    ]
-    message = {"role": "assistant", "content": content}
-    return {**message, "tool_calls": tool_calls} if tool_calls else message
+    message: Message = {"role": "assistant", "content": content}
+    for number, call in enumerate(calls):
+        if isinstance(call, ToolCall):
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            function = {"name": call.name, "arguments": arguments}
+            written = {"id": f"call_{turn}_{number}", "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(written)
+    return message
 
 
 def _key(

@@ -97,9 +97,8 @@ class Endpoint:
         if api is None:
             return _unknown()
         model = {"id": api.model, "object": "model", "created": 0, "owned_by": "tunesmith"}
-        return web.json_response(
-            model if "model" in request.match_info else {"object": "list", "data": [model]}
-        )
+        alone = "model" in request.match_info
+        return web.json_response(model if alone else {"object": "list", "data": [model]})
 
     async def _serve(
         self, answer: Answer, events: Events, request: web.Request

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,13 @@ class EnvironmentProgram:
         loaded = load_environments(EnvironmentSection(**section), Path(base_dir)).loaded
         self._loaded = {one.name: one for one in loaded}
         self._game: Game
-        self._loop: tuple[int, asyncio.AbstractEventLoop] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(self, method: str, *args: Any) -> dict[str, Any]:
-        # A forked process needs its own loop.
-        if self._loop is None or self._loop[0] != os.getpid():
-            self._loop = os.getpid(), asyncio.new_event_loop()
+        # Made in the worker: a forked process needs its own loop.
+        self._loop = self._loop or asyncio.new_event_loop()
         try:
-            return {"value": plain(self._loop[1].run_until_complete(self._run(method, *args)))}
+            return {"value": plain(self._loop.run_until_complete(self._run(method, *args)))}
         except EpisodeError as error:
             return {"error": str(error)}
 

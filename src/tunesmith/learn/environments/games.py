@@ -85,18 +85,14 @@ class Game:
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The tool's answer for the policy: text unchanged, all else as JSON, or its exception as
         text."""
+        function = self.tools[name].function
         try:
-            function = self.tools[name].function
             result = await self.code.run(f"the tool '{name}'", function, **arguments)
             if isinstance(result, str):
                 return result
             return json.dumps(result, ensure_ascii=False, default=str)
-        except (
-            EpisodeError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ) as error:  # JSON cannot represent every result
+        # JSON cannot represent every result.
+        except (EpisodeError, TypeError, ValueError, RecursionError) as error:
             cause = error.__cause__ or error
             return f"Error: {type(cause).__name__}: {cause}"
 
@@ -157,10 +153,8 @@ class OpenRLHF(Game):
         value = await self.call("reset", {"observation": self.text, "label": self.label})
         observation = value.get("observation") if isinstance(value, Mapping) else None
         if not isinstance(observation, str):
-            raise EpisodeError(
-                f"{self.name}.reset returned {shortened(repr(value))}; expected a dictionary with "
-                "'observation'"
-            )
+            returned = f"{self.name}.reset returned {shortened(repr(value))}"
+            raise EpisodeError(f"{returned}; expected a dictionary with 'observation'")
         if observation == self.text:
             return None
         self.text = observation
@@ -179,9 +173,8 @@ class OpenRLHF(Game):
             expected = "a dictionary with 'rewards', 'environment_feedback' and 'done'"
             raise EpisodeError(f"{what} returned {shortened(repr(value))}; expected {expected}")
         if value.get("sampling_params") is not None:
-            raise EpisodeError(
-                f"{what} changes 'sampling_params'; sampling is set by the run alone"
-            )
+            changes = f"{what} changes 'sampling_params'"
+            raise EpisodeError(f"{changes}; sampling is set by the run alone")
         feedback = value.get("environment_feedback") or ""
         self.text += text + feedback
         metrics: dict[str, Any] = {"scores": value.get("scores")}

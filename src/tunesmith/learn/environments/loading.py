@@ -22,7 +22,7 @@ from tunesmith.learn.environments.agents import GIVEN, is_agent
 from tunesmith.learn.environments.games import TRL_RESERVED, Game, Loaded, open_game
 from tunesmith.learn.environments.rendering import Tools
 from tunesmith.learn.environments.tools import Tool, make_tool
-from tunesmith.learn.usercode.calls import check_keywords
+from tunesmith.learn.usercode.calls import check_keywords, required_parameters
 from tunesmith.types import Task
 
 if TYPE_CHECKING:
@@ -39,15 +39,11 @@ def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
     code."""
     references = references_of(section)
     if SINGLE_TURN in references and isinstance(section.path, dict):
-        raise ConfigError(
-            f"environment.path: the name '{SINGLE_TURN}' is reserved for a prompt and one answer.",
-            keys=("environment.path",),
-        )
+        why = f"the name '{SINGLE_TURN}' is reserved for a prompt and one answer."
+        raise ConfigError(f"environment.path: {why}", keys=("environment.path",))
     if section.memory is not None and section.isolation == "thread":
-        raise ConfigError(
-            'environment.memory has no effect with environment.isolation = "thread".',
-            keys=("environment.memory", "environment.isolation"),
-        )
+        why = 'environment.memory has no effect with environment.isolation = "thread".'
+        raise ConfigError(why, keys=("environment.memory", "environment.isolation"))
     with about("environment.tools"):
         for reference in section.tools:
             user_code.check_reference(reference, base_dir)
@@ -70,11 +66,12 @@ def check_agents(given: EnvironmentSection, base_dir: Path) -> None:
     if not unread or not references:
         return
     if all(user_code.parameters_in_source(each, base_dir) & GIVEN for each in references):
+        key = f"environment.{unread[0]}"
         raise ConfigError(
-            f"environment.{unread[0]} is for environments and tools, and "
-            f"{' and '.join(references)} plays as an agent, in the run's own process: leave it "
-            "out; rollout.timeout ends an agent's episode.",
-            keys=(f"environment.{unread[0]}",),
+            f"{key} is for environments and tools, and {' and '.join(references)} plays as an "
+            "agent, in the run's own process: leave it out; rollout.timeout ends an agent's "
+            "episode.",
+            keys=(key,),
         )
 
 
@@ -95,21 +92,18 @@ def load_environments(section: EnvironmentSection, base_dir: Path) -> Environmen
         objects = [user_code.load_object(reference, base_dir) for reference in section.tools]
         defined = list(map(make_tool, objects, section.tools))
     tools = {tool.name: tool for tool in defined}
-    if len(tools) < len(defined):
-        names = [tool.name for tool in defined]
-        repeated = min(name for name in names if names.count(name) > 1)
-        why = f"environment.tools has two tools called '{repeated}'; rename one."
-        raise ConfigError(why, keys=("environment.tools",))
+    for tool in defined:
+        if tools[tool.name] is not tool:
+            why = f"environment.tools has two tools called '{tool.name}'; rename one."
+            raise ConfigError(why, keys=("environment.tools",))
     references = references_of(section).items()
     loaded = [_loaded(name, ref, _load(ref, base_dir), tools) for name, ref in references]
     if not loaded and tools:
         loaded = [Loaded("tools", "environment.tools", "tools", None, tools)]
     if tools and not any(one.tools for one in loaded):
-        raise ConfigError(
-            "environment.tools is set, but no environment uses them: an agent has its own, "
-            "and OpenRLHF's form has none.",
-            keys=("environment.tools",),
-        )
+        unused = "environment.tools is set, but no environment uses them"
+        why = f"{unused}: an agent has its own, and OpenRLHF's form has none."
+        raise ConfigError(why, keys=("environment.tools",))
     return EnvironmentSet(section, loaded, base_dir)
 
 
@@ -150,12 +144,11 @@ def _loaded(name: str, reference: str, code: Any, tools: Mapping[str, Tool]) -> 
 
 
 def _check_constructor(kind: type[Any], reference: str) -> None:
-    for p in list(inspect.signature(kind.__init__).parameters.values())[1:]:
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
-            raise ConfigError(
-                f"'{reference}' takes '{p.name}' in its constructor; each episode calls that "
-                "without arguments. What depends on the task goes into reset(**columns)."
-            )
+    for p in required_parameters(kind.__init__)[1:]:
+        raise ConfigError(
+            f"'{reference}' takes '{p.name}' in its constructor; each episode calls that without "
+            "arguments. What depends on the task goes into reset(**columns)."
+        )
 
 
 def _methods(kind: type[Any], reference: str) -> dict[str, Tool]:
@@ -227,18 +220,19 @@ class EnvironmentSet:
         that is missing."""
         template = ChatTemplate.of(tokenizer) if chat else None
         for one in self.loaded:
+            problem = ""
             if template is None and (one.kind == "agent" or one.schemas):
-                raise ConfigError(
-                    f"'{one.reference}' needs a chat template: agents and tools use messages. Name "
-                    "one with model.chat_template, and leave data.chat = false out.",
-                    keys=("model.chat_template",),
+                problem = (
+                    "needs a chat template: agents and tools use messages. Name one with "
+                    "model.chat_template, and leave data.chat = false out."
                 )
             if template is not None and one.schemas and not template.takes_tools:
-                raise ConfigError(
-                    f"'{one.reference}' has tools, and the chat template does not take tools: name "
-                    "one that does with model.chat_template, such as 'hermes' for ChatML models.",
-                    keys=("model.chat_template",),
+                problem = (
+                    "has tools, and the chat template does not take tools: name one that does "
+                    "with model.chat_template, such as 'hermes' for ChatML models."
                 )
+            if problem:
+                raise ConfigError(f"'{one.reference}' {problem}", keys=("model.chat_template",))
         return template
 
     @cached_property

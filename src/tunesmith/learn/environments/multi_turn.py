@@ -83,7 +83,8 @@ class MultiTurn:
         """Play to the end and return the turns' rewards; an episode that reaches its limits keeps
         those so far."""
         metrics = conversation.rollout.metrics
-        metrics |= {"unfinished": 0.0, **({"tool_calls": 0.0, "bad_calls": 0.0} if schemas else {})}
+        counts = ("unfinished", "tool_calls", "bad_calls") if schemas else ("unfinished",)
+        metrics |= dict.fromkeys(counts, 0.0)
         rewards: list[float | None] = []
         while True:
             try:

@@ -21,15 +21,11 @@ def chat_choice(index: int, reply: Reply, decode: Decode | None) -> dict[str, An
     Alternatives to the sampled tokens are unknown, so ``top_logprobs`` holds only the token itself.
     """
     message = {"content": None, "refusal": None, "tool_calls": None, **reply.message}
-    entries = [
-        {
-            "token": text,
-            "logprob": logprob,
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-        }
-        for text, logprob in (_tokens(reply, decode) if decode else ())
-    ]
-    content = [{**entry, "top_logprobs": [entry]} for entry in entries]
+    content: list[dict[str, Any]] = []
+    for text, logprob in _tokens(reply, decode) if decode else ():
+        raw = None if "\ufffd" in text else list(text.encode())
+        entry = {"token": text, "logprob": logprob, "bytes": raw}
+        content.append({**entry, "top_logprobs": [entry]})
     return {
         "index": index,
         "message": message,
@@ -50,9 +46,12 @@ def text_choice(index: int, reply: Reply, echo: str, decode: Decode | None) -> d
             "top_logprobs": [{text: logprob} for text, logprob in tokens],
             "text_offset": list(accumulate(map(len, texts), initial=len(echo)))[:-1],
         }
-    text = echo + reply.text
-    ended = {"finish_reason": _finish_reason(reply), "logprobs": logprobs}
-    return {"index": index, "text": text, **ended}
+    return {
+        "index": index,
+        "text": echo + reply.text,
+        "finish_reason": _finish_reason(reply),
+        "logprobs": logprobs,
+    }
 
 
 def _tokens(reply: Reply, decode: Decode) -> list[tuple[str, float]]:
@@ -116,9 +115,8 @@ def _output(choice: Mapping[str, Any], number: str, status: str) -> list[dict[st
         head = {"id": f"msg_{number}", "type": "message", "role": "assistant"}
         items.append({**head, "status": status, "content": [part]})
     for index, call in enumerate(calls):
-        function = {"call_id": call["id"], **call["function"]}
-        head = {"id": f"fc_{number}_{index}", "type": "function_call"}
-        items.append({**head, "status": "completed", **function})
+        head = {"id": f"fc_{number}_{index}", "type": "function_call", "status": "completed"}
+        items.append({**head, "call_id": call["id"], **call["function"]})
     return items
 
 
@@ -148,17 +146,10 @@ def text_events(answer: dict[str, Any], request: Mapping[str, Any]) -> Iterator[
 
 def response_events(response: dict[str, Any], _: Mapping[str, Any]) -> Iterator[Event]:
     """Each item whole, in one delta."""
-    begun = {
-        **response,
-        "status": "in_progress",
-        "output": [],
-        "usage": None,
-        "incomplete_details": None,
-    }
-    events: list[dict[str, Any]] = [
-        {"type": "response.created", "response": begun},
-        {"type": "response.in_progress", "response": begun},
-    ]
+    empty = {"output": [], "usage": None, "incomplete_details": None}
+    begun = {**response, "status": "in_progress", **empty}
+    kinds = ("response.created", "response.in_progress")
+    events: list[dict[str, Any]] = [{"type": kind, "response": begun} for kind in kinds]
     for index, item in enumerate(response["output"]):
         events += _events_of(item, {"output_index": index, "item_id": item["id"]})
     end = "response.incomplete" if response["status"] == "incomplete" else "response.completed"
@@ -184,7 +175,7 @@ def _events_of(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[di
         yield {"type": "response.content_part.done", **at, "part": part}
     else:
         arguments = item["arguments"]
-        yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
-        written = {"arguments": arguments, "name": item["name"]}
-        yield {"type": "response.function_call_arguments.done", **place, **written}
+        kind = "response.function_call_arguments"
+        yield {"type": f"{kind}.delta", **place, "delta": arguments}
+        yield {"type": f"{kind}.done", **place, "arguments": arguments, "name": item["name"]}
     yield {"type": "response.output_item.done", "output_index": index, "item": item}

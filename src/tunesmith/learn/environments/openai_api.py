@@ -83,9 +83,8 @@ class EpisodeApi:
         parsed = parse(ResponseRequest, request)
         previous = parsed.previous_response_id
         if previous is not None and previous not in self._responses:
-            raise BadRequest(
-                f"'previous_response_id' = {previous!r} is not a response of this episode"
-            )
+            unknown = f"'previous_response_id' = {previous!r}"
+            raise BadRequest(f"{unknown} is not a response of this episode")
         messages = [*self._responses.get(previous or "", []), *messages_of(parsed.input)]
         response = as_response(request, await self.complete(parsed.as_chat(request, messages)))
         self._responses[response["id"]] = [*messages, *messages_of(response["output"])]
@@ -123,12 +122,11 @@ class EpisodeApi:
     def _note(self, request: Mapping[str, Any]) -> None:
         """List, in the rollout's notes, the parameters that do not apply."""
         notes = self._conversation.rollout.notes
-        overridden = {name: request[name] for name in OVERRIDDEN if request.get(name) is not None}
+        overridden = [name for name in OVERRIDDEN if request.get(name) is not None]
         binding = [name for name, free in NOT_ENFORCED.items() if request.get(name) not in free]
-        not_enforced = {name: request[name] for name in binding}
-        for name, values in (("overridden", overridden), ("not_enforced", not_enforced)):
-            if values:
-                notes.setdefault(name, {}).update(values)
+        for note, names in (("overridden", overridden), ("not_enforced", binding)):
+            if names:
+                notes.setdefault(note, {}).update({name: request[name] for name in names})
 
     def _answer(
         self,
@@ -190,10 +188,8 @@ class PolicyClient:
     def _creator(self, serve: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Awaitable[Any]]:
         async def create(*, extra_body: Mapping[str, Any] | None = None, **request: Any) -> Any:
             if request.get("stream"):
-                raise BadRequest(
-                    "'stream' is for the HTTP endpoint (an agent that takes 'base_url'); leave it "
-                    "out"
-                )
+                where = "the HTTP endpoint (an agent that takes 'base_url')"
+                raise BadRequest(f"'stream' is for {where}; leave it out")
             work = serve({**request, **(extra_body or {})})
             answer = asyncio.run_coroutine_threadsafe(work, self._loop)
             return json.loads(json.dumps(await asyncio.wrap_future(answer)), object_hook=Attributes)

@@ -102,9 +102,8 @@ def _text_or_ids(value: Any) -> Any:
     ids = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
     if value and (ids or isinstance(value, str)):
         return value
-    raise ValueError(
-        "it must be text of at least one character, or a list of token ids; one prompt per request"
-    )
+    kinds = "text of at least one character, or a list of token ids"
+    raise ValueError(f"it must be {kinds}; one prompt per request")
 
 
 def _as_list(value: Any) -> Any:
@@ -231,9 +230,10 @@ def _content(content: Any) -> Any:
     as text."""
     if not isinstance(content, list | tuple):
         return content
-    parts = [part if isinstance(part := _as_dict(raw), Mapping) else {} for raw in content]
-    texts = [part.get("text", part.get("refusal")) for part in parts]
-    return [
-        raw if text is None else {"type": "text", "text": text}
-        for raw, text in zip(content, texts, strict=True)
-    ]
+    plain: list[Any] = []
+    for raw in content:
+        part = _as_dict(raw)
+        fields = part if isinstance(part, Mapping) else {}
+        text = fields.get("text", fields.get("refusal"))
+        plain.append(raw if text is None else {"type": "text", "text": text})
+    return plain

@@ -36,10 +36,11 @@ def as_observation(value: Any, what: str) -> Observation:
     parts = {"role", "content"}
     if messages and all(isinstance(m, Mapping) and parts <= m.keys() for m in messages):
         return [dict(m) for m in messages]
-    shown = shortened(repr(value))
-    raise EpisodeError(
-        f"{what} gave {shown} as observation; expected text, a list of messages or None"
-    )
+    raise _wrong(what, value, "observation", "text, a list of messages or None")
+
+
+def _wrong(what: str, value: Any, role: str, expected: str) -> EpisodeError:
+    return EpisodeError(f"{what} gave {shortened(repr(value))} as {role}; expected {expected}")
 
 
 def as_reward(value: Any, what: str, role: str = "reward") -> float | None:
@@ -52,10 +53,8 @@ def as_reward(value: Any, what: str, role: str = "reward") -> float | None:
     except Exception:
         number = math.nan
     if not abs(number) <= LARGEST_REWARD:
-        raise EpisodeError(
-            f"{what} gave {shortened(repr(value))} as {role}; expected a finite number of at most "
-            f"{LARGEST_REWARD:g}, or None"
-        )
+        expected = f"a finite number of at most {LARGEST_REWARD:g}, or None"
+        raise _wrong(what, value, role, expected)
     return number
 
 
@@ -65,21 +64,17 @@ def as_step(value: Any, what: str) -> StepResult:
     if isinstance(value, tuple) and len(value) == 3:
         value = StepResult(*value)
     if not isinstance(value, StepResult):
-        raise EpisodeError(
-            f"{what} returned {shortened(repr(value))}; expected (observation, reward, done) or a "
-            "StepResult"
-        )
+        expected = "(observation, reward, done) or a StepResult"
+        raise EpisodeError(f"{what} returned {shortened(repr(value))}; expected {expected}")
     observation = as_observation(value.observation, what)
     done: Any = value.done
     if isinstance(done, str | None):
-        raise EpisodeError(f"{what} gave {shortened(repr(done))} as done; expected true or false")
+        raise _wrong(what, done, "done", "true or false")
     if not done and not observation:
         raise EpisodeError(f"{what} is not done and gave no observation to answer")
     raw: Any = value.metrics
     if not isinstance(raw, Mapping):
-        raise EpisodeError(
-            f"{what} gave {shortened(repr(raw))} as metrics; expected numbers by name"
-        )
+        raise _wrong(what, raw, "metrics", "numbers by name")
     numbers = {name: as_reward(number, what, f"metric '{name}'") for name, number in raw.items()}
     metrics = {name: number for name, number in numbers.items() if number is not None}
     return StepResult(observation, as_reward(value.reward, what), bool(done), metrics)

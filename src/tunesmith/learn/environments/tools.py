@@ -68,8 +68,11 @@ def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
             pairs = _PARAMETER.findall(function[2])
             arguments = {key.strip(): _value(value) for key, value in pairs}
             calls.append(ToolCall(function[1].strip(), arguments))
-        else:
-            calls.append(_from_json(block[1]))
+            continue
+        try:
+            calls.append(_checked(json.loads(block[1])))
+        except (ValueError, RecursionError) as error:
+            calls.append(BadCall(f"the tool call is not valid JSON: {error}"))
     if not calls:
         return text, []
     return f"{thought}{closed}{_BLOCK.sub('', spoken)}".strip(), calls
@@ -107,14 +110,6 @@ def parse_mistral(raw: str, text: str) -> tuple[str, Calls]:
         return spoken.strip(), [BadCall(f"the list of tool calls is not valid JSON: {error}")]
     items = value if isinstance(value, list) else [value]
     return spoken.strip(), [_checked(item) for item in items]
-
-
-def _from_json(body: str) -> ToolCall | BadCall:
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        return BadCall(f"the tool call is not valid JSON: {error}")
-    return _checked(value)
 
 
 def _value(text: str) -> Any:

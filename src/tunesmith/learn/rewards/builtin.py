@@ -46,28 +46,9 @@ def check_builtins(section: RewardSection) -> None:
     """Reject (ConfigError) settings that the built-ins in use cannot work with, or that none of
     them reads."""
     used = [name for name in section.functions if name in BUILTINS]
-    extracting = [name for name in used if name in ("exact_match", "numeric_match")]
-    if section.pattern is None:
-        if "regex_format" in used:
-            raise ConfigError(
-                "reward.pattern is missing; regex_format gives 1 where it matches a whole "
-                "completion.",
-                keys=("reward.pattern",),
-            )
-    else:
-        groups = _groups(section.pattern)
-        if "regex_format" not in used and not extracting:
-            raise ConfigError(
-                "reward.pattern is set, but regex_format, exact_match and numeric_match are not "
-                "in reward.functions.",
-                keys=("reward.pattern",),
-            )
-        if "regex_format" not in used and not groups:
-            raise ConfigError(
-                f"reward.pattern has no group for {extracting[0]} to extract; "
-                "put parentheses around the answer, as in '#### (.+)'.",
-                keys=("reward.pattern",),
-            )
+    problem = _problem_of_pattern(section.pattern, used)
+    if problem:
+        raise ConfigError(f"reward.pattern {problem}", keys=("reward.pattern",))
     if section.answer in RESERVED:
         raise ConfigError(
             f"reward.answer: '{section.answer}' is not a data column but an argument of every "
@@ -84,12 +65,22 @@ def check_builtins(section: RewardSection) -> None:
         )
 
 
-def _groups(pattern: str) -> int:
+def _problem_of_pattern(pattern: str | None, used: Sequence[str]) -> str | None:
+    if pattern is None:
+        missing = "is missing; regex_format gives 1 where it matches a whole completion."
+        return missing if "regex_format" in used else None
     try:
-        return re.compile(pattern).groups
+        groups = re.compile(pattern).groups
     except re.error as error:
-        why = f"reward.pattern is not a regular expression: {error}: {pattern!r}"
-        raise ConfigError(why, keys=("reward.pattern",)) from error
+        return f"is not a regular expression: {error}: {pattern!r}"
+    extracting = [name for name in used if name in ("exact_match", "numeric_match")]
+    if "regex_format" in used:
+        return None
+    if not extracting:
+        unread = "is set, but regex_format, exact_match and numeric_match are not in"
+        return f"{unread} reward.functions."
+    without = f"has no group for {extracting[0]} to extract; put parentheses around the answer"
+    return None if groups else f"{without}, as in '#### (.+)'."
 
 
 def _matching(
@@ -100,12 +91,13 @@ def _matching(
     A pattern with a group selects the part of the completion to read.
     """
     pattern = section.pattern
-    pool = _pool("pattern_program.py", "extract", section) if pattern and _groups(pattern) else None
+    extracts = bool(pattern and re.compile(pattern).groups)
+    pool = _pool("pattern_program.py", "extract", section) if extracts else None
 
     def verdict(text: str | ItemFailure | None, gold: str) -> Verdict:
         expected = read(gold)
         if expected is None:
-            return ItemFailure(Status.REWARD_FAILED, f"{BAD_GOLD}: {gold!r} holds no number")
+            return _bad_gold(f"{gold!r} holds no number")
         if isinstance(text, ItemFailure):
             return text
         answer = None if text is None else read(text)
@@ -116,8 +108,8 @@ def _matching(
         return list(map(verdict, parts, golds))
 
     def problem(gold: Any) -> str | None:
-        missing = f"{gold!r} holds no number" if read(str(gold)) is None else None
-        return _gold_problem(gold) or missing
+        unread = f"{gold!r} holds no number" if read(str(gold)) is None else None
+        return _gold_problem(gold) or unread
 
     return _comparing(name, section, judge, problem, pool)
 
@@ -146,8 +138,7 @@ def _math(section: RewardSection) -> RewardFunction:
         if isinstance(judged, ItemFailure):
             return judged
         if not judged["gold"]:
-            reason = f"{BAD_GOLD}: math-verify cannot parse {gold!r}"
-            return ItemFailure(Status.REWARD_FAILED, reason)
+            return _bad_gold(f"math-verify cannot parse {gold!r}")
         return judged["correct"] if judged["answered"] else None
 
     async def judge(texts: list[str], golds: list[str]) -> list[Verdict]:
@@ -182,10 +173,14 @@ def _comparing(
         notes.log_extra("correct", [s if isinstance(s, float) else None for s in scores])
         return scores
 
-    close = pool.close if pool else lambda: None
-    columns = frozenset({section.answer})
     return RewardFunction(
-        name, name, score, columns, builtin=True, close=close, check_gold=check_gold
+        name,
+        name,
+        score,
+        builtin=True,
+        columns=frozenset({section.answer}),
+        close=pool.close if pool else lambda: None,
+        check_gold=check_gold,
     )
 
 
@@ -206,6 +201,10 @@ async def _gather(jobs: Iterable[Awaitable[Any]]) -> list[Any]:
             return ItemFailure(Status.REWARD_FAILED, str(error))
 
     return await asyncio.gather(*map(result, jobs))
+
+
+def _bad_gold(why: str) -> ItemFailure:
+    return ItemFailure(Status.REWARD_FAILED, f"{BAD_GOLD}: {why}")
 
 
 def _gold_problem(gold: Any) -> str | None:

@@ -16,19 +16,17 @@ VERL_GOLD = frozenset({"reward_model", "ground_truth"})
 """verl's function needs one of these columns. ``reward_model`` is a table with ``ground_truth``, as
 in verl's files."""
 
+_COMPLETIONS = (
+    "completion", "response", "responses", "output", "outputs", "answers", "solution_str",
+    "solution_strs", "predictions", "generated_texts",
+)  # fmt: skip
+_GOLD = ("labels", "ground_truth", "ground_truths")
 INSTEAD: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("completion", "response", "responses", "output", "outputs", "answers"), "completions"
-    ),
-    **dict.fromkeys(
-        ("solution_str", "solution_strs", "predictions", "generated_texts"), "completions"
-    ),
+    **dict.fromkeys(_COMPLETIONS, "completions"),
+    **dict.fromkeys(_GOLD, "a column's own name, such as answer"),
     "prompt": "prompts",
     "question_str": "prompts",
     "queries": "prompts and completions",
-    "labels": "a column's own name, such as answer",
-    "ground_truth": "a column's own name, such as answer",
-    "ground_truths": "a column's own name, such as answer",
     "data_sources": "the column data_source",
     "extra_infos": "the column extra_info",
 }
@@ -78,8 +76,7 @@ def from_verl(function: Callable[..., Any]) -> Callable[..., Any]:
             completions: Sequence[Any], log_extra: Any, **columns: Any
         ) -> list[Any]:
             calls = (function(**call) for call in keywords(completions, columns))
-            results = await asyncio.gather(*calls)
-            return scores(results, log_extra)
+            return scores(await asyncio.gather(*calls), log_extra)
 
         return reward_async
 

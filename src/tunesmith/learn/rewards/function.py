@@ -7,24 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, boundary
 from tunesmith.learn.rewards.trainer_state import TrainerState
-from tunesmith.learn.usercode.calls import accepted, own_copy
+from tunesmith.learn.usercode.calls import accepted, own_copy, required_parameters
 from tunesmith.records.plain import plain, shown
 from tunesmith.types import Message, Rollout, Status, text_of_content
 
 INSTANCES = "environments"
 """TRL's keyword for the environment instances that played the episodes, one per completion."""
+LOGS = ("log_extra", "log_metric")
 RESERVED = frozenset(
-    {
-        "prompts",
-        "completions",
-        "completion_ids",
-        "trainer_state",
-        "log_extra",
-        "log_metric",
-        INSTANCES,
-    }
+    {"prompts", "completions", "completion_ids", "trainer_state", *LOGS, INSTANCES}
 )
 """The keywords of TRL 1.16 that a call receives in addition to the data's columns."""
 NOT_COLUMNS = frozenset({"prompt", "completion"}) | RESERVED
@@ -73,14 +66,9 @@ def required_columns(function: Callable[..., Any], reference: str) -> frozenset[
     """Columns of the data that a function needs. ConfigError if it cannot be called with
     keywords."""
     expected = "expected def f(prompts, completions, **columns) -> list[float | None]"
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the parameters of '{reference}' cannot be determined; {expected}."
-        ) from error
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    required = [p for p in named if p.default is p.empty]
+    unknown = f"the parameters of '{reference}' cannot be determined; {expected}"
+    with boundary(ConfigError, unknown, (TypeError, ValueError)):
+        required = required_parameters(function)
     for p in required:
         if p.kind is p.POSITIONAL_ONLY:
             raise ConfigError(f"'{reference}' takes '{p.name}' by position only; {expected}.")
@@ -138,14 +126,12 @@ def arguments_for(
 def completions_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[Any]:
     """Completions in the form of their prompts: the policy's last text, or all messages after the
     prompt."""
-    return [
-        text if isinstance(r.task.prompt, str) else _messages(r, text)
-        for r, text in zip(rollouts, texts, strict=True)
-    ]
-
-
-def _messages(rollout: Rollout, text: str) -> list[Message]:
-    return [dict(m) for m in rollout.messages or [{"role": "assistant", "content": text}]]
+    completions: list[str | list[Message]] = []
+    for rollout, text in zip(rollouts, texts, strict=True):
+        messages = rollout.messages or [{"role": "assistant", "content": text}]
+        is_text = isinstance(rollout.task.prompt, str)
+        completions.append(text if is_text else [dict(message) for message in messages])
+    return completions
 
 
 def text_of(completion: Any) -> str:
@@ -154,8 +140,7 @@ def text_of(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     own = (m for m in reversed(completion) if m.get("role", "assistant") == "assistant")
-    answers = (message.get("content") for message in own)
-    return text_of_content(next(answers, None))
+    return text_of_content(next(own, {}).get("content"))
 
 
 def batch_columns(
@@ -193,14 +178,12 @@ def _score(value: object, index: int) -> Score:
         return value
     problem = "; expected a float or None"
     if isinstance(value, SupportsFloat | SupportsIndex) and not isinstance(value, str | bytes):
+        most = f"; expected a finite number of at most {LARGEST_REWARD:g}"
+        problem = f"{most}, or None if the reward does not apply"
         try:
             number = float(value)
             if abs(number) <= LARGEST_REWARD:
                 return number
-            problem = (
-                f"; expected a finite number of at most {LARGEST_REWARD:g}, or None if the reward "
-                "does not apply"
-            )
         except Exception as error:
             problem = f": {error}"
     return ItemFailure(Status.REWARD_FAILED, f"returned {_shown(value)} at index {index}{problem}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ConfigError
-from tunesmith.learn.rewards.function import ItemFailure, RewardFunction, Score
+from tunesmith.learn.rewards.function import LOGS, ItemFailure, RewardFunction, Score
 from tunesmith.learn.usercode.calls import FarFunction, PerLoop, RaisedInCall, Turns
 from tunesmith.learn.usercode.killable import Pool, UserProgram, Worker, WorkerError, WorkerLost
 from tunesmith.types import Status
@@ -43,24 +43,19 @@ class IsolatedRewards:
             description = self._pool.server().description
         except WorkerError as error:
             names = ", ".join(entry for _, entry in references)
-            raise ConfigError(
-                f"reward.functions: importing {names} failed: {error}", keys=("reward.functions",)
-            ) from None
+            why = f"reward.functions: importing {names} failed: {error}"
+            raise ConfigError(why, keys=("reward.functions",)) from None
         if "refused" in description:
             self.close()
             raise ConfigError(description["refused"])
-        self.functions = [
-            RewardFunction(
-                name,
-                entry,
-                FarFunction(number, one["parameters"], one["asynchronous"]),
-                frozenset(one["columns"]),
-                one_of=frozenset(one["one_of"]),
-            )
-            for number, ((name, entry), one) in enumerate(
-                zip(references, description["functions"], strict=True)
-            )
-        ]
+        self.functions: list[RewardFunction] = []
+        for (name, entry), one in zip(references, description["functions"], strict=True):
+            number = len(self.functions)
+            function = FarFunction(number, one["parameters"], one["asynchronous"])
+            columns = frozenset(one["columns"])
+            one_of = frozenset(one["one_of"])
+            reward = RewardFunction(name, entry, function, columns, one_of=one_of)
+            self.functions.append(reward)
 
     async def run(
         self, function: Callable[..., Any], arguments: dict[str, Any], timeout: float
@@ -75,8 +70,7 @@ class IsolatedRewards:
             ValueError: its result is unusable.
         """
         assert isinstance(function, FarFunction)
-        logs = ("log_extra", "log_metric")
-        sent = {name: value for name, value in arguments.items() if name not in logs}
+        sent = {name: value for name, value in arguments.items() if name not in LOGS}
         question = (function.number, sent)
         coroutine = function.asynchronous
         try:

@@ -16,14 +16,14 @@ from __future__ import annotations
 import inspect
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import isfinite
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from tunesmith.config import objects as user_code
-from tunesmith.config.schema import RewardSection
+from tunesmith.config.schema import RemoteReward, RewardSection
 from tunesmith.errors import ConfigError, about, nearest
 from tunesmith.learn.rewards.builtin import BUILTINS, check_builtins
 from tunesmith.learn.rewards.foreign import VERL, VERL_GOLD, from_verl
@@ -52,7 +52,8 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
             "[[reward.remote]].",
             keys=("reward.functions",),
         )
-    _check_weights(section)
+    for key, problem in _problems_of_weights(section):
+        raise ConfigError(problem, keys=(key,))
     for entry in section.functions:
         if ":" in entry or entry.endswith(".py"):
             user_code.check_reference(entry, base_dir)
@@ -71,59 +72,53 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
     for entry in section.models:
         check_reward_model(entry)
     for entry in section.remote:
-        if not entry.urls:
-            raise ConfigError(
-                f"reward.remote '{entry.name}': urls is empty; give the addresses that serve it.",
-                keys=("reward.remote",),
-            )
-        has_user = any(urlsplit(url).username is not None for url in entry.urls)
-        if entry.token_env is not None and has_user:
-            raise ConfigError(
-                f"reward.remote '{entry.name}': token_env and a user in an address of urls both "
-                "set the Authorization header; leave one of them out.",
-                keys=("reward.remote",),
-            )
-        if entry.token_env is not None and not os.environ.get(entry.token_env, "").strip():
-            raise ConfigError(
-                f"reward.remote '{entry.name}': the environment variable {entry.token_env} "
-                "(token_env) is not set; export it with the token that the server asks for.",
-                keys=("reward.remote",),
-            )
+        for problem in _problems_of_remote(entry):
+            raise ConfigError(f"reward.remote '{entry.name}': {problem}", keys=("reward.remote",))
 
 
-def _check_weights(section: RewardSection) -> None:
+def _problems_of_remote(entry: RemoteReward) -> Iterator[str]:
+    if not entry.urls:
+        yield "urls is empty; give the addresses that serve it."
+    has_user = any(urlsplit(url).username is not None for url in entry.urls)
+    if entry.token_env is not None and has_user:
+        yield (
+            "token_env and a user in an address of urls both set the Authorization header; leave "
+            "one of them out."
+        )
+    if entry.token_env is not None and not os.environ.get(entry.token_env, "").strip():
+        yield (
+            f"the environment variable {entry.token_env} (token_env) is not set; export it with "
+            "the token that the server asks for."
+        )
+
+
+def _problems_of_weights(section: RewardSection) -> Iterator[tuple[str, str]]:
+    """Each with its key."""
+    key = "reward.weights"
     weights = section.weights
     functions = section.functions
     repeated = next((name for name, count in Counter(functions).items() if count > 1), None)
     if repeated:
         why = f"reward.functions names '{repeated}' more than once; use reward.weights."
-        raise ConfigError(why, keys=("reward.functions",))
+        yield "reward.functions", why
     if weights is not None and len(weights) != len(functions):
-        raise ConfigError(
-            f"reward.weights has {len(weights)} entries for {len(functions)} functions; give one "
-            "for each.",
-            keys=("reward.weights",),
-        )
+        counts = f"{len(weights)} entries for {len(functions)} functions"
+        yield key, f"reward.weights has {counts}; give one for each."
     if weights is not None and not all(map(isfinite, weights)):
-        raise ConfigError(
-            f"reward.weights must be finite numbers, not {list(weights)}.", keys=("reward.weights",)
-        )
+        yield key, f"reward.weights must be finite numbers, not {list(weights)}."
     by_name = weights_by_name(section)
     if not any(by_name.values()):
-        why = "reward.weights are all 0, so that no rollout would have a reward."
-        raise ConfigError(why, keys=("reward.weights",))
+        yield key, "reward.weights are all 0, so that no rollout would have a reward."
     if ENVIRONMENT in by_name:
-        raise ConfigError(
-            f"no reward may be called '{ENVIRONMENT}', the name of the environment's own; rename "
-            "it."
-        )
+        why = f"no reward may be called '{ENVIRONMENT}', the name of the environment's own"
+        yield "reward.functions", f"{why}; rename it."
     if len(by_name) < len(functions) + len(section.models) + len(section.remote):
-        raise ConfigError(
+        why = (
             f"two of the rewards {', '.join(by_name)} have the same name; give each of "
             "reward.models and reward.remote its own `name`, which is what it is called in the "
-            "metrics.",
-            keys=("reward.models",),
+            "metrics."
         )
+        yield "reward.models", why
 
 
 def weights_by_name(section: RewardSection) -> dict[str, float]:

@@ -151,20 +151,18 @@ class RewardClient:
                 reason = str(error)
                 status = Status.REWARD_FAILED
                 break
-            except (
-                Unavailable,
-                aiohttp.ClientError,
-                OSError,
-            ) as error:  # TimeoutError is an OSError
+            except Unavailable as error:
                 server.rests()
-                late = isinstance(error, TimeoutError)
-                status = Status.TIMED_OUT if late else Status.REWARD_FAILED
-                if late:
-                    reason = f"{url} did not answer within {self.entry.timeout:g} s"
-                elif isinstance(error, Unavailable):
-                    reason = str(error)
-                else:
-                    reason = f"had no answer from {url}: {error or type(error).__name__}"
+                reason = str(error)
+                status = Status.REWARD_FAILED
+            except TimeoutError:
+                server.rests()
+                reason = f"{url} did not answer within {self.entry.timeout:g} s"
+                status = Status.TIMED_OUT
+            except (aiohttp.ClientError, OSError) as error:
+                server.rests()
+                reason = f"had no answer from {url}: {error or type(error).__name__}"
+                status = Status.REWARD_FAILED
             finally:
                 server.outstanding -= 1
         if len(tried) > 1:

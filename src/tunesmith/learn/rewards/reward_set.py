@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.errors import ConfigError, DataError, DeadlineExceeded, nearest
@@ -78,31 +79,29 @@ class RewardSet:
         tasks = list(tasks)
         available = {name for task in tasks for name in task.columns}
         for f in self.functions:
-            for name in sorted(f.columns - available):
-                raise ConfigError(
-                    f"reward.functions: '{f.reference}' needs the column '{name}', which {key} "
-                    f"lacks.{hint(name) or nearest(name, available)}",
-                    keys=("reward.functions",),
-                )
-            if f.one_of and not f.one_of & available:
-                raise ConfigError(
-                    f"reward.functions: '{f.reference}' needs one of the columns "
-                    f"{', '.join(sorted(f.one_of))}, and {key} has none of "
-                    f"them.{nearest(min(f.one_of), available)}",
-                    keys=("reward.functions",),
-                )
-            if f.check_gold is None:
-                continue
-            (column,) = f.columns
-            for task in tasks:
-                gold = task.columns.get(column)
-                problem = f.check_gold(gold)
-                # A task without an answer may get its reward from another function or from its
-                # environment.
-                alone = len(self.weights) == 1 and task.environment in ("single_turn", "tools")
-                if problem is not None and (gold is not None or alone):
-                    place = f"task {task.id}: the column '{column}'"
-                    raise DataError(f"{place} {problem}; '{f.name}' compares with it.")
+            needs = f"reward.functions: '{f.reference}' needs"
+            why = None
+            for name in sorted(f.columns - available)[:1]:
+                closest = hint(name) or nearest(name, available)
+                why = f"{needs} the column '{name}', which {key} lacks.{closest}"
+            if not why and f.one_of and not f.one_of & available:
+                names = f"{', '.join(sorted(f.one_of))}, and {key} has none of them"
+                why = f"{needs} one of the columns {names}.{nearest(min(f.one_of), available)}"
+            if why:
+                raise ConfigError(why, keys=("reward.functions",))
+            for task in tasks if f.check_gold else ():
+                self._check_gold(f, task)
+
+    def _check_gold(self, f: RewardFunction, task: Task) -> None:
+        assert f.check_gold is not None
+        (column,) = f.columns
+        gold = task.columns.get(column)
+        problem = f.check_gold(gold)
+        # A task without an answer may get its reward from another function or its environment.
+        alone = len(self.weights) == 1 and task.environment in ("single_turn", "tools")
+        if problem is not None and (gold is not None or alone):
+            place = f"task {task.id}: the column '{column}'"
+            raise DataError(f"{place} {problem}; '{f.name}' compares with it.")
 
     async def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> None:
         """Set ``rewards``, ``reward`` and ``metrics`` of each rollout, or mark it failed.
@@ -111,17 +110,16 @@ class RewardSet:
         unchanged. The functions run concurrently; each gets all rollouts of this call as one batch.
         ``reward`` is the weighted sum of the rewards that apply, added to the environment's.
         """
-        pairs = [(r, t) for r, t in zip(rollouts, texts, strict=True) if r.status is Status.OK]
-        if not pairs:
+        ok = [rollout.status is Status.OK for rollout in rollouts]
+        if not any(ok):
             return
-        played = [r for r, _ in pairs]
-        texts = [t for _, t in pairs]
+        played = list(compress(rollouts, ok))
+        texts = list(compress(texts, ok))
         answers = await asyncio.gather(*(self._call(f, played, texts) for f in self.functions))
         for function, (scores, notes) in zip(self.functions, answers, strict=True):
             for i, (rollout, score) in enumerate(zip(played, scores, strict=True)):
-                _record(rollout, function, score)
                 logged = {column: values[i] for column, values in notes.extras.items()}
-                _note(rollout, function, logged)
+                _record(rollout, function, score, logged)
             aside = _ASIDE.get()
             logged = self._logged if aside is None else aside
             for name, value in notes.metrics:
@@ -162,20 +160,19 @@ class RewardSet:
         if f.builtin:
             return scores_from(await f.function(rollouts, texts, notes), size), notes
         arguments = arguments_for(f, rollouts, texts, self.state, notes, self.hands_instances)
+        status = Status.REWARD_FAILED
         try:
             with kept_default_dtype():
                 output = await self._calls.run(f.function, arguments, self._timeout)
             return scores_from(output, size), notes
         except RaisedInCall as raised:
-            failure = ItemFailure(
-                Status.REWARD_FAILED, f"raised on a call of {size} completions:\n{raised.trace}"
-            )
+            why = f"raised on a call of {size} completions:\n{raised.trace}"
         except DeadlineExceeded as error:
             status = Status.NOT_TRIED if isinstance(error, NotTried) else Status.TIMED_OUT
-            failure = ItemFailure(status, f"{error} (reward.timeout, a call of {size} completions)")
+            why = f"{error} (reward.timeout, a call of {size} completions)"
         except ValueError as error:
-            failure = ItemFailure(Status.REWARD_FAILED, str(error))
-        return [failure] * size, Notes(size)
+            why = str(error)
+        return [ItemFailure(status, why)] * size, Notes(size)
 
     def _total(self, rollout: Rollout) -> None:
         if rollout.status is not Status.OK:
@@ -188,26 +185,27 @@ class RewardSet:
             rollout.rewards[ENVIRONMENT] = own
             applied.insert(0, own)
         if not applied:
-            reason = f"task {rollout.task.id}: no reward function applies (all gave None)"
-            rollout.fail(Status.REWARD_FAILED, reason)
+            _fail(rollout, "no reward function applies (all gave None)")
             return
         rollout.reward = sum(applied)
         if not abs(rollout.reward) <= LARGEST_REWARD:
-            reason = f"the rewards sum to {rollout.reward:g}, and {LARGEST_REWARD:g} is the limit"
-            rollout.fail(Status.REWARD_FAILED, f"task {rollout.task.id}: {reason}")
+            sums = f"the rewards sum to {rollout.reward:g}"
+            _fail(rollout, f"{sums}, and {LARGEST_REWARD:g} is the limit")
 
 
-def _record(rollout: Rollout, function: RewardFunction, score: Score) -> None:
+def _fail(rollout: Rollout, reason: str, status: Status = Status.REWARD_FAILED) -> None:
+    rollout.fail(status, f"task {rollout.task.id}: {reason}")
+
+
+def _record(
+    rollout: Rollout, function: RewardFunction, score: Score, logged: dict[str, Any]
+) -> None:
+    """Numbers become metrics of the rollout, all else notes; a name in use is prefixed with the
+    function's name."""
     if not isinstance(score, ItemFailure):
         rollout.rewards[function.name] = score
     elif rollout.status is Status.OK:
-        reason = f"the reward '{function.reference}' {score.reason}"
-        rollout.fail(score.status, f"task {rollout.task.id}: {reason}")
-
-
-def _note(rollout: Rollout, function: RewardFunction, logged: dict[str, Any]) -> None:
-    """Numbers become metrics of the rollout, all else notes; a name in use is prefixed with the
-    function's name."""
+        _fail(rollout, f"the reward '{function.reference}' {score.reason}", score.status)
     for column, value in logged.items():
         if value is None:
             continue

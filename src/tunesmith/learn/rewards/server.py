@@ -94,9 +94,8 @@ class RewardService:
         self._batcher = Batcher(self._score, self.window)
 
     async def reward(self, request: web.Request) -> web.Response:
-        if (
-            request.content_type != "application/json"
-        ):  # web pages of other origins cannot send JSON without CORS
+        # Web pages of other origins cannot send JSON without CORS.
+        if request.content_type != "application/json":
             raise web.HTTPUnsupportedMediaType(text="send JSON as Content-Type: application/json")
         try:
             body = RewardRequest.model_validate_json(await request.read())
@@ -106,37 +105,29 @@ class RewardService:
             text = f"{place}: {problem['msg']}" if place else problem["msg"]
             raise web.HTTPBadRequest(text=text) from None
         columns = body.columns or {}
-        if body.prompts and (missing := self.rewards.functions[0].columns - columns.keys()):
+        missing = self.rewards.functions[0].columns - columns.keys()
+        if body.prompts and missing:
             raise web.HTTPBadRequest(text=f"columns: the reward needs the column '{min(missing)}'")
-        items = [
-            Item(
-                prompt,
-                completion,
-                {name: values[i] for name, values in columns.items()},
-                self.requests,
-            )
-            for i, (prompt, completion) in enumerate(
-                zip(body.prompts, body.completions, strict=True)
-            )
-        ]
+        items: list[Item] = []
+        for i, (prompt, completion) in enumerate(zip(body.prompts, body.completions, strict=True)):
+            own = {name: values[i] for name, values in columns.items()}
+            items.append(Item(prompt, completion, own, self.requests))
         self.requests += 1
         self.completions += len(items)
         results = await self._batcher.submit(items) if items else []
-        rewards = [reward for reward, _ in results]
-        errors = [error for _, error in results]
-        failures = {"errors": errors} if any(errors) else {}
-        return web.json_response({"rewards": rewards, **failures})
+        answer: dict[str, Any] = {"rewards": [reward for reward, _ in results]}
+        if any(error for _, error in results):
+            answer["errors"] = [error for _, error in results]
+        return web.json_response(answer)
 
     async def health(self, request: web.Request) -> web.Response:
-        if self.token is not None and not has_token(request, self.token):
-            return web.json_response({"status": "ok"})
-        counts = {
-            "requests": self.requests,
-            "completions": self.completions,
-            "batches": self._batcher.batches,
-        }
-        reference = self.rewards.functions[0].reference
-        return web.json_response({"status": "ok", "reward": reference, **counts})
+        health: dict[str, Any] = {"status": "ok"}
+        if self.token is None or has_token(request, self.token):
+            health["reward"] = self.rewards.functions[0].reference
+            health["requests"] = self.requests
+            health["completions"] = self.completions
+            health["batches"] = self._batcher.batches
+        return web.json_response(health)
 
     async def _score(self, items: list[Item]) -> list[Result]:
         results = await self._score_together(items)
@@ -149,20 +140,19 @@ class RewardService:
 
     async def _score_together(self, items: list[Item]) -> list[Result]:
         (function,) = self.rewards.functions
-        tasks = [Task(str(i), item.prompt, (), item.columns) for i, item in enumerate(items)]
-        rollouts = [Rollout(task) for task in tasks]
-        for rollout, item in zip(rollouts, items, strict=True):
-            if isinstance(item.completion, list):
-                rollout.messages = [
-                    {**m, "content": text_of_content(m.get("content"))} for m in item.completion
-                ]
+        rollouts: list[Rollout] = []
+        for item in items:
+            rollout = Rollout(Task(str(len(rollouts)), item.prompt, (), item.columns))
+            for message in item.completion if isinstance(item.completion, list) else ():
+                plain = {**message, "content": text_of_content(message.get("content"))}
+                rollout.messages = [*(rollout.messages or ()), plain]
+            rollouts.append(rollout)
         await self.rewards.score(rollouts, [text_of(item.completion) for item in items])
         self.rewards.metrics([])  # discard what the function logged
+        errors = [r.error or Status.REWARD_FAILED for r in rollouts]
         return [
-            (r.rewards[function.name], None)
-            if function.name in r.rewards
-            else (None, r.error or Status.REWARD_FAILED)
-            for r in rollouts
+            (r.rewards[function.name], None) if function.name in r.rewards else (None, error)
+            for r, error in zip(rollouts, errors, strict=True)
         ]
 
 

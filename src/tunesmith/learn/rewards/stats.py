@@ -31,27 +31,27 @@ def check_reward_model(entry: ModelReward) -> None:
     is not looked up."""
     directory = Path(entry.path)
     if directory.is_dir():
-        with boundary(
-            ConfigError, f"cannot read {directory / 'config.json'}", (OSError, ValueError)
-        ):
-            config: dict[str, Any] = json.loads(
-                (directory / "config.json").read_text(encoding="utf-8")
-            )
-        names: list[str] = config.get("architectures") or []
-        if not any("ForSequenceClassification" in name for name in names):
-            raise ConfigError(
-                f"reward.models: '{entry.path}' is not a reward model: its architecture is "
-                f"{' '.join(names) or 'unknown'}; a reward model is saved as "
-                "AutoModelForSequenceClassification with one label.",
-                keys=("reward.models",),
-            )
-        # transformers writes no id2label for its default of two.
-        labels = len(config.get("id2label") or "ab")
-        if labels != 1:
-            why = f"reward.models: '{entry.path}' has {labels} labels; a reward model has one."
+        file = directory / "config.json"
+        with boundary(ConfigError, f"cannot read {file}", (OSError, ValueError)):
+            config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        problem = _problem_of_config(config)
+        if problem:
+            why = f"reward.models: '{entry.path}' {problem}"
             raise ConfigError(why, keys=("reward.models",))
     if entry.normalize:
         read_stats(directory)
+
+
+def _problem_of_config(config: dict[str, Any]) -> str | None:
+    names: list[str] = config.get("architectures") or []
+    if not any("ForSequenceClassification" in name for name in names):
+        return (
+            f"is not a reward model: its architecture is {' '.join(names) or 'unknown'}; a reward "
+            "model is saved as AutoModelForSequenceClassification with one label."
+        )
+    # transformers writes no id2label for its default of two.
+    labels = len(config.get("id2label") or "ab")
+    return f"has {labels} labels; a reward model has one." if labels != 1 else None
 
 
 def read_stats(directory: Path) -> RewardStats:

@@ -71,6 +71,9 @@ def answer(output: object, notes: Notes) -> dict[str, Any]:
     except ValueError as error:
         return {"unusable": str(error)}
     failures = {i: s.reason for i, s in enumerate(scores) if isinstance(s, ItemFailure)}
-    numbers = [None if isinstance(s, ItemFailure) else s for s in scores]
-    logged = {"extras": notes.extras, "metrics": notes.metrics}
-    return {"scores": numbers, "failures": list(failures.items()), **logged}
+    return {
+        "scores": [None if isinstance(s, ItemFailure) else s for s in scores],
+        "failures": list(failures.items()),
+        "extras": notes.extras,
+        "metrics": notes.metrics,
+    }

@@ -86,13 +86,17 @@ def check_keywords(
 ) -> None:
     """Reject (ConfigError) a function with a required parameter, after the first ``skip``, not in
     ``available``."""
-    for p in list(inspect.signature(function).parameters.values())[skip:]:
-        required = p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        if required and (p.name not in available or p.kind is p.POSITIONAL_ONLY):
-            hint = nearest(p.name, available)
-            raise ConfigError(
-                f"'{reference}' needs '{p.name}', which is not a column of the data.{hint}"
-            )
+    for p in required_parameters(function)[skip:]:
+        if p.name not in available or p.kind is p.POSITIONAL_ONLY:
+            why = f"'{reference}' needs '{p.name}', which is not a column of the data"
+            raise ConfigError(f"{why}.{nearest(p.name, available)}")
+
+
+def required_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters that a call has to give. TypeError or ValueError if it has no signature."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return [p for p in named if p.default is p.empty]
 
 
 def own_copy(value: Any) -> Any:
@@ -182,9 +186,8 @@ class Turns:
         async with self._turn.here:
             overruns = self._overruns.get(key, 0)
             if overruns >= HUNG_AFTER and overruns > before:
-                raise NotTried(
-                    f"not tried, because the last {overruns} calls ran for more than {timeout:g} s"
-                )
+                late = f"the last {overruns} calls ran for more than {timeout:g} s"
+                raise NotTried(f"not tried, because {late}")
             try:
                 yield
             except DeadlineExceeded:
@@ -256,9 +259,8 @@ class UserCalls:
             loop.stop()
             self._loop = None
             self.abandoned += 1
-        raise DeadlineExceeded(
-            f"did not return within {timeout:g} s{', and blocks its event loop' if blocks else ''}"
-        )
+        also = ", and blocks its event loop" if blocks else ""
+        raise DeadlineExceeded(f"did not return within {timeout:g} s{also}")
 
 
 class EpisodeCode:

@@ -149,11 +149,9 @@ class Far(ABC):
         with self._lock:
             self._answered = True
             answer = self._waiting.pop(number, None)
-        if answer is None:
-            return
-        if error is not None:
+        if answer is not None and error is not None:
             answer.set_exception(error)
-        else:
+        elif answer is not None:
             answer.set_result(value)
 
     def _lose(self, how: str) -> None:
@@ -182,11 +180,10 @@ class Far(ABC):
             patience = self._patience if self._answered else STARTING
             asked = time.monotonic()
             if not _waited(answer := self._ask("ping"), patience, TOLD):
+                rest = HURRIED - TOLD
                 if interrupts.asked():
-                    interrupts.say(
-                        f"{self.name} does not answer; it is killed in {HURRIED - TOLD:g} s"
-                    )
-                if not interrupts.asked() or not _waited(answer, HURRIED - TOLD, HURRIED - TOLD):
+                    interrupts.say(f"{self.name} does not answer; it is killed in {rest:g} s")
+                if not interrupts.asked() or not _waited(answer, rest, rest):
                     seconds = time.monotonic() - asked
                     self._lose(f"did not answer for {seconds:.0f} s and was killed")
 
@@ -204,11 +201,11 @@ def _waited(future: Future[Any], seconds: float, hurried: float) -> bool:
     command to end."""
     begun = time.monotonic()
     while not future.done():
-        now = time.monotonic()
-        rest = begun + seconds - now
+        due = begun + seconds
         since = interrupts.asked_since()
         if since is not None:
-            rest = min(rest, max(begun, since) + hurried - now)
+            due = min(due, max(begun, since) + hurried)
+        rest = due - time.monotonic()
         if rest <= 0:
             return False
         wait([future], min(rest, 0.5))
@@ -270,9 +267,8 @@ class ConnectedFar(Far):
         try:
             message = pickle.dumps((number, do, pickle.dumps(given, protocol=5)), protocol=5)
         except Exception as error:
-            raise TypeError(
-                f"{self.name}: what the call is given cannot go to another process: {error}"
-            ) from error
+            stays = f"{self.name}: what the call is given cannot go to another process"
+            raise TypeError(f"{stays}: {error}") from error
         self._outgoing.put(message)
 
     def _transmit(self) -> None:

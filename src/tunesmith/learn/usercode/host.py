@@ -99,10 +99,11 @@ def portable(error: BaseException) -> Exception:
     # torch's own, whose text says how much was requested
     if type(error).__name__ == "OutOfMemoryError":
         return DeviceMemoryError(str(error))
-    known = isinstance(error, Exception) and type(error).__module__ == "builtins"
-    found: Any = error if known else RuntimeError(f"{type(error).__name__}: {error}")
-    found.add_note("".join(traceback.format_exception(error))[-4000:])
-    return found
+    sent = RuntimeError(f"{type(error).__name__}: {error}")
+    if isinstance(error, Exception) and type(error).__module__ == "builtins":
+        sent = error
+    sent.add_note("".join(traceback.format_exception(error))[-4000:])
+    return sent
 
 
 def encode_pickle(number: int, value: Any, error: BaseException | None) -> bytes:

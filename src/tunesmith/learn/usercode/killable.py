@@ -112,8 +112,10 @@ class ForkServer:
             "file": str(program.file),
             "function": program.function,
             "arguments": program.arguments,
+            "alone": program.alone,
+            "path": sys.path,
+            "memory": program.memory,
         }
-        setup |= {"alone": program.alone, "path": sys.path, "memory": program.memory}
         late = f"{program.file.name} did not start within {program.startup:g} s"
         try:
             ready = self._ask(setup, program.startup, late)
@@ -350,11 +352,8 @@ class Pool:
     def close(self) -> None:
         """End all idle workers and the fork server. A later ``take`` starts a new one."""
         with self._lock:
-            server = self._server
+            ending = [*self._idle, *filter(None, [self._server])]
             self._server = None
-            idle = self._idle
             self._idle = []
-        for worker in idle:
-            worker.close()
-        if server is not None:
-            server.close()
+        for process in ending:
+            process.close()

@@ -75,9 +75,8 @@ class Buffer:
         if self.waiting >= self.max_waiting or (self._tried_enough and not self._waiting):
             return 0
         on_their_way = self.playing + self.waiting + len(self._batch)
-        within_bound = (
-            self.batch_size * (version + self.max_staleness + 1 - self.batches) - on_their_way
-        )
+        batches = version + self.max_staleness + 1 - self.batches
+        within_bound = self.batch_size * batches - on_their_way
         return max(0, min(within_bound, self.max_playing - self.playing))
 
     def start(self, version: int) -> Started:
@@ -110,7 +109,7 @@ class Buffer:
             self._batch.append(self._waiting.pop(oldest))
         if len(self._batch) < self._wanted and not self._exhausted(version):
             return None
-        taken = self._batch, self._rejected
+        taken = (self._batch, self._rejected)
         self._batch = []
         self._rejected = []
         self.finished = []
@@ -131,9 +130,8 @@ class Buffer:
     def _next(self, version: int) -> Started | None:
         """The oldest finished group that this batch may have; None if it must wait for an older
         one."""
-        newest = self._newest_start(
-            version, [*self._playing, *self._waiting], self._wanted - len(self._batch)
-        )
+        slots = self._wanted - len(self._batch)
+        newest = self._newest_start(version, [*self._playing, *self._waiting], slots)
         fitting = [started for started in self._waiting if started.version <= newest]
         return min(fitting, key=lambda started: started.version, default=None)
 

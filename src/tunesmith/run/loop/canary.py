@@ -52,19 +52,14 @@ class Canary:
         """
         engines = self.engines()
         answers = await all_or_error([self._ask(engine) for engine in engines.values()])
-        written = {
-            name: done
-            for name, done in zip(engines, answers, strict=True)
-            if done and done.token_ids
-        }
+        pairs = zip(engines, answers, strict=True)
+        written = {name: done for name, done in pairs if done and done.token_ids}
         if not written:  # every engine has just died; the next request replaces it
             return {}
         for name, done in written.items():
             if set(done.versions) != {version}:
-                raise EngineError(
-                    f"{name} samples with version {done.versions[-1]} of the weights, not with "
-                    f"{version}"
-                )
+                other = f"version {done.versions[-1]} of the weights, not with {version}"
+                raise EngineError(f"{name} samples with {other}")
         differences = self._differences(list(written.values()))
         largest = {name: float(own.max()) for name, own in zip(written, differences, strict=True)}
         for name, difference in largest.items():
@@ -74,9 +69,8 @@ class Canary:
 
     async def _look_again(self, name: str, engine: Sampler, version: int) -> None:
         """Raise EngineError if an engine differs from the trainer on average, too."""
-        answers = await all_or_error(
-            [self._ask(engine, seed) for seed in range(1, SECOND_LOOK + 1)]
-        )
+        seeds = range(1, SECOND_LOOK + 1)
+        answers = await all_or_error([self._ask(engine, seed) for seed in seeds])
         written = [done for done in answers if done and done.token_ids]
         if not written:  # the engine has died meanwhile
             return
@@ -103,15 +97,10 @@ class Canary:
     def _differences(self, written: Sequence[Completion]) -> list[NDArray[np.float64]]:
         """How far each token's log-probability is from the trainer's, for each completion."""
         prompt = list(self.prompt_ids)
-        batch = Batch.of(
-            [
-                Sample(
-                    [*prompt, *done.token_ids], [False] * len(prompt) + [True] * len(done.token_ids)
-                )
-                for done in written
-            ]
-        )
-        gaps = np.abs(
-            self.learner.score(batch) - np.concatenate([done.logprobs for done in written])
-        )
-        return batch.split(gaps)
+        samples: list[Sample] = []
+        for done in written:
+            mask = [False] * len(prompt) + [True] * len(done.token_ids)
+            samples.append(Sample([*prompt, *done.token_ids], mask))
+        batch = Batch.of(samples)
+        sampled = np.concatenate([done.logprobs for done in written])
+        return batch.split(np.abs(self.learner.score(batch) - sampled))

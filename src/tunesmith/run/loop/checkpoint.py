@@ -15,13 +15,14 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.errors import CheckpointError, StorageError, boundary
 from tunesmith.records.storage import replacing
 from tunesmith.run.loop.manifest import write_manifest
 
 STATE_FILE = "state.json"
+NONE_YET = "no checkpoint was written yet"
 REHEARSAL = ".rehearsal"
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -71,12 +72,9 @@ class Checkpoints:
             if not _is_storage_failure(error):
                 raise
             kept = self.newest()
-            safe = (
-                f"the last good checkpoint is {kept}" if kept else "no checkpoint was written yet"
-            )
-            failed = StorageError(
-                f"cannot write checkpoint {target}: {error}; {safe}. Free space and resume."
-            )
+            safe = f"the last good checkpoint is {kept}" if kept else NONE_YET
+            why = f"cannot write checkpoint {target}: {error}; {safe}. Free space and resume."
+            failed = StorageError(why)
             failed.names_checkpoint = True
             raise failed from error
         self._rotate(step, best)
@@ -138,17 +136,13 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no complete checkpoint at this path.
     """
-    if not (checkpoint / STATE_FILE).is_file():
+    file = checkpoint / STATE_FILE
+    if not file.is_file():
         raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {STATE_FILE}")
-    with boundary(
-        CheckpointError,
-        f"{checkpoint / STATE_FILE} is damaged",
-        (OSError, ValueError, RecursionError),
-    ):
-        state = json.loads((checkpoint / STATE_FILE).read_bytes())
-        if not (isinstance(state, dict) and isinstance(cast(Any, state).get("step"), int)):
-            raise ValueError("it names no step")
-    return cast("dict[str, Any]", state)
+    state = _read_object(file, f"{file} is damaged")
+    if not isinstance(state.get("step"), int):
+        raise CheckpointError(f"{file} is damaged: it names no step")
+    return state
 
 
 def check_same_model(checkpoint: Path, model_path: str) -> None:
@@ -161,34 +155,31 @@ def check_same_model(checkpoint: Path, model_path: str) -> None:
     ours = Path(model_path) / "config.json"
     if not (theirs.is_file() and ours.is_file()):
         return
-    saved = _read_config(theirs)
-    current = _read_config(ours)
+    saved = _read_object(theirs, f"cannot read {theirs}")
+    current = _read_object(ours, f"cannot read {ours}")
     shape = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     for key in shape:
         if saved.get(key) != current.get(key):
             raise CheckpointError(
                 f"{checkpoint} is a checkpoint of another model: its {key} is {saved.get(key)!r}, "
-                f"that of {model_path} is {current.get(key)!r}. Resume with the model the run began with."
+                f"that of {model_path} is {current.get(key)!r}. Resume with the model the run "
+                "began with."
             )
 
 
-def _read_config(file: Path) -> dict[str, Any]:
-    with boundary(CheckpointError, f"cannot read {file}", (OSError, ValueError, RecursionError)):
-        found = json.loads(file.read_bytes())
-        if not isinstance(found, dict):
-            raise ValueError("it holds no settings")
-    return cast("dict[str, Any]", found)
+def _read_object(file: Path, failed: str) -> dict[str, Any]:
+    with boundary(CheckpointError, failed, (OSError, ValueError, RecursionError)):
+        content: dict[str, Any] | list[Any] = json.loads(file.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
+        return content
 
 
 def _is_storage_failure(error: Exception) -> bool:
     # safetensors reports a full disk as its own error that quotes the system's message.
     words = str(error).lower()
-    return (
-        isinstance(error, OSError)
-        or "no space left" in words
-        or "file too large" in words
-        or "i/o" in words
-    )
+    quoted = any(phrase in words for phrase in ("no space left", "file too large", "i/o"))
+    return isinstance(error, OSError) or quoted
 
 
 def _make_readable(directory: Path) -> None:

@@ -40,21 +40,18 @@ class Collector:
     _turn: AbstractAsyncContextManager[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._turn = (
-            nullcontext() if self.concurrency is None else asyncio.Semaphore(self.concurrency)
-        )
+        self._turn = asyncio.Semaphore(self.concurrency) if self.concurrency else nullcontext()
 
     async def collect(
         self, tasks: Sequence[Task], sampling: Sampling, group_size: int, seed: int
     ) -> list[RolloutGroup]:
         """One group per task, in order. A rollout's samples depend only on ``seed`` and its
         place."""
-        return await all_or_error(
-            [
-                self._group(task, sampling, group_size, derive_seed(seed, place))
-                for place, task in enumerate(tasks)
-            ]
-        )
+        groups = [
+            self._group(task, sampling, group_size, derive_seed(seed, place))
+            for place, task in enumerate(tasks)
+        ]
+        return await all_or_error(groups)
 
     async def _group(self, task: Task, sampling: Sampling, size: int, seed: int) -> RolloutGroup:
         samplings = [replace(sampling, seed=derive_seed(seed, member)) for member in range(size)]
@@ -81,18 +78,11 @@ class Collector:
         return self.timeline.span(lane, name, task=task.id) if self.timeline else nullcontext()
 
     async def _play(self, rollout: Rollout, sampling: Sampling) -> None:
+        environment = self.environments[rollout.task.environment]
         deadline = asyncio.timeout(self.timeout)
         try:
             async with deadline:
-                await self.environments[rollout.task.environment].play(
-                    rollout, self._generate(sampling, deadline)
-                )
-        except TimeoutError as error:
-            overdue = f"not finished within {self.timeout:g} s (rollout.timeout)"
-            rollout.fail(
-                Status.TIMED_OUT,
-                overdue if deadline.expired() else f"{type(error).__name__}: {error}",
-            )
+                await environment.play(rollout, self._generate(sampling, deadline))
         except UserError:
             raise
         except EngineError as error:
@@ -100,7 +90,11 @@ class Collector:
         except EpisodeError as error:
             rollout.fail(Status.ENVIRONMENT_FAILED, str(error))
         except Exception as error:
-            rollout.fail(Status.ENVIRONMENT_FAILED, f"{type(error).__name__}: {error}")
+            late = isinstance(error, TimeoutError)
+            why = f"{type(error).__name__}: {error}"
+            if late and deadline.expired():
+                why = f"not finished within {self.timeout:g} s (rollout.timeout)"
+            rollout.fail(Status.TIMED_OUT if late else Status.ENVIRONMENT_FAILED, why)
 
     def _generate(self, sampling: Sampling, deadline: asyncio.Timeout) -> Generate:
         """The policy for one rollout. Each call has its own seed; the first has the rollout's."""

@@ -50,37 +50,31 @@ class Critic:
                 batch, objective, batch_size=batch_size, passes=self.passes, seed=seed
             )
             del learned["loss"]  # the same as value_loss
-            metrics |= {
-                k if k.startswith("value") else f"critic/{k}": v for k, v in learned.items()
-            }
+            for name, value in learned.items():
+                metrics[name if name.startswith("value") else f"critic/{name}"] = value
         return metrics
 
     def join(self, policy: Objective) -> Objective:
         """The policy's objective, with the value loss where the trunk is shared."""
-        return (
-            policy
-            if self.trunk_coef is None
-            else ActorCriticObjective(policy, self.clip, self.trunk_coef)
-        )
+        if self.trunk_coef is None:
+            return policy
+        return ActorCriticObjective(policy, self.clip, self.trunk_coef)
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
         if self.trunk_coef is None:
             self.learner.backend.save(directory / DIRECTORY, model_only=model_only)
 
     def rehearse(self, directory: Path) -> str | None:
-        return (
-            self.learner.backend.rehearse(directory / DIRECTORY)
-            if self.trunk_coef is None
-            else None
-        )
+        if self.trunk_coef is not None:
+            return None
+        return self.learner.backend.rehearse(directory / DIRECTORY)
 
     def load(self, directory: Path) -> None:
         if self.trunk_coef is not None:
             return
         if not (directory / DIRECTORY).is_dir():
-            raise CheckpointError(
-                f"{directory} holds no critic: it is of a run without one. Start a new run from its model."
-            )
+            why = f"{directory} holds no critic: it is of a run without one"
+            raise CheckpointError(f"{why}. Start a new run from its model.")
         self.learner.backend.load(directory / DIRECTORY)
 
 

@@ -38,9 +38,8 @@ async def evaluate(
 ) -> tuple[dict[str, float], list[RolloutGroup]]:
     """Metrics named ``eval/...``, and the greedy groups they come from, in the order of the
     tasks."""
-    greedy = await collector.collect(
-        plan.tasks, replace(plan.sampling, temperature=0.0), 1, plan.seed
-    )
+    sampling = replace(plan.sampling, temperature=0.0)
+    greedy = await collector.collect(plan.tasks, sampling, 1, plan.seed)
     metrics = _greedy_metrics(greedy, plan.weights)
     samples = plan.section.samples
     if samples > 1:
@@ -63,10 +62,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def passes(rollout: Rollout, weights: Mapping[str, float]) -> bool:
-    applied = [
-        weights.get(name, 1.0) for name, value in rollout.rewards.items() if value is not None
-    ]
-    full = sum(w for w in applied if w > 0) if applied else 1.0
+    applied = [name for name, value in rollout.rewards.items() if value is not None]
+    full = sum(max(0.0, weights.get(name, 1.0)) for name in applied) if applied else 1.0
     return rollout.reward is not None and rollout.reward >= full - ROUNDING
 
 
@@ -83,9 +80,10 @@ def _greedy_metrics(
     if usable:
         metrics["eval/reward"] = float(np.mean([r.reward for r in usable if r.reward is not None]))
     for name in dict.fromkeys(name for r in usable for name in r.rewards):
-        values = [v for r in usable if (v := r.rewards.get(name)) is not None]
-        if values:
-            metrics[f"eval/reward/{name}"] = float(np.mean(values))
+        values = [r.rewards.get(name) for r in usable]
+        applied = [value for value in values if value is not None]
+        if applied:
+            metrics[f"eval/reward/{name}"] = float(np.mean(applied))
     answered = [r.metrics["answered"] for r in usable if "answered" in r.metrics]
     if answered:
         metrics["eval/answered"] = float(np.mean(answered))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 
 import numpy as np
 
@@ -49,9 +50,7 @@ def make_experience(
         for r, group in played
     ]
     if algorithm.advantage.by_turn:
-        outcomes = [
-            _paid_by_turn(o, rollout) for o, rollout in zip(outcomes, rollouts, strict=True)
-        ]
+        outcomes = list(map(_paid_by_turn, outcomes, rollouts))
 
     batch = rollout_batch(played)
     if algorithm.decoupled:
@@ -61,20 +60,17 @@ def make_experience(
     if isinstance(algorithm.kl, KLInReward):
         outcomes = _penalised(outcomes, batch, algorithm.kl.estimator, kl_coef)
     if critic:
-        bootstrap = (
-            isinstance(algorithm.advantage, CriticEstimator)
-            and algorithm.advantage.bootstrap_truncated
-        )
+        estimator = algorithm.advantage
+        bootstrap = isinstance(estimator, CriticEstimator) and estimator.bootstrap_truncated
         outcomes = _valued(outcomes, batch, rollouts, critic, bootstrap)
 
     estimated = compute_advantages(algorithm.advantage, outcomes)
     batch.add("advantages", flat(estimated.advantages))
     if estimated.returns is not None:
         batch.add("returns", flat(estimated.returns))
-    masked = np.array(
-        [algorithm.mask_truncated and r.finish_reason == "length" for r in rollouts], np.bool_
-    )
-    batch = batch.take(np.flatnonzero(~masked[batch.rollout]))
+    if algorithm.mask_truncated:
+        whole = np.array([r.finish_reason != "length" for r in rollouts], np.bool_)
+        batch = batch.take(np.flatnonzero(whole[batch.rollout]))
     _note_tokens(rollouts, batch, algorithm)
     prepare_columns(batch, algorithm, seed)
     return batch
@@ -86,18 +82,14 @@ def rollout_batch(played: Sequence[tuple[Rollout, int]]) -> Batch:
     Nothing is tokenized again: the records have the tokens, their authors, and the sampler's
     log-probabilities, which fill the columns ``old_logprobs`` and ``behaviour_logprobs``.
     """
-    records = [
-        (r, group, i)
-        for i, (rollout, group) in enumerate(played)
-        for r in rollout.records
-        if r.num_sampled
-    ]
-    batch = Batch.of(
-        [Sample(r.token_ids, r.sampled, group, rollout) for r, group, rollout in records]
-    )
-    sampler = [
-        p for r, _, _ in records for p, wrote in zip(r.logprobs, r.sampled, strict=True) if wrote
-    ]
+    samples: list[Sample] = []
+    sampler: list[float] = []
+    for number, (rollout, group) in enumerate(played):
+        for record in rollout.records:
+            if record.num_sampled:
+                samples.append(Sample(record.token_ids, record.sampled, group, number))
+                sampler += compress(record.logprobs, record.sampled)
+    batch = Batch.of(samples)
     batch.add("old_logprobs", sampler)
     batch.add("behaviour_logprobs", sampler)
     return batch
@@ -109,10 +101,8 @@ def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) 
     if algorithm.stop_properly is not None:
         reward = stop_properly(reward, rollout.finish_reason, algorithm.stop_properly)
     if algorithm.overlong:
-        longest = max(
-            (turn.stop - turn.start for record in rollout.records for turn in record.turns),
-            default=0,
-        )
+        turns = [turn for record in rollout.records for turn in record.turns]
+        longest = max((turn.stop - turn.start for turn in turns), default=0)
         reward += overlong_penalty(algorithm.overlong, longest, max_new_tokens)
     return clip_reward(reward, *algorithm.reward_clip) if algorithm.reward_clip else reward
 
@@ -120,9 +110,8 @@ def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) 
 def _paid_by_turn(outcome: Outcome, rollout: Rollout) -> Outcome:
     """The rewards of turns are paid at the ends of their turns, and only the rest at the last
     token."""
-    turns = np.array(
-        [reward for record in rollout.records for reward in record.token_rewards], np.float64
-    )
+    paid = [record.token_rewards for record in rollout.records]
+    turns = np.concatenate(paid, dtype=np.float64)
     return replace(outcome, reward=outcome.reward - float(turns.sum()), token_rewards=turns)
 
 
@@ -151,11 +140,9 @@ def _valued(
     values, ends = critic.values(batch, ends=bootstrap)
     batch.add("old_values", values)
     last = np.cumsum(np.bincount(batch.rollout)) - 1  # the sample that each rollout ends with
-    finals = [
-        float(end) if r.truncated else 0.0 for r, end in zip(rollouts, ends[last], strict=True)
-    ]
+    finals = np.where([rollout.truncated for rollout in rollouts], ends[last], 0.0)
     return [
-        replace(outcome, values=own, final_value=final)
+        replace(outcome, values=own, final_value=float(final))
         for outcome, own, final in zip(outcomes, by_rollout(batch, values), finals, strict=True)
     ]
 
@@ -170,8 +157,8 @@ def _note_tokens(rollouts: Sequence[Rollout], batch: Batch, algorithm: Algorithm
         noted["ratio"] = np.exp(columns["old_logprobs"] - columns["behaviour_logprobs"])
     by_token = {name: by_rollout(batch, values) for name, values in noted.items()}
     for number in np.unique(batch.rollout):
-        rollout = rollouts[number]
-        rollout.by_token = {name: values[number] for name, values in by_token.items()}
+        own = {name: values[number] for name, values in by_token.items()}
+        rollouts[number].by_token = own
 
 
 def by_rollout(batch: Batch, values: Floats) -> list[Floats]:

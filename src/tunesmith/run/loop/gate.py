@@ -46,9 +46,8 @@ class Gate:
         done = Completion([], [], [], "abort")
         while done.finish_reason == "abort":
             await self._enter()
-            more = await self._ask(
-                [*prompt_ids, *done.token_ids], remaining(sampling, len(done.token_ids))
-            )
+            rest = remaining(sampling, len(done.token_ids))
+            more = await self._ask([*prompt_ids, *done.token_ids], rest)
             done = Completion(
                 [*done.token_ids, *more.token_ids],
                 [*done.logprobs, *more.logprobs],
@@ -114,8 +113,10 @@ def remaining(sampling: Sampling, written: int) -> Sampling:
     if not written:
         return sampling
     seed = None if sampling.seed is None else derive_seed(sampling.seed, "after", written)
-    left = sampling.max_new_tokens - written
-    least = max(0, sampling.min_new_tokens - written)
     return replace(
-        sampling, max_new_tokens=left, min_new_tokens=least, seed=seed, continued=written
+        sampling,
+        max_new_tokens=sampling.max_new_tokens - written,
+        min_new_tokens=max(0, sampling.min_new_tokens - written),
+        seed=seed,
+        continued=written,
     )

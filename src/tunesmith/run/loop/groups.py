@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from tunesmith.run.engines.base import EngineStats
 from tunesmith.run.loop.collect import all_or_error
 from tunesmith.run.loop.learner import Metrics
 from tunesmith.run.loop.parts import RLParts
+from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.run.loop.session import Session
 from tunesmith.types import RolloutGroup, Task
 
@@ -76,18 +78,19 @@ def engine_metrics(stats: EngineStats) -> Metrics:
     if stats.sync_bytes and stats.sync_seconds:
         metrics["sync_bytes"] = float(stats.sync_bytes)
         metrics["sync_bytes_per_second"] = stats.sync_bytes / stats.sync_seconds
-    if (
-        stats.attainable_seconds or not prompt_tokens
-    ):  # else the engine's limits are unknown, and so are the step's
+    # Otherwise the engine's limits are unknown, and so are the step's.
+    if stats.attainable_seconds or not prompt_tokens:
         metrics["attainable_seconds"] = stats.attainable_seconds
     return metrics
 
 
-async def play(parts: RLParts, tasks: Sequence[Task], seed: int) -> list[RolloutGroup]:
-    """One group per task, each with a greedy rollout if the algorithm needs one as its baseline."""
+async def play(parts: RLParts, tasks: Sequence[Task], *place: int | str) -> list[RolloutGroup]:
+    """One group per task, each with a greedy rollout if the algorithm needs one as its baseline.
+    ``place`` in the run decides their seed."""
     collect = parts.collector.collect
     sampling = parts.sampling
     size = parts.config.rollout.group_size
+    seed = derive_seed(parts.config.train.seed, parts.config.rollout.seed, *place)
     if "greedy_rollout" not in parts.config.algorithm.needs:
         return await collect(tasks, sampling, size, seed)
     greedy = replace(sampling, temperature=0.0)
@@ -118,15 +121,14 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
     if not rollouts:
         return {"rollouts": 0.0}
     lengths = np.array([r.num_sampled for r in rollouts])
+    sequences = [len(record.token_ids) for r in rollouts for record in r.records]
     return {
         "rollouts": float(len(rollouts)),
         "tokens": float(lengths.sum()),
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_min": float(lengths.min()),
         "completion_tokens_max": float(lengths.max()),
-        "longest_sequence": float(
-            max(len(record.token_ids) for r in rollouts for record in r.records)
-        ),
+        "longest_sequence": float(max(sequences)),
         "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         "groups_equal": float(np.mean([len({r.reward for r in g.usable}) < 2 for g in groups])),
     }
@@ -135,12 +137,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
 def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> Metrics:
     """How many versions before ``version`` the tokens of these groups were sampled."""
     records = [record for g in groups for r in g.rollouts for record in r.records]
-    ages = [
-        version - v
-        for record in records
-        for v, ours in zip(record.versions, record.sampled, strict=True)
-        if ours
-    ]
-    return (
-        {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))} if ages else {}
-    )
+    ages = [version - v for record in records for v in compress(record.versions, record.sampled)]
+    if not ages:
+        return {}
+    return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages))}

@@ -100,17 +100,17 @@ class Learner:
             The metrics averaged over the optimizer steps, and totals for those in ``TOTALS``.
         """
         steps: list[Metrics] = []
+        size = batch_size or batch.num_samples
         for sweep in range(passes):
             draw = np.random.default_rng([seed, sweep])
-            for part in optimizer_batches(
-                batch, batch_size or batch.num_samples, self.group_size, draw
-            ):
+            for part in optimizer_batches(batch, size, self.group_size, draw):
                 weigh(part, self.aggregation, self.max_new_tokens)
                 steps.append(self._step(part, objective))
         means = {name: float(np.mean([s[name] for s in steps])) for name in steps[0]}
         totals = {name: means[name] * len(steps) for name in TOTALS if name in means}
         if self._retries:
-            totals["memory_retries"], self._retries = float(self._retries), 0
+            totals["memory_retries"] = float(self._retries)
+            self._retries = 0
         return {**means, **totals, "optimizer_steps": float(len(steps))}
 
     def score(
@@ -137,7 +137,8 @@ class Learner:
                 self._lower_cap(batch, SCORING, failure)
         # Forward only: a third of a step.
         least = self._work(packing).get("attainable_seconds", 0.0) / 3
-        self._scored = self._scored[0] + time.perf_counter() - started, self._scored[1] + least
+        seconds = time.perf_counter() - started
+        self._scored = (self._scored[0] + seconds, self._scored[1] + least)
         return scores
 
     @contextmanager
@@ -145,12 +146,13 @@ class Learner:
         """On exit, the dict has the seconds of scoring inside, and the least that the device could
         have taken; it stays empty if there was none."""
         metrics: Metrics = {}
-        self._scored = 0.0, 0.0
+        self._scored = (0.0, 0.0)
         yield metrics
         seconds, least = self._scored
         if seconds:
-            known = {} if self.flops_per_second is None else {"attainable_seconds/scoring": least}
-            metrics |= {"scoring_seconds": seconds, **known}
+            metrics["scoring_seconds"] = seconds
+            if self.flops_per_second is not None:
+                metrics["attainable_seconds/scoring"] = least
 
     def evaluate(self, batch: Batch, objective: Objective) -> Metrics:
         """An objective's ``loss`` and metrics on a batch, without a gradient.
@@ -207,17 +209,17 @@ class Learner:
             return
         which = f"{self._skipped} in a row are" if self._learned else "the first one is"
         raise DivergedError(
-            f"at optimizer step {number} the gradient is not finite ({numbers}); {which}. Nothing of this step was "
-            "saved. Lower train.lr, and look at [algorithm]'s coefficients, the rewards' size and the model's weights"
+            f"at optimizer step {number} the gradient is not finite ({numbers}); {which}. Nothing "
+            "of this step was saved. Lower train.lr, and look at [algorithm]'s coefficients, the "
+            "rewards' size and the model's weights"
         )
 
     def _work(self, packing: Packing) -> Metrics:
         work = {"microbatches": float(len(packing)), "trained_tokens": float(packing.num_tokens)}
         if self.flops_per_second is not None:
             cost = self.backend.cost
-            work["attainable_seconds"] = (
-                sum(forest_cost(f, cost) for f in packing.forests) / self.flops_per_second
-            )
+            operations = sum(forest_cost(forest, cost) for forest in packing.forests)
+            work["attainable_seconds"] = operations / self.flops_per_second
         return work
 
     def _packing(self, batch: Batch, name: str) -> Packing:
@@ -276,14 +278,12 @@ def optimizer_batches(
         yield batch
         return
     groups = _numbered(np.where(batch.group >= 0, batch.group, -1 - batch.owners))
-    place = draw.permutation(groups.max() + 1).argsort()[
-        groups
-    ]  # of each sample's group in the random order
+    places = draw.permutation(groups.max() + 1).argsort()  # of each group in the random order
+    place = places[groups]
     order = np.lexsort((np.arange(batch.num_samples), _numbered(batch.owners), place))
-    units, per_batch = (
-        (place, size // group_size) if size % group_size == 0 else (batch.owners, size)
-    )
-    number = _numbered(units[order]) // per_batch
+    whole = size % group_size == 0
+    units = place if whole else batch.owners
+    number = _numbered(units[order]) // (size // group_size if whole else size)
     for cut in np.split(order, np.flatnonzero(np.diff(number)) + 1):
         yield batch.take(cut)
 

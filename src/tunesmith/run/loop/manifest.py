@@ -26,12 +26,10 @@ _ALWAYS_READ = (".safetensors", ".safetensors.index.json")
 def write_manifest(checkpoint: Path) -> None:
     """Record every file below a directory."""
     names = sorted(_files(checkpoint))
+    files = [checkpoint / name for name in names]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        sums = threads.map(_crc32, [checkpoint / name for name in names])
-        table = {
-            n: {"bytes": (checkpoint / n).stat().st_size, "crc32": s}
-            for n, s in zip(names, sums, strict=True)
-        }
+        entries = list(threads.map(_entry, files))
+    table = dict(zip(names, entries, strict=True))
     text = json.dumps({"files": table, "crc32": _table_crc32(table)}, indent=1)
     (checkpoint / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -48,18 +46,12 @@ def damages(checkpoint: Path) -> list[str]:
             return [f"{MANIFEST_FILE} {table}"]
         files = set(_files(checkpoint))
         problems = [f"{name} is missing" for name in sorted(table.keys() - files)]
-        added = sorted(files - table.keys())
-        problems += [
-            f"{name} was not written with the others"
-            for name in added
-            if name.endswith(_ALWAYS_READ)
-        ]
+        added = [name for name in sorted(files - table.keys()) if name.endswith(_ALWAYS_READ)]
+        problems += [f"{name} was not written with the others" for name in added]
+        names = sorted(table.keys() & files)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            names = sorted(table.keys() & files)
-            problems += filter(
-                None,
-                threads.map(partial(_damage, checkpoint), names, [table[name] for name in names]),
-            )
+            damage = threads.map(partial(_damage, checkpoint, table), names)
+            problems += filter(None, damage)
     return problems
 
 
@@ -80,12 +72,10 @@ def check_whole(checkpoint: Path, others: Sequence[Path]) -> None:
     if not problems:
         return
     whole = next((c for c in others if c != checkpoint and not damages(c)), None)
-    offered = (
-        f"The newest whole one is {whole}: checkpoint.resume={whole}"
-        if whole
-        else "The run has no whole one."
-    )
-    raise CheckpointError("\n  ".join([f"{checkpoint} is damaged:", *problems]) + f"\n{offered}")
+    offer = "The run has no whole one."
+    if whole:
+        offer = f"The newest whole one is {whole}: checkpoint.resume={whole}"
+    raise CheckpointError("\n  ".join([f"{checkpoint} is damaged:", *problems]) + f"\n{offer}")
 
 
 def _read(checkpoint: Path) -> dict[str, dict[str, Any]] | str:
@@ -100,23 +90,26 @@ def _read(checkpoint: Path) -> dict[str, dict[str, Any]] | str:
         return f"cannot be read: {error}"
 
 
-def _damage(checkpoint: Path, name: str, entry: dict[str, Any]) -> str | None:
+def _damage(checkpoint: Path, table: dict[str, dict[str, Any]], name: str) -> str | None:
     file = checkpoint / name
+    written = table[name]
     if not file.is_file():
         return f"{name} is not a file"
     size = file.stat().st_size
-    if size != entry["bytes"]:
-        return f"{name} has {size:,} bytes, and {entry['bytes']:,} were written"
-    return (
-        None
-        if _crc32(file) == entry["crc32"]
-        else f"{name} is not what was written (its checksum differs)"
-    )
+    if size != written["bytes"]:
+        return f"{name} has {size:,} bytes, and {written['bytes']:,} were written"
+    if _crc32(file) != written["crc32"]:
+        return f"{name} is not what was written (its checksum differs)"
+    return None
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "crc32": _crc32(file)}
 
 
 def _files(checkpoint: Path) -> list[str]:
-    every = (p for p in checkpoint.rglob("*") if not p.is_dir())
-    return [name for p in every if (name := p.relative_to(checkpoint).as_posix()) != MANIFEST_FILE]
+    names = (p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if not p.is_dir())
+    return [name for name in names if name != MANIFEST_FILE]
 
 
 def _crc32(file: Path) -> str:

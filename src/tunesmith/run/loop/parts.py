@@ -63,10 +63,8 @@ class RLParts:
     @property
     def backends(self) -> list[TrainBackend]:
         """The policy's backend, and the critic's if it has its own model."""
-        critic = self.critic and self.critic.learner.backend
-        return (
-            [self.backend] if critic is None or critic is self.backend else [self.backend, critic]
-        )
+        critics = [self.critic.learner.backend] if self.critic else []
+        return [self.backend, *(critic for critic in critics if critic is not self.backend)]
 
     @property
     def epoch(self) -> int:
@@ -77,8 +75,8 @@ class RLParts:
             part.save(directory, model_only=model_only)
 
     def rehearse(self, directory: Path) -> list[str]:
-        found = [part.rehearse(directory) for part in (self.backend, self.critic) if part]
-        return [note for note in found if note]
+        notes = [part.rehearse(directory) for part in (self.backend, self.critic) if part]
+        return list(filter(None, notes))
 
     def load(self, directory: Path) -> None:
         for part in filter(None, (self.backend, self.critic)):

@@ -30,12 +30,8 @@ again."""
 
 def pair_batch(items: Sequence[Comparison]) -> Batch:
     """The sequences of all comparisons, each comparison a group, with its values per sample."""
-    samples = [
-        replace(sample, group=number)
-        for number, item in enumerate(items)
-        for sample in item.samples
-    ]
-    batch = Batch.of(samples)
+    numbered = [(sample, number) for number, item in enumerate(items) for sample in item.samples]
+    batch = Batch.of([replace(sample, group=number) for sample, number in numbered])
     for name in items[0].values if items else ():
         batch.add_per_sample(name, [value for item in items for value in item.values[name]])
     return batch
@@ -75,20 +71,16 @@ def sequence_logprobs(learner: Learner, batch: Batch, *, reference: bool = False
 def step_pairs(items: Sequence[Solution], good: int, bad: int) -> Batch:
     """A pair per step: everything up to its separator, followed by the good or the bad label
     token."""
-    steps = [
-        (item.token_ids[: mark + 1], y)
-        for item in items
-        for mark, y in zip(item.marks, item.labels, strict=True)
+    steps = [item.token_ids[: mark + 1] for item in items for mark in item.marks]
+    labels = [label for item in items for label in item.labels]
+    samples = [
+        Sample([*before, token], [False] * len(before) + [True], group=number)
+        for number, before in enumerate(steps)
+        for token in (good, bad)
     ]
-    batch = Batch.of(
-        [
-            Sample([*before, token], [False] * len(before) + [True], group=number)
-            for number, (before, _) in enumerate(steps)
-            for token in (good, bad)
-        ]
-    )
+    batch = Batch.of(samples)
     batch.add_per_sample("side", [1.0, -1.0] * len(steps))
-    batch.add_per_sample("label", np.repeat([label for _, label in steps], 2))
+    batch.add_per_sample("label", np.repeat(labels, 2))
     return batch
 
 
@@ -102,13 +94,12 @@ def with_reward_std(metrics: Metrics) -> Metrics:
 def with_margin(metrics: Metrics) -> Metrics:
     """Drop the mean reward of a side without answers; add the ``margin`` of the two if both have
     some."""
-    absent = {
-        name for name in ("rewards/chosen", "rewards/rejected") if not metrics.get(f"{name}/seen")
-    }
-    kept = {
-        name: v for name, v in metrics.items() if name not in absent and not name.endswith("/seen")
-    }
-    return kept if absent else {**kept, "margin": kept["rewards/chosen"] - kept["rewards/rejected"]}
+    kept = dict(metrics)
+    sides = ("rewards/chosen", "rewards/rejected")
+    absent = [name for name in sides if not kept.pop(f"{name}/seen", 0.0)]
+    if not absent:
+        return {**kept, "margin": kept["rewards/chosen"] - kept["rewards/rejected"]}
+    return {name: value for name, value in kept.items() if name not in absent}
 
 
 def write_reward_stats(evaluation: Callable[[], Metrics], file: str, checkpoint: Path) -> None:
@@ -136,22 +127,20 @@ class References:
     def attach(self, name: str, items: Sequence[Comparison]) -> list[Comparison]:
         """The items with the reference's value for each sequence, from the checkpoint if it has the
         same tokens."""
-        fingerprint = fingerprint_of(
-            [[s.token_ids, s.loss_mask] for item in items for s in item.samples]
-        )
+        samples = [sample for item in items for sample in item.samples]
+        fingerprint = fingerprint_of([[s.token_ids, s.loss_mask] for s in samples])
         values = self._saved(name, fingerprint)
         if values is None:
             starts = range(0, len(items), SCORED_AT_ONCE)
-            parts = [
-                sequence_logprobs(self.learner, pair_batch(items[at : at + SCORED_AT_ONCE]))
-                for at in starts
-            ]
-            values = np.concatenate(parts)
-        self.logprobs[name], self.fingerprints[name] = values, fingerprint
+            batches = (pair_batch(items[at : at + SCORED_AT_ONCE]) for at in starts)
+            values = np.concatenate([sequence_logprobs(self.learner, batch) for batch in batches])
+        self.logprobs[name] = values
+        self.fingerprints[name] = fingerprint
         left = iter(values.tolist())
+        own = [tuple(next(left) for _ in item.samples) for item in items]
         return [
-            replace(i, values={**i.values, REFERENCE: tuple(next(left) for _ in i.samples)})
-            for i in items
+            replace(item, values={**item.values, REFERENCE: logprobs})
+            for item, logprobs in zip(items, own, strict=True)
         ]
 
     def _saved(self, name: str, fingerprint: str) -> Floats | None:

@@ -14,7 +14,8 @@ class StepProfiler:
     step's end."""
 
     def __init__(self, directory: Path, steps: Collection[int]) -> None:
-        self._directory, self._steps = directory, frozenset(steps)
+        self._directory = directory
+        self._steps = frozenset(steps)
         self._running: Any = None
 
     def begin(self, step: int) -> None:
@@ -26,10 +27,8 @@ class StepProfiler:
         from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
         from torch.profiler import ProfilerActivity, profile
 
-        kinds = [
-            ProfilerActivity.CPU,
-            *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
-        ]
+        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        kinds = [ProfilerActivity.CPU, *gpu]
         # If rollouts are played concurrently, training runs in another thread.
         every_thread = _ExperimentalConfig(profile_all_threads=True)
         self._running = profile(activities=kinds, experimental_config=every_thread)

@@ -79,8 +79,9 @@ class Recorder:
         if share > 1 and self.limit_is_known:
             self.limit_is_known = False
             self.progress.note(
-                f"step {step} took {1 / share:.0%} of the least time that was measured for its work at the start: the "
-                "machine must have been busy then. limit_share is left out from here on"
+                f"step {step} took {1 / share:.0%} of the least time that was measured for its "
+                "work at the start: the machine must have been busy then. limit_share is left out "
+                "from here on"
             )
         if not self.limit_is_known:
             record.pop("limit_share", None)
@@ -97,11 +98,9 @@ class Recorder:
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and show an evaluation's metrics."""
         self.metrics.write(step, metrics, always=True)
-        numbers = {
-            name.removeprefix("eval/"): f"{value:.3g}"
-            for name, value in metrics.items()
-            if value or name != "eval/failed"
-        }
+        numbers = {name.removeprefix("eval/"): f"{value:.3g}" for name, value in metrics.items()}
+        if not metrics.get("eval/failed"):
+            numbers.pop("failed", None)
         shown = (f"{names} {value}" for names, value in each_once(numbers).items())
         self.progress.note(f"evaluation after step {step}: {'  '.join(shown)}")
 
@@ -134,10 +133,7 @@ def step_record(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> d
     if samples is not None:
         record["samples_per_second"] = samples / busy
     if "attainable_seconds" in metrics:
-        least = sum(
-            value
-            for name, value in metrics.items()
-            if name.partition("/")[0] == "attainable_seconds"
-        )
+        parts = [name for name in metrics if name.partition("/")[0] == "attainable_seconds"]
+        least = sum(metrics[name] for name in parts)
         record |= {"attainable_seconds": least, "limit_share": least / busy}
     return record

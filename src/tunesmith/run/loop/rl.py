@@ -23,9 +23,8 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
     """Train until the configured step; evaluate and save on the way. Closes ``rollouts`` and the
     engine."""
     try:
-        await _evaluate_and_save(
-            parts, session, rollouts
-        )  # at the start; or after a resume, if a signal prevented it
+        # At the start; or after a resume, if a signal prevented it.
+        await _evaluate_and_save(parts, session, rollouts)
         while session.running:
             with session.phase("sync"):
                 await rollouts.sync()
@@ -34,17 +33,13 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
                 groups, metrics = await rollouts.next()
             with session.phase("train"):
                 async with rollouts.training() as thread:
-                    learned = await asyncio.wrap_future(
-                        thread.submit(learn, parts, groups, session.step)
-                    )
+                    work = thread.submit(learn, parts, groups, session.step)
+                    learned = await asyncio.wrap_future(work)
             if not groups:
                 session.note(f"step {session.step + 1} had no group to learn from")
             reference = parts.config.algorithm.reference
-            if (
-                reference
-                and reference.reference_every
-                and (session.step + 1) % reference.reference_every == 0
-            ):
+            every = reference and reference.reference_every
+            if every and (session.step + 1) % every == 0:
                 interrupts.commit()  # a signal waits until the step is counted
                 parts.backend.refresh_reference()
             session.finish_step(metrics | learned | compared, groups)
@@ -90,9 +85,12 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
         # A new objective each step: an adaptive KL coefficient is part of it.
         objective = parts.objective or policy_objective(config.algorithm, kl_coef=parts.kl.coef)
         objective = parts.critic.join(objective) if parts.critic else objective
-        passes = config.train.passes_per_batch
         metrics |= parts.learner.update(
-            batch, objective, batch_size=batch_size, passes=passes, seed=seed
+            batch,
+            objective,
+            batch_size=batch_size,
+            passes=config.train.passes_per_batch,
+            seed=seed,
         )
         if parts.kl.target is not None:
             metrics["kl_coef"] = parts.kl.update(metrics["ref_kl"], batch.num_rollouts)
@@ -113,21 +111,16 @@ async def _evaluate_and_save(parts: RLParts, session: Session, rollouts: Rollout
 async def _evaluate(
     parts: RLParts, plan: EvaluationPlan, session: Session, rollouts: RolloutSource
 ) -> None:
-    with (
-        session.phase("eval"),
-        parts.backend.ema_weights() if plan.section.use_ema else nullcontext(),
-    ):
+    average = parts.backend.ema_weights() if plan.section.use_ema else nullcontext()
+    with session.phase("eval"), average:
         async with rollouts.evaluating() as collector:
             with parts.rewards.apart():
                 metrics, groups = await evaluate(collector, plan)
     failed = [r for g in groups for r in g.rollouts if r.error is not None]
+    what = "rollouts of the evaluation failed"
     if metrics["eval/failed"] == 1:
-        raise RewardError(
-            f"all {len(failed)} rollouts of the evaluation failed. The first:\n{failed[0].error}"
-        )
+        raise RewardError(f"all {len(failed)} {what}. The first:\n{failed[0].error}")
     with interrupts.held():
         session.finish_evaluation(metrics, groups)
     if failed:
-        session.note(
-            f"{len(failed)} of {len(groups)} rollouts of the evaluation failed; the first: {failed[0].error}"
-        )
+        session.note(f"{len(failed)} of {len(groups)} {what}; the first: {failed[0].error}")

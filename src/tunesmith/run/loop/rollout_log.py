@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import compress, groupby
+from itertools import chain, compress, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,9 @@ EVALUATED = 4
 LONGEST_COLUMN = 2000
 """The most characters of a data column that are logged."""
 SUMMARY = (
-    "kind",
-    "group",
-    "task",
-    "prompt",
-    "columns",
-    "completion",
-    "reward",
-    "advantage",
-    "status",
+    "kind", "group", "task", "prompt", "columns", "completion", "reward", "advantage", "status",
     "error",
-)
+)  # fmt: skip
 """The fields of a line that are sent to sinks."""
 OPTIONAL = ("rendered", "messages", "parts", "metrics", "notes", "by_token")
 """Fields that are left out of a line if they are empty."""
@@ -111,12 +104,13 @@ class RolloutLog:
         task = rollout.task
         file, colon, number = task.id.rpartition(":")
         rendered = self._render(task.prompt_ids)
-        versions = [v for r in rollout.records for v in compress(r.versions, r.sampled)]
+        versions = _sampled(rollout, "versions")
         advantages = rollout.by_token.get("advantage")
+        learned = kind == "train" and advantages is not None
         parts = [
             {"record": index, **part}
             for index, record in enumerate(rollout.records)
-            for part in self._parts(record, kind == "train" and advantages is not None)
+            for part in self._parts(record, learned)
         ]
         line = {
             # Fields that readers filter by come before the prompt, so that they need not parse the
@@ -152,31 +146,26 @@ class RolloutLog:
         paid = {turn.stop: turn.reward for turn in record.turns if turn.reward}
         for ours, run in groupby(record.sampled[at:]):
             stop = at + len(list(run))
-            part: Json = {
+            yield {
                 "by": "policy" if ours else "environment",
                 "text": self._render(record.token_ids[at:stop]),
+                "tokens": stop - at,
+                "trained": ours and learned,
+                **({"reward": paid[stop]} if stop in paid else {}),
             }
-            part |= {"tokens": stop - at, "trained": ours and learned}
-            yield part | ({"reward": paid[stop]} if stop in paid else {})
             at = stop
 
     def _by_token(self, rollout: Rollout) -> Json:
         """The policy's tokens, record after record: columns of their texts and of all values per
         token."""
-        ids, logprobs, versions = (
-            [
-                value
-                for record in rollout.records
-                for value in compress(getattr(record, name), record.sampled)
-            ]
-            for name in ("token_ids", "logprobs", "versions")
-        )
-        columns = {"logprob": logprobs, "version": versions, **rollout.by_token}
-        return (
-            {"text": self._pieces(ids), **{name: _column(c) for name, c in columns.items()}}
-            if ids
-            else {}
-        )
+        ids = _sampled(rollout, "token_ids")
+        columns = {
+            "logprob": _sampled(rollout, "logprobs"),
+            "version": _sampled(rollout, "versions"),
+            **rollout.by_token,
+        }
+        by_token = {name: _column(values) for name, values in columns.items()} if ids else {}
+        return {"text": self._pieces(ids), **by_token} if ids else {}
 
     def _pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token. A character that spans several tokens is assigned to the first of
@@ -189,9 +178,8 @@ class RolloutLog:
                 whole = self._render(parts)
                 pieces[place] = ""
                 pieces[place - len(parts) + 1] = whole
-                if (
-                    not whole.endswith(BROKEN) or len(parts) == 4
-                ):  # a character has four bytes at most
+                # A character has four bytes at most.
+                if not whole.endswith(BROKEN) or len(parts) == 4:
                     parts = []
         return pieces
 
@@ -201,6 +189,12 @@ class RolloutLog:
         if token not in self._texts:
             self._texts[token] = self._render([token, token])[len(self._render([token])) :]
         return self._texts[token]
+
+
+def _sampled(rollout: Rollout, name: str) -> list[Any]:
+    """The values ``name`` of the tokens that the policy wrote, record after record."""
+    values = [compress(getattr(r, name), r.sampled) for r in rollout.records]
+    return list(chain.from_iterable(values))
 
 
 def _column(values: Iterable[float]) -> list[float] | float:
@@ -230,10 +224,9 @@ def contrast(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
     """The best and the worst rollout of the first group with unequal rewards; None where there is
     none."""
-    for _, group in groupby(lines, key=lambda line: line["group"]):
-        scored = sorted(
-            (line for line in group if line["reward"] is not None), key=lambda line: line["reward"]
-        )
+    for _, group in groupby(lines, key=itemgetter("group")):
+        scored = [line for line in group if line["reward"] is not None]
+        scored.sort(key=itemgetter("reward"))
         if scored and scored[-1]["reward"] > scored[0]["reward"]:
             return scored[-1], scored[0]
     return None
@@ -242,11 +235,6 @@ def contrast(
 def examples(lines: Iterable[Mapping[str, Any]], count: int) -> list[EvalExample]:
     """The first prompts of the evaluations, with their answers in the first and in the last
     evaluation."""
-    return [
-        EvalExample(
-            last_message(a["prompt"]),
-            (a["completion"], a["reward"]),
-            (b["completion"], b["reward"]),
-        )
-        for a, b in first_and_last(line for line in lines if line["kind"] == "eval")[:count]
-    ]
+    answer = itemgetter("completion", "reward")
+    pairs = first_and_last(line for line in lines if line["kind"] == "eval")[:count]
+    return [EvalExample(last_message(a["prompt"]), answer(a), answer(b)) for a, b in pairs]

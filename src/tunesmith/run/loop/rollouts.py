@@ -26,7 +26,6 @@ from tunesmith.run.loop.groups import (
 )
 from tunesmith.run.loop.learner import Metrics
 from tunesmith.run.loop.parts import RLParts
-from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.run.loop.session import Session
 from tunesmith.types import RolloutGroup, Task
 
@@ -61,10 +60,7 @@ class SyncRollouts:
         kept: list[RolloutGroup] = []
         while len(kept) < wanted and len(played) < max(wanted, len(parts.tasks)):
             tasks = parts.tasks.next_batch(ceil((wanted - len(kept)) * config.rollout.oversample))
-            seed = derive_seed(
-                config.train.seed, config.rollout.seed, self.session.step, len(played)
-            )
-            groups = await play(parts, tasks, seed)
+            groups = await play(parts, tasks, self.session.step, len(played))
             played += groups
             check_failures(parts, played)
             kept += select_learnable(parts, groups)
@@ -188,11 +184,7 @@ class AsyncRollouts:
         self.session.recorder.timeline.level("playing", self.buffer.playing)
 
     async def _play(self, started: Started, task: Task) -> None:
-        config = self.parts.config
-        seed = derive_seed(
-            config.train.seed, config.rollout.seed, "ahead", self.session.step, started.number
-        )
-        groups = await play(self.parts, [task], seed)
+        groups = await play(self.parts, [task], "ahead", self.session.step, started.number)
         keep = bool(select_learnable(self.parts, groups))
         self.buffer.put(started, groups[0], keep=keep)
         if not keep:

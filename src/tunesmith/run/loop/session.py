@@ -14,7 +14,7 @@ from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, bound
 from tunesmith.records import interrupts
 from tunesmith.records.run_dir import point
 from tunesmith.run.loop.callbacks import STOP, Callbacks
-from tunesmith.run.loop.checkpoint import Checkpoints, read_state
+from tunesmith.run.loop.checkpoint import NONE_YET, Checkpoints, read_state
 from tunesmith.run.loop.recorder import Recorder
 from tunesmith.types import RolloutGroup
 
@@ -33,7 +33,8 @@ class Publisher(Protocol):
 
 
 _UNREADABLE = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, AssertionError, ArithmeticError,
+    OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError, AssertionError,
+    ArithmeticError,
 )  # fmt: skip
 """Errors that libraries raise when they read damaged files."""
 
@@ -67,11 +68,9 @@ class Best:
 
     @property
     def reached_target(self) -> bool:
-        return (
-            self.value is not None
-            and self.target is not None
-            and not self._better(self.target, self.value)
-        )
+        if self.value is None or self.target is None:
+            return False
+        return not self._better(self.target, self.value)
 
     def update(self, value: float, step: int) -> None:
         """Compare with an evaluation; one that is not finite is never the best."""
@@ -140,16 +139,16 @@ class Session:
             with boundary(CheckpointError, f"cannot continue from {self.resume_from}", _UNREADABLE):
                 state = read_state(self.resume_from)
                 parts.load(self.resume_from)
-                self.step, self.recorder.total_tokens = state["step"], state["total_tokens"]
+                self.step = state["step"]
+                self.recorder.total_tokens = state["total_tokens"]
                 self.evaluated = state.get("evaluated", True)
                 self._pass_ended = state.get("pass_ended", False)
                 self.best.value, self.best.step = state["best"].get(self.best.metric, (None, None))
                 parts.take(state)
             self.note(f"continuing at step {self.step} from {self.resume_from}")
             if self.step >= self.total_steps:
-                self.note(
-                    f"nothing is left to do: the run has its {self.total_steps} steps (train.steps)"
-                )
+                done = f"the run has its {self.total_steps} steps (train.steps)"
+                self.note(f"nothing is left to do: {done}")
         self._state = parts.state()
         self._epoch = parts.epoch
         self._saved = Saved(self.step, self.evaluated, self._epoch, self.recorder.clock.now())
@@ -173,9 +172,10 @@ class Session:
         """
         interrupts.commit()
         self.step += 1
-        record = self.recorder.step(self.step, metrics, last=self.step == self.total_steps)
+        last = self.step == self.total_steps
+        record = self.recorder.step(self.step, metrics, last=last)
         if groups:
-            self.recorder.rollouts(self.step, groups, last=self.step == self.total_steps)
+            self.recorder.rollouts(self.step, groups, last=last)
         self._pass_ended = self._parts.epoch > self._epoch
         self._state = self._parts.state()
         self._epoch = self._parts.epoch
@@ -191,13 +191,12 @@ class Session:
         if groups:
             self.recorder.rollouts(self.step, groups, "eval", last=True)
         self.recorder.evaluation(self.step, metrics)
-        if self.best.metric in metrics:
-            self.best.update(metrics[self.best.metric], self.step)
+        name = self.best.metric
+        if name in metrics:
+            self.best.update(metrics[name], self.step)
         elif self.best.value is None and ("eval/reward" in metrics or "eval/loss" in metrics):
-            raise ConfigError(
-                f"eval.metric: no evaluation gives '{self.best.metric}'.{nearest(self.best.metric, metrics)}",
-                keys=("eval.metric",),
-            )
+            why = f"eval.metric: no evaluation gives '{name}'.{nearest(name, metrics)}"
+            raise ConfigError(why, keys=("eval.metric",))
         self._call(self.callbacks.on_evaluation, dict(metrics))
 
     def evaluation_due(self) -> bool:
@@ -215,16 +214,13 @@ class Session:
         saved = self._saved
         if not self.step or (self.step, self.evaluated) == (saved.step, saved.evaluated):
             return False
-        is_best = self.best.step == self.step
-        every = self.checkpoint.every
         minutes = self.checkpoint.minutes
-        if (
-            self.stopped
-            or is_best
-            or (minutes is not None and self.recorder.clock.now() - saved.time >= 60 * minutes)
-        ):
+        seconds = self.recorder.clock.now() - saved.time
+        if self.stopped or self.best.step == self.step:
             return True
-        return due(self.step, every, self.total_steps, self._epoch > saved.epoch)
+        if minutes is not None and seconds >= 60 * minutes:
+            return True
+        return due(self.step, self.checkpoint.every, self.total_steps, self._epoch > saved.epoch)
 
     def save(self, *, stopping: bool = False) -> Path:
         """Write a checkpoint of the last complete step.
@@ -269,7 +265,7 @@ class Session:
         """After a signal: save the last complete step. Returns a message that says what was
         kept."""
         newest = self.checkpoints.newest()
-        kept = f"the newest checkpoint is {newest}" if newest else "no checkpoint was written yet"
+        kept = f"the newest checkpoint is {newest}" if newest else NONE_YET
         if interrupts.torn():
             message = f"the step after step {self.step} was half done and is lost; {kept}"
         elif self._saved.step == self.step:

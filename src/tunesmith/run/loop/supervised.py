@@ -39,10 +39,8 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
 def _evaluate_and_save(parts: SupervisedParts[T], session: Session) -> None:
     """Evaluate the model and write a checkpoint, whichever is due."""
     if parts.evaluate is not None and session.evaluation_due():
-        with (
-            session.phase("eval"),
-            parts.learner.backend.ema_weights() if session.eval.use_ema else nullcontext(),
-        ):
+        average = parts.learner.backend.ema_weights() if session.eval.use_ema else nullcontext()
+        with session.phase("eval"), average:
             metrics = parts.evaluate()
         with interrupts.held():
             session.finish_evaluation(metrics)
@@ -64,6 +62,5 @@ def evaluate(
         without: prefixes of the names that are left out.
     """
     metrics = summarise(learner.evaluate(prepare(items), objective))
-    return {
-        f"eval/{name}": value for name, value in metrics.items() if not name.startswith(without)
-    }
+    kept = [name for name in metrics if not name.startswith(without)]
+    return {f"eval/{name}": metrics[name] for name in kept}

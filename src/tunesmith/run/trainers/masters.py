@@ -30,9 +30,8 @@ class HostSums:
             self._stream = self._stream or torch.cuda.Stream(grad.device)
             self._stream.wait_stream(torch.cuda.current_stream(grad.device))
             with torch.cuda.stream(self._stream):
-                copy = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True).copy_(
-                    grad, non_blocking=True
-                )
+                copy = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True)
+                copy.copy_(grad, non_blocking=True)
                 grad.record_stream(self._stream)
                 arrived = torch.cuda.Event()
                 arrived.record(self._stream)
@@ -75,21 +74,19 @@ class Master:
         self, parameter: nn.Parameter, host: HostSums | None = None, copy: Tensor | None = None
     ) -> None:
         self.parameter = parameter
-        self.sharded, self.away = isinstance(parameter, DTensor), in_host_memory(parameter)
+        self.sharded = isinstance(parameter, DTensor)
+        self.away = in_host_memory(parameter)
         self._host = host = None if self.away else host
         wide = torch.promote_types(parameter.dtype, torch.float32)
         self.copied = host is not None or parameter.dtype != wide
         if copy is not None:
             self.weight = nn.Parameter(copy)
-        elif self.copied or self.sharded:
-            self.weight = nn.Parameter(
-                self.rows.to(wide)
-            )  # rows that are wide already are not copied
+        elif self.copied or self.sharded:  # rows that are wide already are not copied
+            self.weight = nn.Parameter(self.rows.to(wide))
         else:
             self.weight = parameter
-        if self.copied and (
-            host is not None or not self.sharded
-        ):  # FSDP calls it after summing over the ranks
+        if self.copied and (host is not None or not self.sharded):
+            # FSDP calls it after summing over the ranks.
             parameter.register_post_accumulate_grad_hook(self._accumulate)
             if host is None:
                 keep_sum(parameter, self._sum)

@@ -1,7 +1,7 @@
 """Muon, also for matrices that are sharded over ranks. ``config.optimizer.Muon`` has its formula
 and sources."""
 
-# pyright: reportPrivateImportUsage=false
+# pyright: reportPrivateImportUsage=false, reportIncompatibleMethodOverride=false
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -42,10 +42,12 @@ class ShardedMuon(torch.optim.Muon):
         self._masters = sorted(masters, key=lambda master: -master.parameter.numel())
         super().__init__([master.weight for master in self._masters], **options)
         mesh = cast(DTensor, self._masters[0].parameter).device_mesh
-        self._group, self._rank, self._world = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self._group = mesh.get_group()
+        self._rank = mesh.get_local_rank()
+        self._world = mesh.size()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         assert closure is None
         with_gradient = [master for master in self._masters if master.weight.grad is not None]
         for first in range(0, len(with_gradient), self._world):
@@ -62,12 +64,10 @@ class ShardedMuon(torch.optim.Muon):
         received = self._exchange(updates, rows)
         steps: Sequence[Tensor] = [updates[0].new_empty(0, dtype=torch.float32)] * self._world
         if own:
-            steps = (
-                _orthogonal(torch.cat(received).view(shape).float(), options).flatten().split(rows)
-            )
-        for master, step in zip(
-            masters, self._exchange(steps, [u.numel() for u in updates]), strict=False
-        ):
+            whole = _orthogonal(torch.cat(received).view(shape).float(), options)
+            steps = whole.flatten().split(rows)
+        own_rows = self._exchange(steps, [update.numel() for update in updates])
+        for master, step in zip(masters, own_rows, strict=False):
             master.weight.mul_(1 - options["lr"] * options["weight_decay"])
             master.weight.add_(step.view_as(master.weight), alpha=options["lr"])
 
@@ -79,27 +79,25 @@ class ShardedMuon(torch.optim.Muon):
             slot["momentum_buffer"] = torch.zeros_like(grad)
         momentum: Tensor = slot["momentum_buffer"]
         momentum.lerp_(grad, 1 - options["momentum"])
-        return (
-            grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
-        ).bfloat16()
+        update = grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
+        return update.bfloat16()
 
     def _rows(self, count: int) -> list[int]:
         """How many rows of a matrix each rank has, as split by ``Tensor.chunk``."""
         most = -(-count // self._world)
         return [max(0, min(most, count - rank * most)) for rank in range(self._world)]
 
-    def _exchange(self, given: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send ``given[i]`` to rank ``i``; returns the tensors received from all ranks, which have
+    def _exchange(self, pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send ``pieces[i]`` to rank ``i``; returns the tensors received from all ranks, which have
         these ``sizes``."""
         sizes = [*sizes, *[0] * (self._world - len(sizes))]
-        counts = [piece.numel() for piece in given]
-        flat = torch.cat([piece.flatten() for piece in given])
-        taken = flat.new_empty(sum(sizes))
+        counts = [piece.numel() for piece in pieces]
+        counts += [0] * (self._world - len(counts))
+        sent = torch.cat([piece.flatten() for piece in pieces])
+        received = sent.new_empty(sum(sizes))
         with self.waiting():
-            dist.all_to_all_single(
-                taken, flat, sizes, [*counts, *[0] * (self._world - len(counts))], self._group
-            )
-        return list(taken.split(sizes))
+            dist.all_to_all_single(received, sent, sizes, counts, self._group)
+        return list(received.split(sizes))
 
 
 def _orthogonal(update: Tensor, options: dict[str, Any]) -> Tensor:
@@ -107,7 +105,6 @@ def _orthogonal(update: Tensor, options: dict[str, Any]) -> Tensor:
     matrix = nn.Parameter(torch.zeros_like(update))
     matrix.grad = update
     fixed = {"ns_steps": options["ns_steps"], "adjust_lr_fn": options["adjust_lr_fn"]}
-    torch.optim.Muon(
-        [matrix], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **fixed
-    ).step()
+    plain = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+    torch.optim.Muon([matrix], lr=1.0, **plain, **fixed).step()
     return matrix.detach()

@@ -1,5 +1,6 @@
 """Optimizers over float32 weights, for models of any dtype, and their learning-rate schedule."""
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import math
@@ -52,7 +53,8 @@ class LossScale:
         return torch.tensor([self.factor, self.steps], dtype=torch.float64)
 
     def load(self, state: Tensor) -> None:
-        self.factor, self.steps = float(state[0]), int(state[1])
+        self.factor = float(state[0])
+        self.steps = int(state[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,41 +94,23 @@ class MasterOptimizer:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         extra = {f"value_head.{name}": p for name, p in head.named_parameters()} if head else {}
         self.parameters = trained | extra
-        copies: dict[str, Tensor] = {}
-        if self._host:
-            rows = {
-                name: local(p.detach())
-                for name, p in self.parameters.items()
-                if not in_host_memory(p)
-            }
-            copies = dict(zip(rows, host_copies([*rows.values()], wide=True), strict=True))
-        self._all = {
-            name: Master(p, self._host, copies.get(name)) for name, p in self.parameters.items()
-        }
+        self._all = _masters(self.parameters, self._host)
         self._away = [master for master in self._all.values() if master.away]
         self.masters = {name: master.weight for name, master in self._all.items()}
         averaged = self.masters if ema_decay is not None else {}
         self.average = {name: weight.detach().clone() for name, weight in averaged.items()}
         self.sharded = {name for name, master in self._all.items() if master.sharded}
         hidden = hidden_matrices(cast(PreTrainedModel, module)) if settings.muon else set[str]()
+        matrices = [self.masters[n] for n, p in trained.items() if p.ndim >= 2 and n not in hidden]
+        vectors = [self.masters[n] for n, p in trained.items() if p.ndim < 2]
+        of_head = [self.masters[n] for n in extra]
         groups: list[dict[str, Any]] = [
-            {
-                "params": [
-                    self.masters[n] for n, p in trained.items() if p.ndim >= 2 and n not in hidden
-                ]
-            },
-            {
-                "params": [self.masters[n] for n, p in trained.items() if p.ndim < 2],
-                "weight_decay": 0.0,
-            },
-            {
-                "params": [self.masters[n] for n in extra],
-                "weight_decay": 0.0,
-                "lr_ratio": head_lr_ratio,
-            },
+            {"params": matrices},
+            {"params": vectors, "weight_decay": 0.0},
+            {"params": of_head, "weight_decay": 0.0, "lr_ratio": head_lr_ratio},
         ]
         self.adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
+            [group for group in groups if group["params"]],
             lr=0.0,
             betas=settings.betas,
             eps=settings.eps,
@@ -135,12 +119,11 @@ class MasterOptimizer:
         )
         self._optimizers: list[torch.optim.Optimizer] = [self.adamw]
         if settings.muon:
-            matrices = [self._all[name] for name in sorted(hidden)]
-            self._optimizers.append(_muon(matrices, settings.muon, settings.weight_decay))
+            muons = [self._all[name] for name in sorted(hidden)]
+            self._optimizers.append(_muon(muons, settings.muon, settings.weight_decay))
         self.loss_scale: LossScale | None = None
-        self._of = {
-            p: o for o in self._optimizers for group in o.param_groups for p in group["params"]
-        }
+        parts = [(o, group["params"]) for o in self._optimizers for group in o.param_groups]
+        self._of = {weight: optimizer for optimizer, weights in parts for weight in weights}
 
     def join(self, waiting: Callable[[], Any]) -> None:
         """Set ``waiting``, the context in which a rank waits for the ranks that it shares the model
@@ -186,14 +169,13 @@ class MasterOptimizer:
         """
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         if self.loss_scale is not None and grads:
-            torch._foreach_mul_(grads, 1 / self.loss_scale.factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            torch._foreach_mul_(grads, 1 / self.loss_scale.factor)
         norm = self._norm(over_ranks)
         finite = bool(torch.isfinite(norm))
         if finite:
-            if self.settings.max_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(
-                    list(self.masters.values()), self.settings.max_grad_norm, norm
-                )
+            most = self.settings.max_grad_norm
+            if most:
+                torch.nn.utils.clip_grads_with_norm_(self.masters.values(), most, norm)
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = lr * group.get("lr_ratio", 1.0)
@@ -203,25 +185,19 @@ class MasterOptimizer:
         self.zero_grad()
         metrics = {"grad_norm": float(norm), "skipped_steps": float(not finite)}
         if self.loss_scale is not None:
-            metrics |= {
-                "loss_scale": self.loss_scale.factor,
-                "overflowed": float(self.loss_scale.update(finite)),
-            }
+            metrics["loss_scale"] = self.loss_scale.factor
+            metrics["overflowed"] = float(self.loss_scale.update(finite))
         return metrics
 
     def _norm(self, over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
         """The norm of the whole gradient, even if each rank has only a part of it."""
+        total_norm = torch.nn.utils.get_total_norm
         grads = {name: m.grad for name, m in self.masters.items() if m.grad is not None}
         if over_ranks is None:
-            return torch.nn.utils.get_total_norm(list(grads.values()))
-        squares = [
-            torch.nn.utils.get_total_norm(
-                [g for name, g in grads.items() if (name in self.sharded) == sharded]
-            ).double()
-            ** 2
-            for sharded in (True, False)
-        ]
-        return (over_ranks(squares[0]) + squares[1]).sqrt().float()
+            return total_norm(list(grads.values()))
+        shards = total_norm([g for name, g in grads.items() if name in self.sharded]).double()
+        rest = total_norm([g for name, g in grads.items() if name not in self.sharded]).double()
+        return (over_ranks(shards.square()) + rest.square()).sqrt().float()
 
     @torch.no_grad()
     def update_average(self) -> None:
@@ -290,8 +266,9 @@ class MasterOptimizer:
         missing = [name for name in self.average if f"ema:{name}" not in tensors]
         if missing:
             raise CheckpointError(
-                f"{place} holds no average of '{min(missing)}': the run was made without train.ema_decay. "
-                "Resume without it, or start a new run from the checkpoint's model.",
+                f"{place} holds no average of '{min(missing)}': the run was made without "
+                "train.ema_decay. Resume without it, or start a new run from the checkpoint's "
+                "model.",
                 keys=("train.ema_decay",),
             )
         for master in self._all.values():
@@ -301,41 +278,44 @@ class MasterOptimizer:
             if key == LOSS_SCALE:
                 if self.loss_scale is not None:
                     self.loss_scale.load(value)
-                continue
-            if kind == "ema":
+            elif kind == "ema":
                 if name in self.average:
                     self.average[name].copy_(value)
-                continue
-            if name not in self.masters:
+            elif name not in self.masters:
                 raise CheckpointError(
                     f"{place} holds optimizer state of '{name}', which this run does not train"
                 )
-            master = self.masters[name]
-            if kind == "master":
-                master.copy_(value)
-                continue
-            if (kind == "momentum_buffer") == (self._of[master] is self.adamw):
+            elif kind == "master":
+                self.masters[name].copy_(value)
+            elif (kind == "momentum_buffer") == (self._of[self.masters[name]] is self.adamw):
                 raise CheckpointError(
-                    f"the checkpoint's '{kind}' of '{name}' is of another optimizer than the run's. Resume with the "
-                    "train.optimizer of the run that wrote it, or start a new run from its model.",
+                    f"the checkpoint's '{kind}' of '{name}' is of another optimizer than the "
+                    "run's. Resume with the train.optimizer of the run that wrote it, or start a "
+                    "new run from its model.",
                     keys=("train.optimizer",),
                 )
-            self.slot(name)[kind] = value.to(
-                master.device, copy=True
-            )  # the fused kernel needs step counts there too
+            else:  # the fused kernel needs step counts on the weights' device, too
+                self.slot(name)[kind] = value.to(self.masters[name].device, copy=True)
+
+
+def _masters(parameters: Mapping[str, nn.Parameter], host: HostSums | None) -> dict[str, Master]:
+    """The master weights of each parameter; copies in host memory if gradients are summed there."""
+    copies: dict[str, Tensor] = {}
+    if host:
+        rows = {n: local(p.detach()) for n, p in parameters.items() if not in_host_memory(p)}
+        copies = dict(zip(rows, host_copies([*rows.values()], wide=True), strict=True))
+    return {name: Master(p, host, copies.get(name)) for name, p in parameters.items()}
 
 
 def _muon(masters: Sequence[Master], settings: Muon, weight_decay: float) -> torch.optim.Muon:
     options: dict[str, Any] = settings.model_dump(include={"momentum", "nesterov", "ns_steps"})
     options |= {"adjust_lr_fn": settings.adjust_lr, "weight_decay": weight_decay}
-    sharded = any(master.sharded for master in masters)
-    made = (
-        ShardedMuon(masters, **options)
-        if sharded
-        else torch.optim.Muon([m.weight for m in masters], **options)
-    )
-    made.param_groups[0]["lr_ratio"] = settings.lr_ratio
-    return made
+    if any(master.sharded for master in masters):
+        muon = ShardedMuon(masters, **options)
+    else:
+        muon = torch.optim.Muon([master.weight for master in masters], **options)
+    muon.param_groups[0]["lr_ratio"] = settings.lr_ratio
+    return muon
 
 
 def learning_rate(

@@ -47,9 +47,7 @@ class Passes(Generic[M]):
     ) -> None:
         if model.device.type == "cpu":
             keep_freed_memory()
-        assert model.runner.bound(), (
-            "modules or weights were replaced, and the runner does not know"
-        )
+        assert model.runner.bound(), "modules or weights were replaced behind the runner's back"
         self.model = model
         self._predict = predict
         self.group = group
@@ -64,20 +62,18 @@ class Passes(Generic[M]):
         """All predictions of the forest, even if a sequence group shares its tokens."""
         if self.model.sequence is None or forest.own is None:
             return self._predict_own(forest)
-        return self.model.sequence.whole(
-            self._predict_own(forest.own), forest.own, len(forest.source)
-        )
+        own = self._predict_own(forest.own)
+        return self.model.sequence.whole(own, forest.own, len(forest.source))
 
     def _predict_own(self, forest: Forest) -> Predictions:
         if self.model.sharding is None:
             return self._predict(self.model, forest)
 
         def values() -> tuple[Tensor | None, ...]:
-            found = self._predict(self.model, forest)
-            outputs = (found.logprobs, found.entropy, found.values, found.divergence)
-            return tuple(
-                t if t is None else t.clone() for t in outputs
-            )  # FSDP cannot hook into views
+            own = self._predict(self.model, forest)
+            outputs = (own.logprobs, own.entropy, own.values, own.divergence)
+            # FSDP cannot hook into views.
+            return tuple(tensor if tensor is None else tensor.clone() for tensor in outputs)
 
         return Predictions(*run(self.model.module, values))
 
@@ -153,17 +149,17 @@ class Passes(Generic[M]):
     def score(self, packing: Packing, of: Quantity) -> Floats:
         """As ``TrainBackend.score``."""
         self.model.module.eval()
-        found: list[Tensor] = []  # read at the end, so that the device never waits for the host
+        scored: list[Tensor] = []  # read at the end, so that the device never waits for the host
         scores = np.zeros(packing.num_predictions)
         with self.here():
             for forest in self.over(packing.forests):
                 with self.attempt("scoring a micro-batch", forest):
                     values = getattr(self.predict(forest), of)
                     assert isinstance(values, Tensor), f"the model gives no {of}"
-                    found.append(values)
-            if found:
+                    scored.append(values)
+            if scored:
                 places = torch.cat([forest.predictions for forest in packing.forests])
-                scores[places.numpy()] = torch.cat(found).double().cpu().numpy()
+                scores[places.numpy()] = torch.cat(scored).double().cpu().numpy()
         return scores
 
 

@@ -64,11 +64,9 @@ class RankedBackend:
             count = len(self.references)
             shares = (packing.for_rank(n, count, columns=False) for n in range(count))
             asked = zip(self.references, shares, strict=True)
-            return np.sum(
-                self._together(far.submit("passes.score", share, of) for far, share in asked),
-                axis=0,
-            )
-        parts = self._parts(packing, "backend.score", of, columns=False, reference=reference)
+            parts = self._together(far.submit("passes.score", share, of) for far, share in asked)
+        else:
+            parts = self._parts(packing, "backend.score", of, columns=False, reference=reference)
         return np.sum(parts, axis=0)
 
     def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
@@ -132,12 +130,10 @@ class RankedBackend:
         self._reference_is_new = True
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
-        self._gather(
-            r.submit("backend.save", directory.absolute(), model_only=model_only)
-            for r in self.replicas
-        )
+        directory = directory.absolute()
+        self._each("backend.save", directory, model_only=model_only)
         if self.references and self._reference_is_new and not model_only:
-            written = directory.absolute() / REFERENCE_DIRECTORY
+            written = directory / REFERENCE_DIRECTORY
             self._gather(far.submit("save", written) for far in self.references)
 
     def rehearse(self, directory: Path) -> str | None:
@@ -154,9 +150,9 @@ class RankedBackend:
     def _gather(self, answers: Iterable[Future[Any]]) -> list[Any]:
         return gather(answers, [*self.replicas, *self.references])
 
-    def _each(self, name: str, *args: Any) -> Any:
+    def _each(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on all at once; returns the result of the first."""
-        return self._gather(replica.submit(name, *args) for replica in self.replicas)[0]
+        return self._gather(replica.submit(name, *args, **kwargs) for replica in self.replicas)[0]
 
 
 def _summed(parts: Sequence[Metrics]) -> Metrics:

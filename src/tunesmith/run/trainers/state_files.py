@@ -40,10 +40,8 @@ class StateFiles:
     def __init__(self, directory: Path) -> None:
         self.version = 0
         self._places: dict[str, list[tuple[int, Path]]] = {}
-        for file in sorted(
-            directory.glob(f"{Path(OPTIMIZER_FILE).stem}*.safetensors"),
-            key=lambda f: f.name != OPTIMIZER_FILE,
-        ):
+        files = directory.glob(f"{Path(OPTIMIZER_FILE).stem}*.safetensors")
+        for file in sorted(files, key=lambda file: file.name != OPTIMIZER_FILE):
             with safe_open(file, framework="pt") as opened:
                 metadata = opened.metadata()
                 self.version = int(metadata["version"])

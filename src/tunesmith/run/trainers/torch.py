@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tunesmith.costs import CostModel
@@ -75,10 +76,11 @@ class TorchBackend(Generic[M]):
         shares_gpu: bool = False,
         seed: int = 0,
     ) -> None:
-        self.model, self.passes = model, Passes(model, predict)
-        self.reference = (
-            None if reference is None else Passes(reference, predict, offload=offload_reference)
-        )
+        self.model = model
+        self.passes = Passes(model, predict)
+        self.reference: Passes[M] | None = None
+        if reference is not None:
+            self.reference = Passes(reference, predict, offload=offload_reference)
         self.value_head = value_head
         self._shares_gpu = shares_gpu
         self.optimizer = MasterOptimizer(
@@ -105,19 +107,22 @@ class TorchBackend(Generic[M]):
             ModelError: they do not have the same weights.
         """
         parameters = self.optimizer.parameters.values()
-        sharding = self.model.sharding
         group.check_equal(p for p in parameters if not isinstance(p, DTensor))
-        if sharding is not None and len(sharding.copies.mesh) > 1:
-            group.check_equal(
-                (local(p) for p in parameters if isinstance(p, DTensor)),
-                sharding.copies.get_group(),
-            )
+        if self._copies is not None:
+            rows = (local(p) for p in parameters if isinstance(p, DTensor))
+            group.check_equal(rows, self._copies.get_group())
         self.group = self.passes.group = group
         self.optimizer.join(group.waiting)
         if self.reference is not None:
             self.reference.group = group
         torch.manual_seed(torch.initial_seed() + group.rank)
         self._settled = self._random_state()
+
+    @property
+    def _copies(self) -> DeviceMesh | None:
+        """The ranks that have the same rows as this one, if there are several sharded copies."""
+        copies = self.model.sharding.copies if self.model.sharding else None
+        return copies if copies is not None and len(copies.mesh) > 1 else None
 
     @property
     def cost(self) -> CostModel:
@@ -160,9 +165,8 @@ class TorchBackend(Generic[M]):
                 loss, metrics = objective(forest, self.passes.predict(forest))
                 self.optimizer.backward(loss)
                 sums.add({"loss": loss, **metrics})
-            loss = metrics = (
-                None  # frees the graph before the next one grows, even if this pass failed
-            )
+            # Frees the graph before the next one grows, even if this pass failed.
+            loss = metrics = None
         return sums.read()
 
     @torch.no_grad()
@@ -184,9 +188,8 @@ class TorchBackend(Generic[M]):
     def step(self, lr: float) -> dict[str, float]:
         with memory_boundary("the optimizer step"):
             self.sum_gradients()
-            metrics = self.optimizer.step(
-                lr, self._sum_of_shards if self.group and self.optimizer.sharded else None
-            )
+            shards = self._sum_of_shards if self.group and self.optimizer.sharded else None
+            metrics = self.optimizer.step(lr, shards)
             if metrics.get("overflowed"):
                 return metrics
             self._check_finite(lr, metrics["grad_norm"])
@@ -204,12 +207,10 @@ class TorchBackend(Generic[M]):
             return
         masters = self.optimizer.masters
         sharded = self.optimizer.sharded
-        sharding = self.model.sharding
         self.group.sum_gradients(master for name, master in masters.items() if name not in sharded)
-        if sharding is not None and len(sharding.copies.mesh) > 1:
-            self.group.sum_gradients(
-                (masters[name] for name in masters if name in sharded), sharding.copies.get_group()
-            )
+        if self._copies is not None:
+            rows = (master for name, master in masters.items() if name in sharded)
+            self.group.sum_gradients(rows, self._copies.get_group())
 
     def _sum_of_shards(self, number: Tensor) -> Tensor:
         """The sum over a copy's ranks, bitwise equal on the ranks of all copies."""
@@ -224,9 +225,10 @@ class TorchBackend(Generic[M]):
         if name is not None:
             settings = self.optimizer.settings
             raise DivergedError(
-                f"after optimizer step {self.optimizer_steps + 1} the weight '{name}' is not finite (learning rate "
-                f"{lr:g}, gradient norm {grad_norm:g}, weight decay {settings.weight_decay:g}, eps {settings.eps:g}). "
-                "Nothing of this step was saved. Lower train.lr or raise train.warmup_steps, and keep train.eps and "
+                f"after optimizer step {self.optimizer_steps + 1} the weight '{name}' is not "
+                f"finite (learning rate {lr:g}, gradient norm {grad_norm:g}, weight decay "
+                f"{settings.weight_decay:g}, eps {settings.eps:g}). Nothing of this step was "
+                "saved. Lower train.lr or raise train.warmup_steps, and keep train.eps and "
                 "train.max_grad_norm near their defaults"
             )
 
@@ -298,15 +300,11 @@ class TorchBackend(Generic[M]):
         if model_only:
             return
         if rank == 0 and self.value_head is not None:
-            save_file(
-                {n: t.cpu() for n, t in self.value_head.state_dict().items()}, directory / HEAD_FILE
-            )
+            head = {name: tensor.cpu() for name, tensor in self.value_head.state_dict().items()}
+            save_file(head, directory / HEAD_FILE)
         tensors = self.optimizer.state()
-        sharded = {
-            key: first
-            for key in tensors
-            if (first := self.optimizer.first_row(key.split(":", 1)[1])) is not None
-        }
+        firsts = {key: self.optimizer.first_row(key.split(":", 1)[1]) for key in tensors}
+        sharded = {key: first for key, first in firsts.items() if first is not None}
         if rank:
             save_file(self._random_state(), directory / RANDOM_FILE.format(rank=rank))
             tensors = {key: tensors[key] for key in sharded}
@@ -329,20 +327,15 @@ class TorchBackend(Generic[M]):
                 load_weights(self.reference.model, directory / REFERENCE_DIRECTORY)
             self._reference_is_new = True
         if self.value_head is not None:
-            with boundary(
-                CheckpointError, f"cannot read the value head {directory / HEAD_FILE}", Exception
-            ):
-                self.value_head.load_state_dict(load_file(directory / HEAD_FILE))
+            self.value_head.load_state_dict(_read(directory / HEAD_FILE))
         with boundary(CheckpointError, f"cannot read {directory / OPTIMIZER_FILE}", Exception):
             files = StateFiles(directory)
             tensors = {key: self._own_rows(files, key) for key in files.names}
         random = {key: tensors.pop(key) for key in list(tensors) if key.startswith("random:")}
         if self.group and self.group.rank:
             file = directory / RANDOM_FILE.format(rank=self.group.rank)
-            with boundary(CheckpointError, f"cannot read {file}", Exception):
-                random = (
-                    load_file(file) if file.is_file() else {}
-                )  # none: fewer ranks wrote the checkpoint
+            # Without a file, fewer ranks wrote the checkpoint.
+            random = _read(file) if file.is_file() else {}
         self._set_random_state(random)
         self.optimizer.load_state(tensors, directory)
         assert self.model.runner.bound(), "the state was not loaded in place"
@@ -371,6 +364,11 @@ class TorchBackend(Generic[M]):
             torch.cuda.set_rng_state(states["random:cuda"], self.model.device)
 
 
+def _read(file: Path) -> dict[str, Tensor]:
+    with boundary(CheckpointError, f"cannot read {file}", Exception):
+        return load_file(file)
+
+
 def load_weights(model: Decoder, directory: Path) -> None:
     """Load the weights that ``model.save`` wrote, or its adapter's, into the model.
 
@@ -380,20 +378,19 @@ def load_weights(model: Decoder, directory: Path) -> None:
     if model.adapter is not None:
         model.adapter.load(directory)
         return
+    other = f"{directory} holds another model than this run's"
     if model.sharding is not None:
-        with boundary(
-            CheckpointError, f"{directory} holds another model than this run's", ModelError
-        ):
+        with boundary(CheckpointError, other, ModelError):
             read_shards(model.module, directory)
         return
     saved = type(model).load(directory, dtype=model.module.dtype, device="cpu").module.state_dict()
     current = model.module.state_dict()
     different = [k for k, v in current.items() if k not in saved or saved[k].shape != v.shape]
-    if different or len(saved) != len(current):
-        name = different[0] if different else next(k for k in saved if k not in current)
+    different += [k for k in saved if k not in current]
+    if different:
         raise CheckpointError(
-            f"{directory} holds another model than this run's: '{name}' differs. "
-            "Resume with the model the run was started with, or start a new run_dir.",
+            f"{other}: '{different[0]}' differs. Resume with the model the run was started with, "
+            "or start a new run_dir.",
             keys=("run_dir",),
         )
     with torch.no_grad():

@@ -90,27 +90,24 @@ class BroadcastPlane:
         the first offer."""
         kept = self._kept
         assert kept is not None and self.rank == 0, "nothing was published"
-        runs = [
-            {f.name: getattr(run, f.name) for f in fields(run)} for run in kept.runs
-        ]  # tables are not copied
+        # Tables are not copied.
+        runs = [{f.name: getattr(run, f.name) for f in fields(run)} for run in kept.runs]
         header = {"version": self._version, "runs": runs, "device": torch.device(self.device).type}
-        said: Offer = {
+        offer: Offer = {
             "plane": self.plane,
             "group": self.group,
             "version": self._version,
             "host": self.host,
-        }
-        said["bytes"] = sum(run.size for run in kept.runs)
-        said |= {
+            "bytes": sum(run.size for run in kept.runs),
             "world": self.senders + takers * self.ranks,
             "senders": self.senders,
             "ranks": self.ranks,
+            "patience": self.patience,
         }
-        begun = Round({**said, "patience": self.patience}, header, self._send)
+        begun = Round(offer, header, self._send)
         self._rounds[begun.store.port] = begun
-        return [
-            {**begun.offer, "rank": self.senders + taker * self.ranks} for taker in range(takers)
-        ]
+        firsts = range(self.senders, self.senders + takers * self.ranks, self.ranks)
+        return [{**begun.offer, "rank": first} for first in firsts]
 
     async def help(self, offer: Offer) -> None:
         """Send this rank's part in a round that the first rank has begun."""
@@ -120,9 +117,8 @@ class BroadcastPlane:
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
         for offer in offers:
-            found = self._rounds.get(offer["port"])
-            if found:
-                found.withdrawn.set()
+            if offer["port"] in self._rounds:
+                self._rounds[offer["port"]].withdrawn.set()
 
     async def close(self) -> None:
         for begun in self._rounds.values():
@@ -135,14 +131,17 @@ class BroadcastPlane:
         self._rounds.clear()
 
     def _copy(self, version: int) -> None:
-        before = self._kept
-        ranks: dict[str, int] = {"rank": self.rank, "ranks": self.senders, "room": self.room}
-        there = self.device if self.on_device else "cpu"
-        into = before.buffer if before else None
-        kept = self._kept = spread(self.tensors(), self.bucket_bytes, there, into=into, **ranks)
-        self._sums = (
-            {number: word_sum(run) for number, run in kept.own.items()} if self.on_device else {}
+        kept = self._kept = spread(
+            self.tensors(),
+            self.bucket_bytes,
+            self.device if self.on_device else "cpu",
+            rank=self.rank,
+            ranks=self.senders,
+            into=self._kept.buffer if self._kept else None,
+            room=self.room,
         )
+        summed = kept.own if self.on_device else {}
+        self._sums = {number: word_sum(run) for number, run in summed.items()}
         self._version = version
         if kept.buffer.is_cuda:  # from here on the weights may change
             torch.cuda.current_stream(kept.buffer.device).synchronize()
@@ -203,9 +202,8 @@ def _arriving(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
             link.broadcast(sent, owner)
             right &= (torch.stack([sums[n] for n in numbers]) == sent).all()
         if not bool(right):
-            raise EngineError(
-                f"{place(offer)}: a checksum is wrong; the weights were damaged on their way"
-            )
+            damaged = "a checksum is wrong; the weights were damaged on their way"
+            raise EngineError(f"{place(offer)}: {damaged}")
 
 
 def _shares(runs: Sequence[Run]) -> Iterator[tuple[int, list[int]]]:

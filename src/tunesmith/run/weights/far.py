@@ -23,9 +23,8 @@ class FarPlane:
         self._folders: set[Path] = set()
 
     async def publish(self, version: int) -> None:
-        await asyncio.gather(
-            *(far.call_async("plane.publish", version) for far in (self._far, *self._others))
-        )
+        fars = (self._far, *self._others)
+        await asyncio.gather(*(far.call_async("plane.publish", version) for far in fars))
 
     async def offer(self, takers: int) -> list[Offer]:
         offers: list[Offer] = await self._far.call_async("plane.offer", takers)

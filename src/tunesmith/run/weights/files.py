@@ -29,11 +29,8 @@ from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 MEMORY = Path("/dev/shm")
 DTYPES = {
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
-    **{
-        f"{sign}int{bits}": f"{sign.upper() or 'I'}{bits}"
-        for sign in ("", "u")
-        for bits in (8, 16, 32, 64)
-    },
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
     "bfloat16": "BF16",
     "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3",
@@ -59,11 +56,11 @@ def shared_directory(num_bytes: int, parent: Path | None = None) -> TemporaryDir
         with boundary(StorageError, f"system.engine_directory: cannot write to {parent}", OSError):
             parent.mkdir(parents=True, exist_ok=True)
             remove_stale(parent, PREFIX)
-            made = _temporary(parent)
+            directory = _temporary(parent)
     else:
-        made = _in_memory_or_on_disk(num_bytes)
-    remove_at_end(Path(made.name))
-    return made
+        directory = _in_memory_or_on_disk(num_bytes)
+    remove_at_end(Path(directory.name))
+    return directory
 
 
 def _in_memory_or_on_disk(num_bytes: int) -> TemporaryDirectory[str]:
@@ -78,8 +75,9 @@ def _in_memory_or_on_disk(num_bytes: int) -> TemporaryDirectory[str]:
             if place != MEMORY or shutil.disk_usage(MEMORY).free > ROOM * num_bytes:
                 return _temporary(place)
     raise StorageError(
-        f"new weights reach other processes through files, and {' or '.join(map(str, places))} cannot be written to: "
-        "set the variable TMPDIR to a directory on a disk with room for the weights"
+        f"new weights reach other processes through files, and {' or '.join(map(str, places))} "
+        "cannot be written to: set the variable TMPDIR to a directory on a disk with room for the "
+        "weights"
     )
 
 
@@ -115,14 +113,8 @@ class FilePlane(Plane):
         assert self._newest is not None, "nothing was published"
         version, paths = self._newest
         size = sum(path.stat().st_size for path in paths)
-        return [
-            {
-                "plane": "file",
-                "version": version,
-                "paths": [str(path) for path in paths],
-                "bytes": size,
-            }
-        ] * takers
+        places = list(map(str, paths))
+        return [{"plane": "file", "version": version, "paths": places, "bytes": size}] * takers
 
     async def close(self) -> None:
         self.directory.cleanup()
@@ -134,13 +126,12 @@ class FilePlane(Plane):
         weights in place. Meanwhile the directory holds the complete files of the last publication.
         """
         self._published += 1
-        (_, last), written = self._newest or (0, list[Path]()), list[Path]()
+        last = self._newest[1] if self._newest else []
+        written: list[Path] = []
+        prefix = f"{self._published}-version-{version}"
         try:
             for number, bucket in enumerate(in_buckets(self.tensors(), self.file_bytes)):
-                path = (
-                    Path(self.directory.name)
-                    / f"{self._published}-version-{version}-{number:05d}.new"
-                )
+                path = Path(self.directory.name) / f"{prefix}-{number:05d}.new"
                 written.append(path)
                 with boundary(StorageError, f"cannot write weights to {path}", OSError):
                     if self._spares:
@@ -194,8 +185,8 @@ def _write(path: Path, version: int, tensors: Mapping[str, Tensor]) -> None:
         table[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
 
     def header(sums: Mapping[str, int]) -> bytes:
-        said = {"version": str(version), "checksums": json.dumps(sums), "format": "pt"}
-        return json.dumps({"__metadata__": said, **table}).encode()
+        metadata = {"version": str(version), "checksums": json.dumps(sums), "format": "pt"}
+        return json.dumps({"__metadata__": metadata, **table}).encode()
 
     room = -(-len(header(dict.fromkeys(ordered, 2**32))) // 8) * 8
     sums: dict[str, int] = {}
@@ -226,15 +217,13 @@ def _take(path: str, version: int) -> Iterator[tuple[str, Tensor]]:
     with boundary(EngineError, f"cannot read {path}", (OSError, SafetensorError)):
         opened = safe_open(path, framework="pt")
     with opened:
-        said = opened.metadata()
-        if said["version"] != str(version):
-            raise EngineError(
-                f"{path} holds the weights of version {said['version']}, not of {version}"
-            )
-        for name, expected in json.loads(said["checksums"]).items():
+        metadata = opened.metadata()
+        held = metadata["version"]
+        if held != str(version):
+            raise EngineError(f"{path} holds the weights of version {held}, not of {version}")
+        for name, expected in json.loads(metadata["checksums"]).items():
             tensor = opened.get_tensor(name)
             if checksum(tensor) != expected:
-                raise EngineError(
-                    f"{path}: the checksum of '{name}' is wrong; the weights were damaged on their way"
-                )
+                wrong = f"{path}: the checksum of '{name}' is wrong"
+                raise EngineError(f"{wrong}; the weights were damaged on their way")
             yield name, tensor

@@ -41,7 +41,7 @@ class IpcPlane(Plane):
         self._offer = {
             "plane": "ipc",
             "version": version,
-            "gpu": str(torch.cuda.get_device_properties(kept.buffer.device).uuid),
+            "gpu": _uuid(kept.buffer.device),
             "bytes": kept.buffer.numel(),
             "runs": [asdict(run) for run in kept.runs],
             "checksums": [checksum(run) for run in kept.own.values()],
@@ -68,30 +68,32 @@ def take_ipc(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         EngineError: this process does not see the trainer's GPU, or the copy is not what was
             offered.
     """
-    devices = range(torch.cuda.device_count())
-    found = [n for n in devices if str(torch.cuda.get_device_properties(n).uuid) == offer["gpu"]]
-    if not found:
+    gpu = offer["gpu"]
+    seen = {_uuid(number): number for number in range(torch.cuda.device_count())}
+    if gpu not in seen:
         raise EngineError(
-            f"the weights lie on GPU {offer['gpu']}, which the engine's process does not see: CUDA IPC works on one "
-            'GPU; set system.weight_plane = "memory" or "nccl"'
+            f"the weights lie on GPU {gpu}, which the engine's process does not see: CUDA IPC "
+            'works on one GPU; set system.weight_plane = "memory" or "nccl"'
         )
-    handle = [
-        bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in offer["handle"]
-    ]
+    device = seen[gpu]
+    handle = [bytes.fromhex(p["hex"]) if isinstance(p, dict) else p for p in offer["handle"]]
     with boundary(EngineError, "cannot open the trainer's weights by CUDA IPC", RuntimeError):
         torch.cuda.init()
-        storage: Any = torch.UntypedStorage._new_shared_cuda(found[0], *handle[1:])
-        buffer = torch.empty(0, dtype=torch.uint8, device=found[0]).set_(storage)[: offer["bytes"]]
+        storage: Any = torch.UntypedStorage._new_shared_cuda(device, *handle[1:])
+        buffer = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[: offer["bytes"]]
     runs = [Run(**run) for run in offer["runs"]]
     pieces = [buffer[run.start : run.start + run.size] for run in runs]
     for number, (piece, expected) in enumerate(zip(pieces, offer["checksums"], strict=True)):
         if checksum(piece) != expected:
-            raise EngineError(
-                f"CUDA IPC: bucket {number} of version {offer['version']} is not what was offered"
-            )
+            what = f"bucket {number} of version {offer['version']}"
+            raise EngineError(f"CUDA IPC: {what} is not what was offered")
     for run, piece in zip(runs, pieces, strict=True):
         yield from run.named(piece)
-    torch.cuda.synchronize(found[0])  # until here the trainer's copy is read
+    torch.cuda.synchronize(device)  # until here the trainer's copy is read
+
+
+def _uuid(device: torch.device | int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _text(part: Any) -> Any:

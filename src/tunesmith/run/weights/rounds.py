@@ -34,6 +34,7 @@ REACHING = 5.0
 """Seconds to reach a round's trainer. It was there when it made the offer; if it has died, waiting
 is useless."""
 LOOPBACK = "127.0.0.1"
+WITHDRAWN = "another engine of this round failed"
 POLL = 0.0002
 ASKING = 0.05
 """Seconds between checks whether a bucket has arrived, and between checks whether the round
@@ -68,13 +69,12 @@ class Link:
         options.rootRank = sender
         work = self.group.broadcast([bucket], options)
         asked = started = time.monotonic()
+        late = f"{bucket.nbytes} bytes did not arrive within {self.patience:g} s"
         while not work.is_completed():
             time.sleep(POLL)
             now = time.monotonic()
             if now - started > self.patience:
-                raise ConnectionError(
-                    f"{bucket.nbytes} bytes did not arrive within {self.patience:g} s"
-                )
+                raise ConnectionError(late)
             if now - asked > ASKING:
                 asked = now
                 why = self.stopped()
@@ -131,11 +131,7 @@ class Round:
             self.store.set("go", fault)
             return
         self.store.set("go", "")
-        kind, host, world, patience = (
-            self.offer[name] for name in ("group", "host", "world", "patience")
-        )
-        group = process_group(kind, self.store, 0, world, host, patience, vital=False)
-        link = Link(kind, group, self.header, patience, self._stopped)
+        link = _link(self.store, self.offer, 0, self.offer["host"], self.header, self._stopped)
         try:
             self.send(link)
             self._wait("done")  # until then they read the weights
@@ -149,15 +145,28 @@ class Round:
         deadline = time.monotonic() + patience
         while (count := self.store.add(what, 0)) < others:
             if self.withdrawn.wait(0.002):
-                return "another engine of this round failed"
+                return WITHDRAWN
             if time.monotonic() > deadline:
                 return f"{count} of {others} processes {what} within {patience:g} s"
         return None
 
     def _stopped(self) -> str | None:
-        return (
-            "another engine of this round failed" if self.withdrawn.is_set() else _fault(self.store)
-        )
+        return WITHDRAWN if self.withdrawn.is_set() else _fault(self.store)
+
+
+def _link(
+    store: dist.Store,
+    offer: Mapping[str, Any],
+    rank: int,
+    host: str,
+    header: Mapping[str, Any],
+    stopped: Callable[[], str | None],
+) -> Link:
+    """Join a round's group as ``rank``; ``host`` is this machine's address."""
+    kind: GroupKind = offer["group"]
+    patience: float = offer["patience"]
+    group = process_group(kind, store, rank, offer["world"], host, patience, vital=False)
+    return Link(kind, group, header, patience, stopped)
 
 
 @contextmanager
@@ -168,16 +177,14 @@ def joined(offer: Mapping[str, Any]) -> Generator[Link]:
         EngineError: the round ended, or is of another version; torch.distributed failed inside.
     """
     where = place(offer)
-    patience = offer["patience"]
-    with boundary(
-        EngineError, where, (RuntimeError, OSError)
-    ):  # torch.distributed raises one of these
-        store = dist.TCPStore(
-            offer["host"], offer["port"], None, is_master=False, timeout=timedelta(seconds=REACHING)
-        )
-        store.set_timeout(
-            timedelta(seconds=patience + 5)
-        )  # the sender gives up first, and says why
+    host: str = offer["host"]
+    port: int = offer["port"]
+    # torch.distributed raises one of these.
+    with boundary(EngineError, where, (RuntimeError, OSError)):
+        reaching = timedelta(seconds=REACHING)
+        store = dist.TCPStore(host, port, None, is_master=False, timeout=reaching)
+        # The sender gives up first, and says why.
+        store.set_timeout(timedelta(seconds=offer["patience"] + 5))
         header = json.loads(store.get("header"))
         if header["version"] != offer["version"]:
             raise EngineError(f"{where}: the weights are of version {header['version']}")
@@ -188,11 +195,8 @@ def joined(offer: Mapping[str, Any]) -> Generator[Link]:
         rank = offer["rank"] + (dist.get_rank() if offer["ranks"] > 1 else 0)
         link = None
         try:
-            own = address_towards(offer["host"], offer["port"])
-            group = process_group(
-                offer["group"], store, rank, offer["world"], own, patience, vital=False
-            )
-            link = Link(offer["group"], group, header, patience, partial(_fault, store))
+            own = address_towards(host, port)
+            link = _link(store, offer, rank, own, header, partial(_fault, store))
             yield link
             if rank < offer["senders"]:
                 _wait_for_takers(store, offer)
@@ -223,4 +227,5 @@ def _wait_for_takers(store: dist.Store, offer: Mapping[str, Any]) -> None:
 
 def place(offer: Mapping[str, Any]) -> str:
     """A description of an offered round."""
-    return f"{offer['plane']} broadcast of version {offer['version']} from {offer['host']}:{offer['port']}"
+    what = f"{offer['plane']} broadcast of version {offer['version']}"
+    return f"{what} from {offer['host']}:{offer['port']}"

@@ -82,9 +82,8 @@ def spread(
     for name, tensor in named:
         place = _place(tensor)
         there = places.get(place)
-        if (
-            there is None or there[0]() is None or not tensor.numel()
-        ):  # no other live tensor has this memory
+        is_new = there is None or there[0]() is None or not tensor.numel()
+        if there is None or is_new:  # no other live tensor has this memory
             if not runs or _aligned(runs[-1].size) + tensor.nbytes > size:
                 owner = filled.index(min(filled))
                 runs.append(Run(owner, filled[owner]))
@@ -95,15 +94,11 @@ def spread(
             run.size = there[2] + tensor.nbytes
             filled[run.owner] = _aligned(run.start + run.size)
         _, run, start = there
-        run.table.append(
-            (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
-        )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        run.table.append((name, dtype, tuple(tensor.shape), start))
         del tensor
-    own = {
-        n: buffer[run.start : run.start + run.size]
-        for n, run in enumerate(runs)
-        if run.owner == rank
-    }
+    kept = [(number, run) for number, run in enumerate(runs) if run.owner == rank]
+    own = {number: buffer[run.start : run.start + run.size] for number, run in kept}
     return Spread(runs, buffer, own)
 
 
