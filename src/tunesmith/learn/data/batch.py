@@ -157,7 +157,7 @@ class Batch:
         counts = self.counts[chosen]
         offsets = _starts(lengths)
         moved = np.repeat(offsets[:-1] - self.offsets[chosen], counts)
-        taken = Batch(
+        batch = Batch(
             self.token_ids[_ranges(self.offsets[chosen], lengths)],
             offsets,
             self.predicted[predictions] + moved,
@@ -166,10 +166,10 @@ class Batch:
             self.rollout[chosen],
             self.stand_ins[chosen],
         )
-        taken.finite = self.finite[predictions]
-        taken.columns = {name: column[predictions] for name, column in self.columns.items()}
-        taken.per_sample = {name: column[chosen] for name, column in self.per_sample.items()}
-        return taken
+        batch.finite = self.finite[predictions]
+        batch.columns = {name: column[predictions] for name, column in self.columns.items()}
+        batch.per_sample = {name: column[chosen] for name, column in self.per_sample.items()}
+        return batch
 
 
 def _starts(counts: Ints) -> Ints:

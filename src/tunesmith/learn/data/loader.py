@@ -147,10 +147,11 @@ class Loader(Generic[T]):
                     f"to {current[key]}. Restore it, or start a new run from the checkpoint's "
                     "model."
                 )
-        taken = state["taken"]
-        if len(taken) != len(self.parts) or not all(isinstance(n, int) and n >= 0 for n in taken):
-            raise CheckpointError(f"the saved data position is damaged: {taken}.")
-        self._taken = list(taken)
+        counts = state["taken"]
+        valid = all(isinstance(count, int) and count >= 0 for count in counts)
+        if len(counts) != len(self.parts) or not valid:
+            raise CheckpointError(f"the saved data position is damaged: {counts}.")
+        self._taken = list(counts)
 
 
 def fingerprint_of(items: Sequence[Any]) -> str:

@@ -151,9 +151,9 @@ class _Sizes:
         self.heads: list[float] = (model.head * batch.counts[self.order]).tolist()
         self.shared_by_all = min(self.shared[1:], default=0)
         self._minima = [self.shared]  # [k][r]: minimum of shared[r : r + 2**k]
-        while (reach := 1 << len(self._minima)) <= len(self.order):
+        for level in range(1, len(self.order).bit_length()):
             last = self._minima[-1]
-            self._minima.append([min(p) for p in zip(last, last[reach // 2 :], strict=False)])
+            self._minima.append(list(map(min, last, last[1 << (level - 1) :])))
 
     def common(self, a: int, b: int) -> int:
         """Leading tokens that ranks ``a < b`` share."""
@@ -243,12 +243,12 @@ def _place(sizes: _Sizes, items: list[_Item], cap: int, count: int = 0) -> list[
             chosen = next(with_room, -1)
             if chosen < 0:
                 return None
-        elif place := bisect_left(fill, (cap - item.tokens + sizes.shared_by_all + 1, -1)):
-            chosen = fill[place - 1][1]
         else:
-            chosen = len(bins)
-            bins.append(_Bin())
-            insort(fill, (0, chosen))
+            place = bisect_left(fill, (cap - item.tokens + sizes.shared_by_all + 1, -1))
+            if not place:
+                fill.insert(0, (0, len(bins)))
+                bins.append(_Bin())
+            chosen = fill[max(0, place - 1)][1]
         del fill[bisect_left(fill, (size(bins[chosen]), chosen))]
         bins[chosen] = sizes.join([*bins[chosen].items, item])
         insort(fill, (size(bins[chosen]), chosen))

@@ -26,7 +26,7 @@ from tunesmith.learn.environments.games import columns_of
 from tunesmith.learn.environments.multi_turn import tools_in_data
 from tunesmith.learn.environments.openai_api import EpisodeApi, PolicyClient
 from tunesmith.learn.environments.steps import StepResult, as_reward, as_step
-from tunesmith.learn.usercode.calls import EpisodeCode, accepted, is_async
+from tunesmith.learn.usercode.calls import EpisodeCode, Function, accepted, is_async
 from tunesmith.types import Rollout
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ GIVEN = frozenset({"client", "base_url", "api_key"})
 OVER_HTTP = frozenset({"base_url", "api_key"})
 
 
-def is_agent(function: Callable[..., Any], reference: str) -> bool:
+def is_agent(function: Function, reference: str) -> bool:
     """Whether a function has an agent's form.
 
     Raises:
@@ -60,7 +60,7 @@ class Agent:
     """An ``Environment`` whose episodes a user's agent plays."""
 
     name: str
-    function: Callable[..., Any]
+    function: Function
     setting: EpisodeSettings
     model: str
     endpoint: Callable[[], Endpoint]

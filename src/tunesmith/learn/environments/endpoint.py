@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from tunesmith.learn.environments.openai_answers import (
     text_events,
 )
 from tunesmith.learn.environments.openai_api import EpisodeApi
+from tunesmith.learn.environments.openai_requests import Fields, Json
 from tunesmith.records.http_server import Limits, bearer_of, guarded, listening
 
 T = TypeVar("T")
@@ -37,8 +38,8 @@ LIMITS = Limits(connections=4096)
 """Each episode may have several calls in progress."""
 SERVED = "GET /v1/models, POST /v1/chat/completions, /v1/completions, /v1/responses"
 
-Answer = Callable[[EpisodeApi, Mapping[str, Any]], Coroutine[Any, Any, dict[str, Any]]]
-Events = Callable[[dict[str, Any], Mapping[str, Any]], Iterator[Event]]
+Answer = Callable[[EpisodeApi, Fields], Coroutine[Any, Any, Json]]
+Events = Callable[[Json, Fields], Iterator[Event]]
 INTERFACES: dict[str, tuple[Answer, Events]] = {
     "chat/completions": (EpisodeApi.complete, chat_events),
     "completions": (EpisodeApi.complete_text, text_events),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,14 @@ from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import EpisodeError
 from tunesmith.learn.environments.games import Game, make_game
 from tunesmith.learn.environments.loading import load_environments
-from tunesmith.learn.usercode.calls import RaisedInCall, is_async
+from tunesmith.learn.usercode.calls import Function, RaisedInCall, is_async
 from tunesmith.records.plain import plain
 
 
 class InlineCode:
     """Runs the user's code directly; the process is killed if it takes too long."""
 
-    async def run(
-        self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    async def run(self, what: str, function: Function, /, *args: Any, **kwargs: Any) -> Any:
         try:
             result = function(*args, **kwargs)
             return await result if is_async(function) else result

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -27,7 +27,7 @@ from tunesmith.learn.environments.steps import (
     as_step,
 )
 from tunesmith.learn.environments.tools import Tool
-from tunesmith.learn.usercode.calls import EpisodeCode, accepted, own_copy
+from tunesmith.learn.usercode.calls import EpisodeCode, Function, accepted, own_copy
 from tunesmith.types import Message, Task
 
 TRL_RESERVED = ("reset", "get_reward")
@@ -64,9 +64,7 @@ def columns_of(task: Task) -> dict[str, Any]:
 class Code(Protocol):
     """Runs the user's code; its exceptions become an EpisodeError."""
 
-    async def run(
-        self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any: ...
+    async def run(self, what: str, function: Function, /, *args: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclass(slots=True)

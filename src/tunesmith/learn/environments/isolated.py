@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import DeadlineExceeded, EpisodeError
 from tunesmith.learn.environments.games import Game, Loaded
 from tunesmith.learn.environments.steps import Observation, StepResult
+from tunesmith.learn.usercode.calls import Function
 from tunesmith.learn.usercode.killable import Pool, UserProgram, Worker, WorkerError
 from tunesmith.types import Message, Task
 
@@ -91,7 +92,5 @@ class IsolatedGames:
 
 
 class _NoCode:
-    async def run(
-        self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    async def run(self, what: str, function: Function, /, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError(f"{what} runs in its worker: {function}, {args}, {kwargs}")

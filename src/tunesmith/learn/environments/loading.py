@@ -52,16 +52,16 @@ def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
 
 
 @about("environment.path")
-def check_agents(given: EnvironmentSection, base_dir: Path) -> None:
+def check_agents(section: EnvironmentSection, base_dir: Path) -> None:
     """Reject (``ConfigError``) settings of environments and tools if all episodes are played by
     agents.
 
     Args:
-        given: the section with only the values of the run file.
+        section: with only the values of the run file.
     """
-    references = references_of(given).values()
-    unread = [key for key in ("timeout", "isolation", "memory") if key in given.model_fields_set]
-    if given.isolation == "thread":  # where agents run anyway
+    references = references_of(section).values()
+    unread = [key for key in ("timeout", "isolation", "memory") if key in section.model_fields_set]
+    if section.isolation == "thread":  # where agents run anyway
         unread.remove("isolation")
     if not unread or not references:
         return

@@ -4,24 +4,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 from tunesmith.learn.environments.conversation import Reply
+from tunesmith.learn.environments.openai_requests import Fields, Json
 
 Event = tuple[str | None, str]
 """A server-sent event: its name, if it has one, and its data."""
 Decode = Callable[[Sequence[int]], str]
 
 
-def chat_choice(index: int, reply: Reply, decode: Decode | None) -> dict[str, Any]:
+def chat_choice(index: int, reply: Reply, decode: Decode | None) -> Json:
     """A choice of a chat answer; with log-probabilities if there is a ``decode``.
 
     Alternatives to the sampled tokens are unknown, so ``top_logprobs`` holds only the token itself.
     """
     message = {"content": None, "refusal": None, "tool_calls": None, **reply.message}
-    content: list[dict[str, Any]] = []
+    content: list[Json] = []
     for text, logprob in _tokens(reply, decode) if decode else ():
         raw = None if "\ufffd" in text else list(text.encode())
         entry = {"token": text, "logprob": logprob, "bytes": raw}
@@ -34,7 +35,7 @@ def chat_choice(index: int, reply: Reply, decode: Decode | None) -> dict[str, An
     }
 
 
-def text_choice(index: int, reply: Reply, echo: str, decode: Decode | None) -> dict[str, Any]:
+def text_choice(index: int, reply: Reply, echo: str, decode: Decode | None) -> Json:
     """A choice of a text answer, after ``echo``."""
     logprobs = None
     if decode:
@@ -65,7 +66,7 @@ def _finish_reason(reply: Reply) -> str:
     return "length" if reply.completion.finish_reason == "length" else "stop"
 
 
-def as_response(request: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str, Any]:
+def as_response(request: Fields, chat: Fields) -> Json:
     """The answer to a ``responses`` request from the answer to its chat request."""
     number = chat["id"].rpartition("-")[2]
     choice = chat["choices"][0]
@@ -98,13 +99,13 @@ def as_response(request: Mapping[str, Any], chat: Mapping[str, Any]) -> dict[str
     }
 
 
-def _output(choice: Mapping[str, Any], number: str, status: str) -> list[dict[str, Any]]:
+def _output(choice: Fields, number: str, status: str) -> list[Json]:
     """The items of a response: a message, unless it is empty next to calls, and the function
     calls."""
     message = choice["message"]
     logprobs = choice["logprobs"]
     calls: list[Any] = message["tool_calls"] or []
-    items: list[dict[str, Any]] = []
+    items: list[Json] = []
     if message["content"] or not calls:
         part = {
             "type": "output_text",
@@ -120,9 +121,9 @@ def _output(choice: Mapping[str, Any], number: str, status: str) -> list[dict[st
     return items
 
 
-def chat_events(answer: dict[str, Any], request: Mapping[str, Any]) -> Iterator[Event]:
+def chat_events(answer: Json, request: Fields) -> Iterator[Event]:
     """Each choice in one chunk, its finish reason in another; then the usage, if requested."""
-    chunks: list[dict[str, Any]] = []
+    chunks: list[Json] = []
     for choice in answer["choices"]:
         written = choice["message"]["tool_calls"] or ()
         calls = [{"index": index, **call} for index, call in enumerate(written)]
@@ -134,7 +135,7 @@ def chat_events(answer: dict[str, Any], request: Mapping[str, Any]) -> Iterator[
     return text_events({**answer, "object": "chat.completion.chunk", "choices": chunks}, request)
 
 
-def text_events(answer: dict[str, Any], request: Mapping[str, Any]) -> Iterator[Event]:
+def text_events(answer: Json, request: Fields) -> Iterator[Event]:
     """Each choice in one chunk; then the usage, if requested."""
     head = {name: value for name, value in answer.items() if name != "usage"}
     yield from ((None, json.dumps({**head, "choices": [choice]})) for choice in answer["choices"])
@@ -144,12 +145,12 @@ def text_events(answer: dict[str, Any], request: Mapping[str, Any]) -> Iterator[
     yield None, "[DONE]"
 
 
-def response_events(response: dict[str, Any], _: Mapping[str, Any]) -> Iterator[Event]:
+def response_events(response: Json, _: Fields) -> Iterator[Event]:
     """Each item whole, in one delta."""
     empty = {"output": [], "usage": None, "incomplete_details": None}
     begun = {**response, "status": "in_progress", **empty}
     kinds = ("response.created", "response.in_progress")
-    events: list[dict[str, Any]] = [{"type": kind, "response": begun} for kind in kinds]
+    events: list[Json] = [{"type": kind, "response": begun} for kind in kinds]
     for index, item in enumerate(response["output"]):
         events += _events_of(item, {"output_index": index, "item_id": item["id"]})
     end = "response.incomplete" if response["status"] == "incomplete" else "response.completed"
@@ -158,7 +159,7 @@ def response_events(response: dict[str, Any], _: Mapping[str, Any]) -> Iterator[
         yield event["type"], json.dumps({**event, "sequence_number": number})
 
 
-def _events_of(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _events_of(item: Fields, place: Fields) -> Iterator[Json]:
     is_message = item["type"] == "message"
     empty = {"content": []} if is_message else {"arguments": ""}
     bare = {**item, "status": "in_progress", **empty}

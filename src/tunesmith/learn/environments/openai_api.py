@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,8 @@ from tunesmith.learn.environments.openai_requests import (
     OVERRIDDEN,
     BadRequest,
     ChatRequest,
+    Fields,
+    Json,
     Request,
     ResponseRequest,
     TextRequest,
@@ -41,7 +43,7 @@ class EpisodeApi:
         self._answers = 0
         self._closed = False
 
-    async def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def complete(self, request: Fields) -> Json:
         """The answer to a ``chat.completions`` request, as JSON.
 
         Raises:
@@ -60,7 +62,7 @@ class EpisodeApi:
         kind = ("chatcmpl", "chat.completion")
         return self._answer(kind, await self._replies(request, chat, ask), choice)
 
-    async def complete_text(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def complete_text(self, request: Fields) -> Json:
         """The answer to a ``completions`` request: the policy continues raw text or token ids.
 
         Raises:
@@ -74,7 +76,7 @@ class EpisodeApi:
         kind = ("cmpl", "text_completion")
         return self._answer(kind, await self._replies(request, text, ask), choice)
 
-    async def respond(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def respond(self, request: Fields) -> Json:
         """The answer to a ``responses`` request.
 
         Raises:
@@ -98,7 +100,7 @@ class EpisodeApi:
 
     async def _replies(
         self,
-        request: Mapping[str, Any],
+        request: Fields,
         parsed: Request,
         ask: Callable[..., Coroutine[Any, Any, Reply]],
     ) -> list[Reply]:
@@ -119,7 +121,7 @@ class EpisodeApi:
             self._running.discard(task)
         return [reply.result() for reply in replies]
 
-    def _note(self, request: Mapping[str, Any]) -> None:
+    def _note(self, request: Fields) -> None:
         """List, in the rollout's notes, the parameters that do not apply."""
         notes = self._conversation.rollout.notes
         overridden = [name for name in OVERRIDDEN if request.get(name) is not None]
@@ -132,8 +134,8 @@ class EpisodeApi:
         self,
         kind: tuple[str, str],
         replies: list[Reply],
-        choice: Callable[[int, Reply], dict[str, Any]],
-    ) -> dict[str, Any]:
+        choice: Callable[[int, Reply], Json],
+    ) -> Json:
         """The answer as JSON; ``kind`` is the beginning of its id, and its ``object``."""
         self._answers += 1
         prompt = replies[0].prompt_tokens
@@ -152,7 +154,7 @@ class EpisodeApi:
         }
 
 
-class Attributes(dict[str, Any]):
+class Attributes(Json):
     """JSON whose keys are also attributes, as in OpenAI's response objects."""
 
     def __getattr__(self, name: str) -> Any:
@@ -168,7 +170,7 @@ class Attributes(dict[str, Any]):
         parts = [part for message in messages for part in message["content"]]
         return "".join(part["text"] for part in parts)
 
-    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
+    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> Json:
         return {name: value for name, value in self.items() if not (exclude_none and value is None)}
 
 
@@ -185,8 +187,8 @@ class PolicyClient:
         self.completions = SimpleNamespace(create=self._creator(api.complete_text))
         self.responses = SimpleNamespace(create=self._creator(api.respond))
 
-    def _creator(self, serve: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Awaitable[Any]]:
-        async def create(*, extra_body: Mapping[str, Any] | None = None, **request: Any) -> Any:
+    def _creator(self, serve: Callable[[Fields], Any]) -> Callable[..., Awaitable[Any]]:
+        async def create(*, extra_body: Fields | None = None, **request: Any) -> Any:
             if request.get("stream"):
                 where = "the HTTP endpoint (an agent that takes 'base_url')"
                 raise BadRequest(f"'stream' is for {where}; leave it out")

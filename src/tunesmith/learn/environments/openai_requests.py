@@ -61,6 +61,9 @@ LOGPROBS = "message.output_text.logprobs"
 """The entry of ``include`` that asks for log-probabilities."""
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
+Json = dict[str, Any]
+Fields = Mapping[str, Any]
+"""Of a request or an answer, by name."""
 R = TypeVar("R", bound=BaseModel)
 
 
@@ -68,7 +71,7 @@ class BadRequest(EpisodeError):
     """A request that cannot be answered as intended."""
 
 
-def parse(kind: type[R], request: Mapping[str, Any]) -> R:
+def parse(kind: type[R], request: Fields) -> R:
     """The request as a ``kind``; a BadRequest that names the parameter if it is malformed or cannot
     be served."""
     for name, allowed in REFUSED.items():
@@ -110,7 +113,7 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value or []
 
 
-Object = Annotated[dict[str, Any], BeforeValidator(_as_dict)]
+Object = Annotated[Json, BeforeValidator(_as_dict)]
 Number = Annotated[StrictInt, Field(ge=1)]
 
 
@@ -142,7 +145,7 @@ class ChatRequest(Request):
     tools: list[Object] | None = None
     tool_choice: Any = None
     logprobs: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Json | None = None
 
 
 class TextRequest(Request):
@@ -158,7 +161,7 @@ class FunctionTool(BaseModel):
     type: Annotated[str, Field(pattern="^function$")]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Json | None = None
 
 
 class ResponseRequest(BaseModel):
@@ -166,13 +169,13 @@ class ResponseRequest(BaseModel):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[Annotated[FunctionTool, BeforeValidator(_as_dict)]] | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    text: Json | None = None
+    reasoning: Json | None = None
     include: list[Any] | None = None
     top_logprobs: int | None = None
     max_output_tokens: int | None = None
 
-    def as_chat(self, request: Mapping[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
+    def as_chat(self, request: Fields, messages: Sequence[Message]) -> Json:
         """The equivalent chat request with these messages, after ``instructions`` as a system
         message."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -191,7 +194,7 @@ class ResponseRequest(BaseModel):
         }
 
 
-def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
+def messages_of(items: Sequence[Fields]) -> list[Message]:
     """Chat messages from the items of ``input`` or ``output``: messages, function calls and their
     results.
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tunesmith.errors import ConfigError, nearest
+from tunesmith.learn.usercode.calls import Function
 
 EXPECTED = '{"name": ..., "arguments": {...}}'
 
@@ -140,12 +141,12 @@ class Tool:
     """A function and its description for the policy."""
 
     name: str
-    function: Callable[..., Any]
+    function: Function
     schema: dict[str, Any]
     """JSON schema in OpenAI's form, as chat templates take it."""
 
 
-def make_tool(function: Callable[..., Any], reference: str) -> Tool:
+def make_tool(function: Function, reference: str) -> Tool:
     """A tool from a function with typed arguments, each described in its docstring (Google's
     style)."""
     from transformers.utils.chat_template_utils import get_json_schema

@@ -62,12 +62,13 @@ def _score(places: Sequence[RestartingFars], sequences: list[list[int]]) -> list
     """Scores of ``sequences``, which are dealt to the places longest first to balance the load.
     Each process of a place scores some of its sequences and returns 0 for the others."""
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
-    shares = [share for n in range(len(places)) if (share := order[n :: len(places)])]
+    used = places[: len(order)]
+    shares = [order[n :: len(places)] for n in range(len(used))]
     scores = [0.0] * len(sequences)
     with ThreadPoolExecutor(len(places)) as threads:
         calls = [
             threads.submit(place.call, "score_ids", [sequences[i] for i in share])
-            for place, share in zip(places, shares, strict=False)
+            for place, share in zip(used, shares, strict=True)
         ]
         for share, call in zip(shares, calls, strict=True):
             for i, parts in zip(share, zip(*call.result(), strict=True), strict=True):

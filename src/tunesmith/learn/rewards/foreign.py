@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tunesmith.learn.rewards.function import RESERVED, text_of
-from tunesmith.learn.usercode.calls import accepted, is_async
+from tunesmith.learn.usercode.calls import Function, accepted, is_async
 
 VERL = frozenset({"solution_str", "ground_truth"})
 """The arguments that mark a function as verl's ``compute_score``."""
@@ -41,7 +41,7 @@ def hint(name: str) -> str:
     return f" Other code's '{name}' is called {instead} here: a list with one entry per completion."
 
 
-def from_verl(function: Callable[..., Any]) -> Callable[..., Any]:
+def from_verl(function: Function) -> Function:
     """A reward function that calls verl's function once per completion, as verl's reward manager
     does.
 

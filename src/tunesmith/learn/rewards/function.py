@@ -9,7 +9,7 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 from tunesmith.errors import ConfigError, boundary
 from tunesmith.learn.rewards.trainer_state import TrainerState
-from tunesmith.learn.usercode.calls import accepted, own_copy, required_parameters
+from tunesmith.learn.usercode.calls import Function, accepted, own_copy, required_parameters
 from tunesmith.records.plain import plain, shown
 from tunesmith.types import Message, Rollout, Status, text_of_content
 
@@ -49,7 +49,7 @@ class RewardFunction:
 
     name: str
     reference: str
-    function: Callable[..., Any]
+    function: Function
     columns: frozenset[str] = frozenset()
     """Required columns of the data."""
     builtin: bool = False
@@ -62,7 +62,7 @@ class RewardFunction:
     """Whether it takes ``environments``."""
 
 
-def required_columns(function: Callable[..., Any], reference: str) -> frozenset[str]:
+def required_columns(function: Function, reference: str) -> frozenset[str]:
     """Columns of the data that a function needs. ConfigError if it cannot be called with
     keywords."""
     expected = "expected def f(prompts, completions, **columns) -> list[float | None]"

@@ -4,14 +4,14 @@ is repeated."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ConfigError
 from tunesmith.learn.rewards.function import LOGS, ItemFailure, RewardFunction, Score
-from tunesmith.learn.usercode.calls import FarFunction, PerLoop, RaisedInCall, Turns
+from tunesmith.learn.usercode.calls import FarFunction, Function, PerLoop, RaisedInCall, Turns
 from tunesmith.learn.usercode.killable import Pool, UserProgram, Worker, WorkerError, WorkerLost
 from tunesmith.types import Status
 
@@ -58,7 +58,7 @@ class IsolatedRewards:
             self.functions.append(reward)
 
     async def run(
-        self, function: Callable[..., Any], arguments: dict[str, Any], timeout: float
+        self, function: Function, arguments: dict[str, Any], timeout: float
     ) -> list[Score]:
         """The scores of a call. The values that it logs are given to the functions for this in its
         arguments.

@@ -16,10 +16,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from tunesmith.config import objects as user_code
@@ -30,6 +29,7 @@ from tunesmith.learn.rewards.foreign import VERL, VERL_GOLD, from_verl
 from tunesmith.learn.rewards.function import INSTANCES, RewardFunction, required_columns
 from tunesmith.learn.rewards.reward_set import ENVIRONMENT, RewardSet
 from tunesmith.learn.rewards.stats import check_reward_model
+from tunesmith.learn.usercode.calls import Function
 
 INSTANCES_NEED = (
     "Those are the instances that played the episodes. They need `tunesmith rl`, a class of "
@@ -168,7 +168,7 @@ def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = Fa
 
 
 def user_reward(
-    name: str, reference: str, function: Callable[..., Any], instances: bool = False
+    name: str, reference: str, function: Function, instances: bool = False
 ) -> RewardFunction:
     """A user's function as a reward. ConfigError if it cannot be called as one.
 

@@ -44,8 +44,8 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if totals:
         metrics |= {"reward": fmean(totals), "reward/std": pstdev(totals)}
     for name in dict.fromkeys(name for r in usable for name in r.rewards):
-        given = [r.rewards.get(name) for r in usable]
-        values = [value for value in given if value is not None]
+        own = [r.rewards.get(name) for r in usable]
+        values = [value for value in own if value is not None]
         metrics[f"reward/{name}/applied"] = len(values) / len(usable)
         if values:
             metrics |= {f"reward/{name}/mean": fmean(values), f"reward/{name}/std": pstdev(values)}

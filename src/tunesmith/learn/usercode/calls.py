@@ -31,6 +31,10 @@ from tunesmith.learn.usercode.host import OneThread
 
 T = TypeVar("T")
 
+Function = Callable[..., Any]
+"""A function of the user's."""
+Keywords = dict[str, Any]
+
 PROGRAMS = ("user_program.py", "environment_program.py")
 """Our files that call the user's code in worker processes."""
 HUNG_AFTER = 3
@@ -44,7 +48,7 @@ class NotTried(DeadlineExceeded):
     """A call that was skipped, because those before it timed out."""
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Function) -> bool:
     """Whether calling the function returns a coroutine; also for partials and objects with
     ``__call__``."""
     while isinstance(function, functools.partial):
@@ -65,7 +69,7 @@ class FarFunction:
         raise AssertionError("this function is called in its worker process")
 
 
-def parameters_of(function: Callable[..., Any]) -> list[str] | None:
+def parameters_of(function: Function) -> list[str] | None:
     """Keyword parameters of the function; None: it takes any keyword."""
     if isinstance(function, FarFunction):
         return function.parameters
@@ -75,15 +79,13 @@ def parameters_of(function: Callable[..., Any]) -> list[str] | None:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
-def accepted(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(function: Function, available: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of ``available`` that the function accepts as keywords."""
     names = parameters_of(function)
     return {name: value for name, value in available.items() if names is None or name in names}
 
 
-def check_keywords(
-    function: Callable[..., Any], reference: str, available: set[str], skip: int = 0
-) -> None:
+def check_keywords(function: Function, reference: str, available: set[str], skip: int = 0) -> None:
     """Reject (ConfigError) a function with a required parameter, after the first ``skip``, not in
     ``available``."""
     for p in required_parameters(function)[skip:]:
@@ -92,7 +94,7 @@ def check_keywords(
             raise ConfigError(f"{why}.{nearest(p.name, available)}")
 
 
-def required_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def required_parameters(function: Function) -> list[inspect.Parameter]:
     """The parameters that a call has to give. TypeError or ValueError if it has no signature."""
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -207,9 +209,7 @@ class UserCalls:
         self.abandoned = 0
         """Number of abandoned threads, whose call did not return."""
 
-    async def run(
-        self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float
-    ) -> object:
+    async def run(self, function: Function, kwargs: Keywords, timeout: float) -> object:
         """The function's result.
 
         Raises:
@@ -226,9 +226,7 @@ class UserCalls:
             thread.stop()
         self._thread = self._loop = None
 
-    async def _run_plain(
-        self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float
-    ) -> object:
+    async def _run_plain(self, function: Function, kwargs: Keywords, timeout: float) -> object:
         async with self._turns.turn(id(function), timeout):
             if self._thread is None:
                 self._thread = OneThread()
@@ -245,9 +243,7 @@ class UserCalls:
                     self._thread = None
                     self.abandoned += 1
 
-    async def _run_async(
-        self, function: Callable[..., Any], kwargs: dict[str, Any], timeout: float
-    ) -> object:
+    async def _run_async(self, function: Function, kwargs: Keywords, timeout: float) -> object:
         loop = self._loop = self._loop or _LoopThread()
         result = loop.call(function, kwargs)
         if await done_within(result, timeout):
@@ -275,9 +271,7 @@ class EpisodeCode:
         self._timeout = timeout
         self._calls = UserCalls()
 
-    async def run(
-        self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    async def run(self, what: str, function: Function, /, *args: Any, **kwargs: Any) -> Any:
         """The function's result; ``what`` names it in errors.
 
         Raises:
@@ -312,7 +306,7 @@ async def done_within(future: Future[object], timeout: float) -> bool:
             waiting.exception()  # otherwise asyncio logs it as never retrieved
 
 
-def _call(function: Callable[..., object], kwargs: dict[str, Any]) -> object:
+def _call(function: Callable[..., object], kwargs: Keywords) -> object:
     try:
         return function(**kwargs)
     except BaseException as error:
@@ -326,7 +320,7 @@ class _LoopThread:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="async-reward", daemon=True).start()
 
-    def call(self, function: Callable[..., Any], kwargs: dict[str, Any]) -> Future[object]:
+    def call(self, function: Function, kwargs: Keywords) -> Future[object]:
         async def call() -> object:
             try:
                 return await function(**kwargs)

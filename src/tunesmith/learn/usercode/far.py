@@ -179,7 +179,8 @@ class Far(ABC):
         while not _waited(self.ended, self._patience / 4, 1.0):
             patience = self._patience if self._answered else STARTING
             asked = time.monotonic()
-            if not _waited(answer := self._ask("ping"), patience, TOLD):
+            answer = self._ask("ping")
+            if not _waited(answer, patience, TOLD):
                 rest = HURRIED - TOLD
                 if interrupts.asked():
                     interrupts.say(f"{self.name} does not answer; it is killed in {rest:g} s")

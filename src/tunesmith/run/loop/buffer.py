@@ -109,12 +109,13 @@ class Buffer:
             self._batch.append(self._waiting.pop(oldest))
         if len(self._batch) < self._wanted and not self._exhausted(version):
             return None
-        taken = (self._batch, self._rejected)
+        batch = self._batch
+        rejected = self._rejected
         self._batch = []
         self._rejected = []
         self.finished = []
         self.batches += 1
-        return taken
+        return batch, rejected
 
     @property
     def _wanted(self) -> int:

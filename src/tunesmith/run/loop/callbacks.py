@@ -28,8 +28,7 @@ class Callbacks:
 
     def __post_init__(self) -> None:
         for name in ("on_step", "on_evaluation", "on_checkpoint"):
-            given = getattr(self, name)
-            if given is not None and not callable(given):
-                raise ConfigError(
-                    f"{name} is of type {type(given).__name__}; give a function of two arguments"
-                )
+            callback = getattr(self, name)
+            if callback is not None and not callable(callback):
+                kind = type(callback).__name__
+                raise ConfigError(f"{name} is of type {kind}; give a function of two arguments")

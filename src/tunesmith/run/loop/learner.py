@@ -181,37 +181,35 @@ class Learner:
             metrics = with_shares(summed) | self._work(packing)
             lr = self.learning_rate(self.backend.optimizer_steps)
             interrupts.commit()
-            taken = dict(self.backend.step(lr))
-            if taken.pop("overflowed", 0.0) and math.isfinite(metrics["loss"]):
+            step = dict(self.backend.step(lr))
+            if step.pop("overflowed", 0.0) and math.isfinite(metrics["loss"]):
                 self.backend.give_up()
                 continue
-            self._check_taken(metrics["loss"], taken)
-            return {**metrics, **taken, "lr": lr}
+            self._check_step(metrics["loss"], step)
+            return {**metrics, **step, "lr": lr}
 
-    def _check_taken(self, loss: float, taken: Mapping[str, float]) -> None:
+    def _check_step(self, loss: float, step: Mapping[str, float]) -> None:
         """Accept a single non-finite gradient as a rare accident, but not the first of a run, or
         several in a row.
 
         Raises:
             DivergedError: it was the first, or one of several in a row.
         """
-        if not taken.get("skipped_steps") and math.isfinite(loss):
+        if not step.get("skipped_steps") and math.isfinite(loss):
             self._learned = True
             self._skipped = 0
             return
         self._skipped += 1
+        numbers = f"loss {loss:g}, gradient norm {step['grad_norm']:g}"
         number = self.backend.optimizer_steps
-        numbers = f"loss {loss:g}, gradient norm {taken['grad_norm']:g}"
+        broken = f"the gradient of optimizer step {number} is not finite ({numbers})"
         if self._learned and self._skipped < SKIPPED_IN_A_ROW:
-            self.report(
-                f"optimizer step {number} was skipped, as its gradient is not finite ({numbers})"
-            )
+            self.report(f"{broken}; this step was skipped")
             return
         which = f"{self._skipped} in a row are" if self._learned else "the first one is"
         raise DivergedError(
-            f"at optimizer step {number} the gradient is not finite ({numbers}); {which}. Nothing "
-            "of this step was saved. Lower train.lr, and look at [algorithm]'s coefficients, the "
-            "rewards' size and the model's weights"
+            f"{broken}; {which}. Nothing of this step was saved. Lower train.lr, and look at "
+            "[algorithm]'s coefficients, the rewards' size and the model's weights"
         )
 
     def _work(self, packing: Packing) -> Metrics:

@@ -113,7 +113,8 @@ class Recorder:
         lines = self.rollout_log.write(step, groups, kind)
         self.metrics.show(step, [summary(line) for line in lines], always=last)
         # After 1, 2, 4, 8, ... steps: most often at the start, where most can be wrong.
-        if kind == "train" and step.bit_count() == 1 and (pair := contrast(lines)):
+        pair = contrast(lines) if kind == "train" and step.bit_count() == 1 else None
+        if pair:
             self.progress.note(answers_shown(*pair))
 
 

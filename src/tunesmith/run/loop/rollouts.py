@@ -132,12 +132,12 @@ class AsyncRollouts:
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
         """A full batch, oldest groups first. It is short only if too many groups of the data set
         were rejected."""
-        while (taken := self.buffer.take(self.parts.engine.version)) is None:
+        while (groups := self.buffer.take(self.parts.engine.version)) is None:
             self._admit()
             ended, _ = await asyncio.wait(self._players, return_when=asyncio.FIRST_COMPLETED)
             for player in ended:
                 player.result()
-        batch, rejected = taken
+        batch, rejected = groups
         self.parts.tasks.settle([group.task for group in batch])
         self._admit()
         stats = self.parts.engine.stats()
