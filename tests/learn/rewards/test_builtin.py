@@ -13,6 +13,7 @@ from tunesmith.config.schema import RewardSection
 from tunesmith.errors import DataError, DeadlineExceeded
 from tunesmith.learn.rewards.loading import load_rewards
 from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.learn.usercode import child
 from tunesmith.learn.usercode.killable import Pool, UserProgram, WorkerError
 from tunesmith.types import Rollout, Status, Task
 
@@ -225,6 +226,16 @@ async def test_worker_hang_death_and_errors(program: Path) -> None:
     assert (await pool.run("d"))[1] == "d"
     pool.close()
     assert (await pool.run("e"))[1] == "e", "a closed pool starts anew"
+    pool.close()
+
+
+async def test_last_words_are_told_before_the_thread_that_forwards_them_has_run(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child.Process, "_forward", lambda *_: None)
+    pool = Pool(UserProgram(program, "work"), 60.0)
+    with pytest.raises(WorkerError, match=r"(?s)code 3.*last words"):
+        await pool.run("die")
     pool.close()
 
 

@@ -13,14 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO
 
 from tunesmith.errors import TunesmithError
 from tunesmith.learn.usercode.far import PATIENCE, ConnectedFar
 
 _HOST = Path(__file__).with_name("host.py")
+PIPE_BYTES = 1 << 16
+"""What a pipe can hold."""
 _starter = ThreadPoolExecutor(1, "starter")
 """Starts all children, because the kernel kills a child when the thread that started it ends."""
 start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
@@ -61,45 +62,58 @@ class Process:
             env=environment,
         ).result()
         theirs.close()
+        assert self.popen.stdout is not None
+        assert self.popen.stderr is not None
+        self._pipes = (self.popen.stdout, self.popen.stderr)
+        self._out = self.popen.stdout.fileno() if out else None
         self._lines: deque[str] = deque(maxlen=40)
-        pipes = ((self.popen.stdout, not out), (self.popen.stderr, True))
-        self._readers = [self._forward(pipe, error) for pipe, error in pipes]
+        self._reading = threading.Lock()
+        self._rest = {pipe.fileno(): b"" for pipe in self._pipes}
+        """Of each pipe that has not ended, the beginning of a line."""
+        threading.Thread(target=self._forward, name="output", daemon=True).start()
 
     def said(self) -> str:
-        """The last lines that it printed."""
-        if self.popen.poll() is not None:
-            self._read_to_the_end()
-        return "".join(self._lines)[-2000:].strip()
+        """The last lines that it, and the processes that it started, printed before this call."""
+        self._read()
+        rest = b"".join(self._rest.values()).decode(errors="replace")
+        return ("".join(self._lines) + rest)[-2000:].strip()
 
     def kill(self) -> int:
         """Kill it, if it has not ended, and show the rest of its output; returns the exit code."""
         self.popen.kill()
         code = self.popen.wait()
-        self._read_to_the_end()
+        self._read()
         return code
 
-    def _read_to_the_end(self) -> None:
-        for reader in self._readers:
-            reader.join(1.0)  # a process that it started may hold the pipe open
+    def _forward(self) -> None:
+        """Show its output as it comes. A process that it started may hold the pipes open after its
+        end."""
+        while self._rest:
+            wait(list(self._rest))
+            self._read()
+        for pipe in self._pipes:
+            pipe.close()
 
-    def _forward(self, pipe: IO[bytes] | None, error: bool) -> threading.Thread:
-        """Print its output to the current ``sys.stdout`` or ``sys.stderr``, and keep the last
-        lines."""
+    def _read(self) -> None:
+        """Take what the pipes hold, whether or not the thread that forwards it has run."""
+        with self._reading:
+            for pipe in (pipe for pipe in list(self._rest) if wait([pipe], 0)):
+                data = os.read(pipe, PIPE_BYTES)
+                *lines, rest = (self._rest[pipe] + data).split(b"\n")
+                if data:
+                    self._rest[pipe] = rest
+                else:  # it has ended
+                    lines += [rest] if rest else []
+                    del self._rest[pipe]
+                for line in lines:
+                    self._show(line.decode(errors="replace") + "\n", error=pipe != self._out)
 
-        def read() -> None:
-            assert pipe is not None
-            with pipe:
-                for line in iter(pipe.readline, b""):
-                    text = line.decode(errors="replace")
-                    self._lines.append(text)
-                    if self._shows:
-                        with suppress(OSError, ValueError):
-                            stream = sys.stderr if error else sys.stdout
-                            print(text, end="", file=stream, flush=True)
-
-        thread = threading.Thread(target=read, name="output", daemon=True)
-        thread.start()
-        return thread
+    def _show(self, line: str, *, error: bool) -> None:
+        """Keep a line, and print it to the current ``sys.stdout`` or ``sys.stderr``."""
+        self._lines.append(line)
+        if self._shows:
+            with suppress(OSError, ValueError):
+                print(line, end="", file=sys.stderr if error else sys.stdout, flush=True)
 
 
 class ChildProcess(ConnectedFar):
