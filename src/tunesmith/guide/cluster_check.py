@@ -9,9 +9,10 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tunesmith.config.system import Role
 from tunesmith.config.values import format_size
@@ -19,9 +20,14 @@ from tunesmith.errors import TrainerLostError
 from tunesmith.learn.usercode.far import gather
 from tunesmith.plan.devices import visible_names
 from tunesmith.plan.facts.hardware import read_hardware
-from tunesmith.run.placement.machines import RankHost, written_probe
+from tunesmith.run.placement.base import Seat
+from tunesmith.run.placement.host import PartHost, build
+from tunesmith.run.placement.machines import written_probe
 from tunesmith.run.processes.machines import PACKAGES, own_view
 from tunesmith.run.processes.torchrun import LaunchedProcesses, Meeting, launched_address
+
+if TYPE_CHECKING:
+    from tunesmith.run.processes.rank_group import RankGroup
 
 SMALL = 8
 LARGE = 32 << 20
@@ -76,24 +82,29 @@ def driver_version() -> str:
         return "unknown"
 
 
-@dataclass(slots=True)
-class Prober(RankHost):
-    """The object in each process."""
+def sees(probe: Path, text: str) -> bool:
+    return probe.is_file() and probe.read_text(encoding="utf-8") == text
 
-    device: str = field(init=False)
-    group: Any = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        self.address, self.device = launched_address(), "cuda" if read_hardware().gpus else "cpu"
+@dataclass(frozen=True, slots=True)
+class ProberSpec:
+    """Makes what sums over the ranks, on the device of each."""
 
-    def place(self) -> ProcessPlace:
-        return own_place()
+    shares: bool = False
 
-    def sees(self, probe: Path, text: str) -> bool:
-        return probe.is_file() and probe.read_text(encoding="utf-8") == text
+    @property
+    def device(self) -> str:
+        return "cuda" if read_hardware().gpus else "cpu"
 
-    def meet(self, rank: int, world: int, at: tuple[str, int]) -> None:
-        self.group = self.join(rank, world, at, self.device)
+    def build(self, seat: Seat) -> Prober:
+        assert seat.group is not None
+        return Prober(seat.group, self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Prober:
+    group: RankGroup
+    device: str
 
     def seconds(self, num_bytes: int) -> float:
         """Seconds of an all-reduce over the ranks: the median of several, after one that opens
@@ -202,15 +213,14 @@ def examine(met: Meeting | None, shared: Path) -> ClusterReport:
     seen: dict[Role, list[tuple[str]]] = {"actor": [(name,) for name in own]} if own else {}
     with LaunchedProcesses(met, seen) as processes:
         ranks = [processes.spawn("actor", TrainerLostError) for _ in range(world)]
-        gather(far.make(Prober) for far in ranks)
-        places: list[ProcessPlace] = gather(far.submit("place") for far in ranks)
+        gather(far.make(partial(PartHost, ProberSpec(), launched_address)) for far in ranks)
+        places: list[ProcessPlace] = gather(far.submit("run", own_place) for far in ranks)
         with written_probe(shared) as (probe, text):
-            sees = gather(far.submit("sees", probe, text) for far in ranks)
-        at = ranks[0].call("open_store")
-        gather(far.submit("meet", rank, world, at) for rank, far in enumerate(ranks))
+            seen_by = gather(far.submit("run", partial(sees, probe, text)) for far in ranks)
+        build(ranks, world)
         small, large = (
             max(gather(far.submit("seconds", size) for far in ranks)) for size in (SMALL, LARGE)
         )
     return ClusterReport(
-        places, shared, [rank for rank, there in enumerate(sees) if not there], (small, large)
+        places, shared, [rank for rank, there in enumerate(seen_by) if not there], (small, large)
     )

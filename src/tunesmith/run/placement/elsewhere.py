@@ -16,7 +16,7 @@ from tunesmith.records.timeline import Timeline
 from tunesmith.records.waits import long_wait
 from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.placement.base import EngineSpec, Report, Spec, Trained, WeightSource
-from tunesmith.run.placement.host import PartHost
+from tunesmith.run.placement.host import PartHost, build
 from tunesmith.run.placement.planes import NoPlane
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.processes.local import Starter
@@ -56,7 +56,7 @@ class Elsewhere(Placement):
         with long_wait(f"starting {spec.ranks} processes of the {NAMES[spec.role]}"):
             ranks = self._hosts(spec, spec.role, spec.ranks, TrainerLostError)
             self._check(ranks, spec)
-            _build(ranks, spec.ranks)
+            build(ranks, spec.ranks)
         references = self._references(spec.reference_apart) if spec.reference_apart else []
         one: PeakRates = ranks[0].get("limits")
         return Trained(
@@ -100,7 +100,7 @@ class Elsewhere(Placement):
         def start() -> list[Far]:
             with long_wait(f"starting reward model {spec.entry.path}", report):
                 fars = self._hosts(spec, "reward", spec.shards, RewardError)
-                _build(fars, spec.shards)
+                build(fars, spec.shards)
             return fars
 
         return far_reward_model(
@@ -126,7 +126,7 @@ class Elsewhere(Placement):
         weights, its shard."""
         with long_wait("starting the reference's processes"):
             fars = self._hosts(spec, "ref", spec.copies * spec.shards, TrainerLostError)
-            _build(fars, spec.shards)
+            build(fars, spec.shards)
         return fars
 
 
@@ -154,9 +154,3 @@ class OnThisMachine(Elsewhere):
     def scorer(self, spec: ScorerSpec, report: Report) -> RewardModel:
         del report
         return spec.build()
-
-
-def _build(fars: Sequence[Far], together: int) -> None:
-    """Have hosts build; ``together`` of them share one object: either all, or 1."""
-    place = fars[0].call("open_store") if together > 1 else None
-    gather(far.submit("build", rank, together, place) for rank, far in enumerate(fars))

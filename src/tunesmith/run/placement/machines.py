@@ -1,4 +1,4 @@
-"""How the ranks of a launch find each other, and what their machines must have in common."""
+"""What the machines of a launch must have in common."""
 
 from __future__ import annotations
 
@@ -6,46 +6,18 @@ import secrets
 import socket
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.learn.usercode.far import Far, gather
 from tunesmith.run.processes.machines import differences
 
-if TYPE_CHECKING:
-    from tunesmith.run.processes.rank_group import RankGroup
-
 SAMPLE = 1 << 20
 """Bytes compared at each file's beginning and end; the beginning of a safetensors file lists its
 tensors."""
-
-
-@dataclass(slots=True)
-class RankHost:
-    """The object in each process of a group."""
-
-    address: str = field(init=False)
-    """This machine's address, as the other ranks reach it; set by subclasses."""
-    store: Any = field(default=None, init=False)
-
-    def open_store(self) -> tuple[str, int]:
-        """Open the store through which the ranks find each other; return its host and port."""
-        from tunesmith.run.processes.process_group import open_store
-        from tunesmith.run.processes.rank_group import PATIENCE
-
-        self.store = open_store(self.address, PATIENCE)
-        return self.address, self.store.port
-
-    def join(self, rank: int, world: int, place: tuple[str, int], device: str) -> RankGroup:
-        """Args: place: the result of ``open_store`` on the first rank."""
-        from tunesmith.run.processes.rank_group import RankGroup, reach_store
-
-        self.store = self.store or reach_store(*place)
-        return RankGroup(self.store, rank, world, self.address, device)
 
 
 @dataclass(frozen=True, slots=True)
