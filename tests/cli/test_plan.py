@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from tests.support.clusters import SIZES, cases
 from tests.support.documents import ROOT
 from tests.support.hub_of_sizes import serve
+from tests.support.machine_facts import CPU
 from tunesmith.cli.main import app
 from tunesmith.config.commands import KINDS
 from tunesmith.config.load import find_kind
@@ -45,7 +47,16 @@ MACHINES = ("this", "H200", "8xH100-80GB", "2x8xA100-80GB", "8xT4-16GB")
 
 @pytest.fixture(autouse=True)
 def hub_of_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    serve({**SIZES, UNKNOWN: {}}, tmp_path, monkeypatch)
+    # Not in the run file's folder, where the models would be directories of the run's own.
+    serve({**SIZES, UNKNOWN: {}}, tmp_path / "hub", monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine than the one that tests: it has as many cores, and as much free memory, at
+    all times."""
+    machine = replace(CPU, cores=16)
+    monkeypatch.setattr("tunesmith.run.placement.checking.read_hardware", lambda: machine)
 
 
 def planned(*said: str) -> tuple[int, str]:
