@@ -278,7 +278,7 @@ def test_an_adapter_with_pickled_weights_is_refused_before_it_is_opened(folder: 
 def test_a_hub_name_without_a_hub_is_refused_after_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    from tunesmith.models import loading
+    from tunesmith.models import source
 
     asked: list[float] = []
 
@@ -288,8 +288,8 @@ def test_a_hub_name_without_a_hub_is_refused_after_one_try(monkeypatch: pytest.M
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", no_network)
     with pytest.raises(ModelError, match=r"no model directory 'nobody/nothing'.*Name or service"):
-        loading.load_tokenizer("nobody/nothing")
-    assert asked == [loading.HUB_SECONDS]
+        source.load_tokenizer("nobody/nothing")
+    assert asked == [source.HUB_SECONDS]
 
 
 def test_the_speed_of_memory_is_measured_where_memory_is_short(
@@ -364,10 +364,10 @@ def test_a_damaged_run_file_is_accepted_or_refused_with_its_name(
 def test_what_transformers_raises_of_an_odd_configuration_is_told_as_the_models(
     folder: Path, key: str, value: Any
 ) -> None:
-    from tunesmith.models import loading
+    from tunesmith.models import source
 
     (folder / "model/config.json").write_text(json.dumps({**MODEL, key: value}))
     (folder / "model/tokenizer.json").write_text("{}")
     (folder / "model/model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     with pytest.raises(ModelError, match="cannot read the configuration of model"):
-        loading.load_config("model")
+        source.load_config("model")

@@ -33,7 +33,7 @@ FLOORS = {
     "": 8,
 }
 BELOW_MODELS = ("kernels", "parallel", "cpu")
-LAYOUT = ("families", "forest", "openmp")
+LAYOUT = ("forest", "openmp")
 """What rooms of ``models/`` may import of the files beside them."""
 ADAPTER_ROOMS = ("engines", "trainers", "weights")
 SHARED = (

@@ -12,74 +12,28 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support import tiny
-from tests.support.families import SPECIAL, assert_same_gradients, gradients
+from tests.support.families import (
+    assert_same_gradients,
+    build,
+    gradients,
+    logprobs,
+    one_at_a_time,
+    samples,
+)
 from tests.support.training import forest_of
 from tunesmith.errors import ModelError
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.families import KNOWN, REFUSED, check_family
-from tunesmith.models.forest import Forest
 from tunesmith.models.kernels.layers import ModuleRunner
-from tunesmith.models.loading import load_config
-from tunesmith.plan.facts.model import LEAN_FAMILIES
-from tunesmith.types import Sample
+from tunesmith.models.source import load_config
+from tunesmith.plan.facts.families import REFUSED, check_family, families
 
 
-def samples() -> list[Sample]:
-    """Two prompts of 9 and 5 tokens, with three and two completions, and one that stands alone."""
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(count: int) -> list[int]:
-        return torch.randint(5, 300, (count,), generator=generator).tolist()
-
-    made: list[Sample] = []
-    for prompt_length, lengths in ((9, (4, 11, 1)), (5, (3, 8)), (1, (7,))):
-        prompt = draw(prompt_length)
-        for length in lengths:
-            mask = [False] * prompt_length + [True] * length
-            made.append(Sample(prompt + draw(length), mask))
-    return made
-
-
-def build(model_type: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> CausalLM:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        model_type, **{**tiny.SMALL, **SPECIAL.get(model_type, {}), **overrides}
-    )
-    check_family(config)
-    module = AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            # Sharper than the usual start, so that an attention mistake shows.
-            parameter.normal_(std=0.15) if parameter.dim() > 1 else parameter.add_(
-                torch.randn_like(parameter) * 0.1
-            )
-    return CausalLM(module, tiny.tokenizer())
-
-
-def one_at_a_time(model: CausalLM, batch: list[Sample], temperature: float) -> Tensor:
-    logprobs: list[Tensor] = []
-    for sample in batch:
-        tokens = torch.tensor(sample.token_ids)
-        logits = model.module(input_ids=tokens[None], use_cache=False).logits[0, :-1] / temperature
-        chosen = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        logprobs.append(chosen[torch.tensor(sample.loss_mask[1:])])
-    return torch.cat(logprobs)
-
-
-def logprobs(model: CausalLM, forest: Forest, **options: Any) -> tuple[Tensor, Tensor | None]:
-    found = model.predict(forest, **options)
-    assert found.logprobs is not None
-    return found.logprobs, found.entropy
-
-
-@pytest.mark.parametrize("model_type", sorted(KNOWN))
+@pytest.mark.parametrize("model_type", sorted(families()))
 def test_forest_equals_one_sequence_at_a_time(model_type: str) -> None:
     model = build(model_type)
     batch = samples()
-    want = one_at_a_time(model, batch, 0.8)
+    want = one_at_a_time(model.module, batch, 0.8)
     want_gradients = gradients(model, want)
     model.module.set_attn_implementation(ATTENTION_NAME)
     forest = forest_of(batch)
@@ -104,7 +58,7 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch, model: CausalLM) -> None:
         monkeypatch.setattr(kind, "forward", forward)
 
 
-@pytest.mark.parametrize("model_type", LEAN_FAMILIES)
+@pytest.mark.parametrize("model_type", [name for name, each in families().items() if each.lean])
 def test_lean_equals_hugging_face_in_float64(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,9 +150,7 @@ def test_saved_model_loads_and_scores_the_same(tmp_path: Path) -> None:
         again, _ = logprobs(CausalLM.load(tmp_path / "saved"), forest)
         assert torch.equal(again, want)
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
-        torch.testing.assert_close(
-            one_at_a_time(CausalLM(plain, model.tokenizer), samples(), 1.0), want, rtol=0, atol=1e-5
-        )
+        torch.testing.assert_close(one_at_a_time(plain, samples(), 1.0), want, rtol=0, atol=1e-5)
     assert set(plain.state_dict()) == set(model.module.state_dict())
     size = sum(f.stat().st_size for f in (tmp_path / "saved").glob("*.safetensors"))
     assert size < 1.1 * sum(f.stat().st_size for f in (tmp_path / "m").glob("*.safetensors"))

@@ -6,8 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support import tiny
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.forest import Forest
+from tunesmith.models.kernels.layers import KINDS
+from tunesmith.plan.facts.families import check_family
+from tunesmith.types import Sample
 
 WINDOW = 6  # shorter than the prompt, so that completions look back past their parent
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -75,10 +81,69 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-def gradients(model: CausalLM, logprobs: Tensor) -> dict[str, Tensor]:
-    model.module.zero_grad()
+def samples() -> list[Sample]:
+    """Two prompts of 9 and 5 tokens, with three and two completions, and one that stands alone."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(5, 300, (count,), generator=generator).tolist()
+
+    made: list[Sample] = []
+    for prompt_length, lengths in ((9, (4, 11, 1)), (5, (3, 8)), (1, (7,))):
+        prompt = draw(prompt_length)
+        for length in lengths:
+            mask = [False] * prompt_length + [True] * length
+            made.append(Sample(prompt + draw(length), mask))
+    return made
+
+
+def build(model_type: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> CausalLM:
+    module = module_of(model_type, dtype, **overrides)
+    check_family(module.config, [name for kind in KINDS.rooms for name in kind.layer_types])
+    return CausalLM(module, tiny.tokenizer())
+
+
+def module_of(model_type: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """A Hugging Face model, always the same, sharper than the usual start so that a mistake
+    shows."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type, **{**tiny.SMALL, **SPECIAL.get(model_type, {}), **overrides}
+    )
+    module = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.15) if parameter.dim() > 1 else parameter.add_(
+                torch.randn_like(parameter) * 0.1
+            )
+    return module
+
+
+def one_at_a_time(module: Any, batch: list[Sample], temperature: float) -> Tensor:
+    """The log-probabilities that Hugging Face's own model gives."""
+    logprobs: list[Tensor] = []
+    for sample in batch:
+        tokens = torch.tensor(sample.token_ids)
+        logits = module(input_ids=tokens[None], use_cache=False).logits[0, :-1] / temperature
+        chosen = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        logprobs.append(chosen[torch.tensor(sample.loss_mask[1:])])
+    return torch.cat(logprobs)
+
+
+def logprobs(model: CausalLM, forest: Forest, **options: Any) -> tuple[Tensor, Tensor | None]:
+    found = model.predict(forest, **options)
+    assert found.logprobs is not None
+    return found.logprobs, found.entropy
+
+
+def gradients(model: Any, logprobs: Tensor) -> dict[str, Tensor]:
+    """Args: model: ours, or a Hugging Face module."""
+    module = model.module if isinstance(model, CausalLM) else model
+    module.zero_grad()
     (logprobs * torch.linspace(-1, 2, len(logprobs), dtype=logprobs.dtype)).sum().backward()
-    return {n: p.grad.clone() for n, p in model.module.named_parameters() if p.grad is not None}
+    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
 
 def assert_same_gradients(

@@ -22,7 +22,6 @@ from tunesmith.errors import ConfigError, ModelError, boundary, nearest
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.export import read_generation
-from tunesmith.models.loading import load_config
 from tunesmith.models.lora import (
     ANY_OF_PEFT,
     START,
@@ -34,6 +33,7 @@ from tunesmith.models.lora import (
 )
 from tunesmith.models.parallel.sharding import unshard_trained, whole
 from tunesmith.models.score_model import ScoreModel
+from tunesmith.models.source import load_config
 
 _CONTINUED = frozenset(
     {
@@ -127,8 +127,8 @@ def _continued(
     extensions = beyond_plain(config)
     if extensions:
         raise ModelError(
-            f"{path / ADAPTER_CONFIG}: {', '.join(extensions)} changes more than two matrices beside linear modules of "
-            "an unchanged base, which is what training continues. "
+            f"{path / ADAPTER_CONFIG}: {', '.join(extensions)} changes more than two matrices "
+            "beside linear modules of an unchanged base, which is what training continues. "
             f"Merge it with its base: tunesmith merge {path} OUT_DIR"
         )
     _check_embeddings(path, model)
@@ -171,8 +171,9 @@ def _check_embeddings(path: Path, model: Decoder) -> None:
             saved.equal(base.to(saved.dtype)) or saved.to(base.dtype).equal(base)
         ):
             raise ModelError(
-                f"{path / WEIGHTS}: '{key}' {list(saved.shape)} differs from the base's {name} {list(base.shape)}, and "
-                f"an adapter is trained on an unchanged base. Merge the two: tunesmith merge {path} OUT_DIR"
+                f"{path / WEIGHTS}: '{key}' {list(saved.shape)} differs from the base's {name} "
+                f"{list(base.shape)}, and an adapter is trained on an unchanged base. Merge the "
+                f"two: tunesmith merge {path} OUT_DIR"
             )
 
 
@@ -183,8 +184,9 @@ def _check_adapted(path: Path, peft: PeftModel) -> None:
     for name, part in module.named_modules():
         if isinstance(part, LoraLayer) and id(part.get_base_layer()) not in linear:
             raise ModelError(
-                f"{path / ADAPTER_CONFIG}: target_modules adapts '{name}', and only the decoder's linear modules can "
-                f"be trained with an adapter. Merge it with its base: tunesmith merge {path} OUT_DIR"
+                f"{path / ADAPTER_CONFIG}: target_modules adapts '{name}', and only the decoder's "
+                "linear modules can be trained with an adapter. Merge it with its base: "
+                f"tunesmith merge {path} OUT_DIR"
             )
 
 

@@ -23,10 +23,11 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from tunesmith.models.forest import Forest, Segment
+from tunesmith.models.forest import Forest, Generation, Segment, generations
 from tunesmith.models.kernels.attention import AttentionContext, AttentionRule, Kernel
 from tunesmith.models.kernels.cpu_attention import CpuFlash
 from tunesmith.models.kernels.flex_attention import CudaFlex
+from tunesmith.models.kernels.layers import State, StatefulLayer
 from tunesmith.models.kernels.varlen_attention import CudaFlash
 
 ATTENTION_NAME = "tunesmith"
@@ -109,6 +110,7 @@ class ForestAttention:
             ends.append(segment.length + (ends[segment.parent] if segment.parent >= 0 else 0))
         self._longest_path = max(ends, default=0)
         self._kernels: dict[type[Kernel], Kernel] = {}
+        self._generations: list[Generation] = []
 
     def attend(
         self,
@@ -125,3 +127,19 @@ class ForestAttention:
         if kind not in self._kernels:
             self._kernels[kind] = kind(self.segments, query.device)
         return self._kernels[kind].attend(query, key, value, rule)
+
+    def carry(self, layer: StatefulLayer, x: Tensor) -> Tensor:
+        """See ``StateContext.carry``: a segment continues from the state at its parent's end."""
+        if not self._generations:
+            self._generations = generations(self.segments, x.device)
+        state: State = ()
+        outputs: list[Tensor] = []
+        for generation in self._generations:
+            if len(generation.parents):
+                state = tuple(part.index_select(0, generation.parents) for part in state)
+            else:
+                state = layer.start(len(generation.lengths))
+            out, state = layer.run(x.index_select(0, generation.rows), generation.lengths, state)
+            outputs.append(out)
+        rows = torch.cat([generation.rows for generation in self._generations])
+        return torch.cat(outputs).index_select(0, rows.argsort())

@@ -25,13 +25,15 @@ from tunesmith.models.kernels.attention import AttentionContext
 from tunesmith.models.kernels.layers import LayerRunner, ModuleRunner
 from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.kernels.quantised import Quantize, weights_of
-from tunesmith.models.loading import Differences, load_config, load_module, load_tokenizer
+from tunesmith.models.loading import load_module
 from tunesmith.models.lora import LoraAdapter, merge_into
 from tunesmith.models.parallel.activations import HostActivations
 from tunesmith.models.parallel.sequence import SequenceGroup
 from tunesmith.models.parallel.shard_files import save_settings, save_weights
 from tunesmith.models.parallel.sharding import Sharding
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
+from tunesmith.models.source import load_config, load_tokenizer
+from tunesmith.models.weight_checks import Differences
 
 RUNNERS: tuple[type[LayerRunner], ...] = (LeanDecoder, ModuleRunner)
 """In order of preference: the first that supports a decoder runs its layers."""
@@ -224,7 +226,8 @@ class Decoder:
     def _lean_for(self, setting: str, condition: str) -> LeanDecoder:
         if self.lean is None:
             raise ModelError(
-                f"{setting}: the layers of '{self.module.name_or_path}' are not of a kind that {condition}"
+                f"{setting}: the layers of '{self.module.name_or_path}' are not of a kind that "
+                f"{condition}"
             )
         return self.lean
 
@@ -329,8 +332,9 @@ class Decoder:
         free = shutil.disk_usage(directory).free
         if total > free:
             raise StorageError(
-                f"the weights of one checkpoint take {total / 1e9:.2f} GB, and the disk of {directory} has "
-                f"{free / 1e9:.2f} GB free; free some, or set run_dir to a directory on another disk"
+                f"the weights of one checkpoint take {total / 1e9:.2f} GB, and the disk of "
+                f"{directory} has {free / 1e9:.2f} GB free; free some, or set run_dir to a "
+                "directory on another disk"
             )
 
     @classmethod

@@ -71,7 +71,10 @@ def unused_note(tokenizer: Any) -> str | None:
     rows = rows_of(tokenizer)
     if rows is None or (size := _size(tokenizer)) <= rows:
         return None
-    return f"The tokenizer has {size} tokens and the model's embedding {rows} rows: lines with others are refused."
+    return (
+        f"The tokenizer has {size} tokens and the model's embedding {rows} rows: lines with others "
+        "are refused."
+    )
 
 
 def added_without_row(directory: Path, rows: int) -> dict[str, int]:
@@ -131,7 +134,8 @@ def _without_row(
         (f" (in {name})" for name, whole in (origins or {}).items() if whole and text in whole), ""
     )
     return (
-        f"the token '{text}'{origin} has id {token}; the tokenizer has {size} tokens and the model's embedding {rows} "
+        f"the token '{text}'{origin} has id {token}; the tokenizer has {size} tokens and the "
+        f"model's embedding {rows} "
         "rows. Use the tokenizer that the model was trained with, or give the new tokens rows: "
         "model.resize_token_embeddings(len(tokenizer)), then save both"
     )

@@ -77,9 +77,11 @@ def set_ends(
     )._from_model_config = False  # else transformers 4 replaces it by config.json's values
     module.generation_config = config
     name = module.name_or_path
+    if not changes:
+        return changes
     return (
-        changes
-        and f"the {GENERATION_FILE} of {name} contradicts itself: in the models that are saved, {changes}"
+        f"the {GENERATION_FILE} of {name} contradicts itself: in the models that are saved, "
+        f"{changes}"
     )
 
 

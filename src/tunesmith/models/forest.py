@@ -160,6 +160,42 @@ class Predictions:
     """A student's KL(teacher ‖ student), in nats."""
 
 
+class Generation(NamedTuple):
+    """Segments of the same depth, whose parents are all in the generation before."""
+
+    rows: Tensor
+    """Their tokens, segment by segment."""
+    lengths: tuple[int, ...]
+    parents: Tensor
+    """Each segment's parent, as an index into the generation before; empty for roots."""
+
+
+def generations(segments: Sequence[Segment], device: torch.device) -> list[Generation]:
+    """The segments from roots to leaves: for layers that continue from the end of the parent."""
+    members: list[list[int]] = []
+    depths: list[int] = []
+    places: list[int] = []
+    for index, segment in enumerate(segments):
+        depths.append(depths[segment.parent] + 1 if segment.parent >= 0 else 0)
+        if depths[index] == len(members):
+            members.append([])
+        places.append(len(members[depths[index]]))
+        members[depths[index]].append(index)
+    found: list[Generation] = []
+    for indices in members:
+        own = [segments[index] for index in indices]
+        rows = [torch.arange(s.start, s.start + s.length, device=device) for s in own]
+        parents = [places[s.parent] for s in own if s.parent >= 0]
+        found.append(
+            Generation(
+                torch.cat(rows),
+                tuple(s.length for s in own),
+                torch.tensor(parents, dtype=torch.int64, device=device),
+            )
+        )
+    return found
+
+
 def subtree_ends(segments: Sequence[Segment]) -> list[int]:
     """The end of each segment's run of descendants; the segment's own end if it has none."""
     stops = [s.start + s.length for s in segments]

@@ -31,8 +31,8 @@ from transformers import PreTrainedModel
 from tunesmith.config.reading.files import ADAPTER_CONFIG, WEIGHTS
 from tunesmith.errors import CheckpointError, ModelError, boundary
 from tunesmith.models.kernels.quantised import weights_of
-from tunesmith.models.loading import listed
 from tunesmith.models.parallel.sharding import whole
+from tunesmith.models.weight_checks import listed
 
 TRAINED = "default"
 START = "start"
@@ -149,7 +149,8 @@ class LoraAdapter:
             if name not in saved or name not in current or saved[name].shape != current[name].shape:
                 raise CheckpointError(
                     f"{directory} holds another adapter than this run's: '{name}' differs. "
-                    "Resume with the lora.rank and lora.targets of the first start, or start a new run_dir.",
+                    "Resume with the lora.rank and lora.targets of the first start, or start a "
+                    "new run_dir.",
                     keys=("lora.rank", "lora.targets"),
                 )
         set_peft_model_state_dict(self.peft, saved, adapter_name=TRAINED)
@@ -171,7 +172,8 @@ def merge_into(module: PreTrainedModel, adapter: Path) -> PreTrainedModel:
     config = read_config(adapter)
     if config.alora_invocation_tokens:
         raise ModelError(
-            f"{adapter / ADAPTER_CONFIG}: alora_invocation_tokens is set, so the adapter acts only after these tokens, "
+            f"{adapter / ADAPTER_CONFIG}: alora_invocation_tokens is set, so the adapter acts only "
+            "after these tokens, "
             "and no merged weight can do that"
         )
     tied = module.config.get_text_config().tie_word_embeddings
@@ -227,7 +229,8 @@ def stored_embeddings(module: PreTrainedModel, adapter: Path) -> dict[str, str]:
     parts = {id(part) for part in (module.get_input_embeddings(), module.get_output_embeddings())}
     names = [name for name, part in module.named_modules() if id(part) in parts]
     with safe_open(adapter / WEIGHTS, framework="pt") as file:
-        keys = [key for key in file.keys() if key.endswith("weight") and ".lora_" not in key]  # noqa: SIM118
+        stored = list(file.keys())
+    keys = [key for key in stored if key.endswith("weight") and ".lora_" not in key]
     return {name: key for name in names for key in keys if f".{name}." in key}
 
 
@@ -284,8 +287,9 @@ def check_weights(path: Path, peft: PeftModel) -> None:
     ):
         if names:
             raise ModelError(
-                f"{path / WEIGHTS} {problem}: {listed(names)}, and {effect}. The two files are not of one adapter, or "
-                "the base is another model; save the adapter again with peft's save_pretrained, or name its base"
+                f"{path / WEIGHTS} {problem}: {listed(names)}, and {effect}. The two files are not "
+                "of one adapter, or the base is another model; save the adapter again with peft's "
+                "save_pretrained, or name its base"
             )
 
 

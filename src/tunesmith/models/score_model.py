@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from tunesmith.errors import ModelError
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.forest import Forest, Predictions
-from tunesmith.models.loading import Differences
+from tunesmith.models.weight_checks import Differences
 from tunesmith.types import Sample
 
 
@@ -53,8 +53,9 @@ class ScoreModel(Decoder):
     def complete(self, config: Any) -> None:
         if not isinstance(getattr(self.module, "score", None), nn.Linear):
             raise ModelError(
-                f"architecture '{config.model_type}' has no linear score head in transformers, so it cannot be a score "
-                "model. Choose a model of another family, such as Llama, Qwen, Mistral or Gemma"
+                f"architecture '{config.model_type}' has no linear score head in transformers, so "
+                "it cannot be a score model. Choose a model of another family, such as Llama, "
+                "Qwen, Mistral or Gemma"
             )
         if not is_trained(config):
             nn.init.zeros_(self.head.weight)

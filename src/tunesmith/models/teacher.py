@@ -44,7 +44,8 @@ def predict_with_teacher(
     """
     if student.sequence is not None and student.lengths != teacher.lengths:
         raise ModelError(
-            "the teacher's rotary frequencies depend on the length in another way than the student's, so ranks cannot "
+            "the teacher's rotary frequencies depend on the length in another way than the "
+            "student's, so ranks cannot "
             "share a sequence of both: leave system.sequence_parallel out",
             keys=("system.sequence_parallel.size",),
         )

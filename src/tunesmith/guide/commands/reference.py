@@ -75,9 +75,9 @@ def models() -> None:
 
     A family is the ``model_type`` in a model's config.json.
     """
-    from tunesmith.models.families import KNOWN, REFUSED
+    from tunesmith.plan.facts.families import REFUSED, families
 
-    wrapped(" ".join(sorted(KNOWN)), 0)
+    wrapped(" ".join(sorted(families())), 0)
     print("\nThese cannot be trained:")
     for reason in dict.fromkeys(REFUSED.values()):
         print()

@@ -123,7 +123,7 @@ class _CpuFlash(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         causal, full = cast("tuple[list[tuple[int, int]], list[_AncestorPart]]", ctx.parts)
         scale = cast(float, ctx.scale)

@@ -101,7 +101,7 @@ class _Counted(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
         query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         assert grad.shape == out.shape
         _inner = torch.empty_like(lse)  # per row, the dot product of the output and its gradient

@@ -1,4 +1,4 @@
-"""The port of functions that are compiled for a processor, for the operations of a trainer's passes.
+"""The port of functions that are compiled for a processor, for operations of a trainer's passes.
 
 ``lean_ops``, ``head``, ``cpu_attention`` and ``gradient_sums`` ask for them and compute with
 PyTorch's operations where there are none. They register at a door (``config.doors``); ``cpu`` has

@@ -1,19 +1,99 @@
-"""The port through which a decoder's layers run, and the runner for any decoder."""
+"""The port through which a decoder's layers run, the runner for any decoder, and kinds of layers
+that carry a state.
+
+A layer may carry a state from token to token beside keys and values: a recurrence, a short
+convolution. Such a ``LayerKind`` runs packed sequences, each from a state of its own. Who calls the
+model decides where these come from, as it decides what queries see: the end of the parent segment
+in a forest, the slot of a sequence in an engine (``StateContext``). Other packages add kinds at the
+door ``KINDS``.
+
+Shape legend: ``T`` tokens, ``d`` hidden size, ``S`` sequences.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from tunesmith.config.doors import Door
+from tunesmith.errors import ModelError
 from tunesmith.models.kernels.attention import AttentionContext
+
+State = tuple[Tensor, ...]
+"""What a layer carries from token to token, ``[S, ...]`` each."""
+
+
+class LayerKind(Protocol):
+    """A kind of module that mixes the tokens of a sequence through a state."""
+
+    layer_types: Sequence[str]
+    """Its names in a configuration's ``layer_types``."""
+
+    def supports(self, module: nn.Module) -> bool:
+        """Whether the module is of this kind."""
+        ...
+
+    def start(self, module: Any, count: int) -> State:
+        """The states of so many sequences before their first token."""
+        ...
+
+    def run(
+        self, module: Any, x: Tensor, lengths: Sequence[int], state: State
+    ) -> tuple[Tensor, State]:
+        """The module's output and the states at the ends, differentiable in ``x`` and ``state``.
+
+        Args:
+            x: the tokens of ``S`` sequences, one after the other, ``[T, d]``.
+            lengths: of each sequence.
+            state: at the start of each.
+        """
+        ...
+
+
+KINDS = Door[LayerKind]("layer_kinds")
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulLayer:
+    """A module of a decoder that carries a state."""
+
+    layer: int
+    """The decoder layer that it is in."""
+    module: nn.Module
+    kind: LayerKind
+
+    def start(self, count: int) -> State:
+        """See ``LayerKind.start``."""
+        return self.kind.start(self.module, count)
+
+    def run(self, x: Tensor, lengths: Sequence[int], state: State) -> tuple[Tensor, State]:
+        """See ``LayerKind.run``."""
+        return self.kind.run(self.module, x, lengths, state)
+
+
+@runtime_checkable
+class StateContext(Protocol):
+    """An ``AttentionContext`` that also knows the state from which each sequence continues."""
+
+    def carry(self, layer: StatefulLayer, x: Tensor) -> Tensor:
+        """The layer's output for ``[T, d]``, the tokens of the pass."""
+        ...
 
 
 class LayerRunner(Protocol):
     """Runs a Hugging Face decoder without its head, from tokens to the last hidden states."""
 
     def __init__(self, model: Any) -> None: ...
+
+    @property
+    def stateful(self) -> Sequence[StatefulLayer]:
+        """The modules that carry a state, for which an engine keeps slots."""
+        ...
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -48,6 +128,13 @@ class ModuleRunner:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.stateful = tuple(_stateful_layers(model))
+        for each in self.stateful:
+            each.module.forward = partial(_carried, each)
+        for index in {each.layer for each in self.stateful}:
+            layer = decoder_layers(model)[index]
+            layer.register_forward_pre_hook(_enter, with_kwargs=True)
+            layer.register_forward_hook(_leave, always_call=True)
 
     @staticmethod
     def supports(model: Any) -> bool:  # noqa: ARG004
@@ -64,7 +151,7 @@ class ModuleRunner:
     def before_layers(self, call: Callable[[], None]) -> None:
         """See ``LayerRunner.before_layers``."""
         for layer in decoder_layers(self.model):
-            layer.register_forward_pre_hook(lambda *_: call())  # pyright: ignore[reportUnknownLambdaType]
+            layer.register_forward_pre_hook(lambda *_: call())  # pyright: ignore
 
     def __call__(
         self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext
@@ -77,6 +164,43 @@ class ModuleRunner:
             attention_context=attention,
         )
         return out.last_hidden_state[0]
+
+
+def _stateful_layers(model: Any) -> Iterator[StatefulLayer]:
+    for index, layer in enumerate(decoder_layers(model) if KINDS.rooms else ()):
+        for module in layer.modules():
+            for kind in KINDS.rooms:
+                if kind.supports(module):
+                    yield StatefulLayer(index, module, kind)
+                    break
+
+
+_CONTEXT = ContextVar[AttentionContext | None]("attention_context", default=None)
+"""The context of the decoder layer that runs in this thread: its modules may not get it."""
+
+
+def _enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
+    del layer, args
+    _CONTEXT.set(kwargs["attention_context"])
+
+
+def _leave(layer: nn.Module, args: Any, output: Any) -> None:
+    del layer, args, output
+    _CONTEXT.set(None)
+
+
+def _carried(layer: StatefulLayer, *args: Any, **kwargs: Any) -> Tensor:
+    """The ``forward`` of a stateful module: ``[1, T, d]`` to ``[1, T, d]``."""
+    (x,) = args[0] if args else kwargs["hidden_states"]
+    context = _CONTEXT.get()
+    if not isinstance(context, StateContext):
+        raise ModelError(
+            f"{type(layer.module).__name__} carries a state along the sequence, which neither the "
+            "embedded engine nor ranks that share a sequence keep: use another engine, and leave "
+            "system.sequence_parallel out",
+            keys=("system.engine", "system.sequence_parallel.size"),
+        )
+    return context.carry(layer, x).unsqueeze(0)
 
 
 def decoder_layers(module: Any) -> nn.ModuleList:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from tunesmith.models.families import layer_fields
 from tunesmith.models.kernels.attention import AttentionContext, AttentionRule
 from tunesmith.models.kernels.functions import HeadShape, Prepare, Product
 from tunesmith.models.kernels.gradient_sums import kept_sums
+from tunesmith.models.kernels.layers import StatefulLayer
 from tunesmith.models.kernels.lean_ops import OURS, Activation, Operations, embed, linear
-from tunesmith.plan.facts.model import LEAN_FAMILIES
+from tunesmith.plan.facts.families import family
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -61,7 +61,7 @@ class Projection:
         self.weights = list[Tensor]()
         self.biases = list[Tensor]()
         plain = [module for module in self.modules if _is_plain(module)]
-        biases = [module.bias for module in plain if module.bias is not None]  # pyright: ignore[reportUnnecessaryComparison]
+        biases = [module.bias for module in plain if module.bias is not None]  # pyright: ignore
         if len(plain) == len(self.modules) and len(biases) in (0, len(plain)):
             self.weights += [module.weight for module in plain]
             self.biases += biases
@@ -120,7 +120,7 @@ def _are_rows(parameters: Sequence[Tensor], whole: Tensor) -> bool:
 
 
 class Norm:
-    """A root-mean-square norm; for ``offset`` see ``LayerFields.norm_offset``."""
+    """A root-mean-square norm; for ``offset`` see ``Family.norm_offset``."""
 
     def __init__(self, module: Any, offset: bool) -> None:
         self._own: dict[str, Tensor] = module._parameters
@@ -148,7 +148,7 @@ def _activation(config: Any) -> Any:
 
 
 class Layer:
-    """One decoder layer of the shapes in ``LEAN_FAMILIES``."""
+    """One decoder layer of the families that are ``lean``."""
 
     def __init__(self, module: Any, config: Any, index: int) -> None:
         attention = module.self_attn
@@ -165,7 +165,7 @@ class Layer:
             mlp, *(("gate_up_proj",) if joint else ("gate_proj", "up_proj"))
         )
         self.down: Projection | Product = Projection(mlp, "down_proj")
-        fields = layer_fields(config.model_type)
+        fields = family(config.model_type)
         windowed = config if fields.one_window else attention
         softcap = config.attn_logit_softcapping if fields.softcap else None
         self.rule = AttentionRule(
@@ -230,13 +230,15 @@ class Layer:
 
 
 class LeanDecoder:
-    """The ``LayerRunner`` of decoders of the shapes in ``LEAN_FAMILIES``."""
+    """The ``LayerRunner`` of decoders of the families that are ``lean``."""
+
+    stateful: Sequence[StatefulLayer] = ()
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.config = model.config
         self.layers = [Layer(module, model.config, i) for i, module in enumerate(model.layers)]
-        fields = layer_fields(self.config.model_type)
+        fields = family(self.config.model_type)
         self.norm = Norm(model.norm, fields.norm_offset)
         self.rows: torch.dtype | None = None
         """Dtype in which layers compute; None: the embedding's."""
@@ -256,7 +258,7 @@ class LeanDecoder:
     def supports(model: Any) -> bool:
         """See ``LayerRunner.supports``."""
         config = model.config
-        if config.model_type not in LEAN_FAMILIES or not hasattr(model, "layers"):
+        if not family(config.model_type).lean or not hasattr(model, "layers"):
             return False
         if any(isinstance(layer, FSDPModule) for layer in model.layers):
             return False

@@ -121,7 +121,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         x, weight = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
         rows = cast("list[int]", ctx.rows)
         needs = cast("tuple[bool, ...]", ctx.needs_input_grad)
@@ -145,7 +145,7 @@ class JointWeight(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         return None, *grad.split(cast("list[int]", ctx.rows))
 
 
@@ -160,7 +160,7 @@ class _Embed(torch.autograd.Function):
         return F.embedding(token_ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         (token_ids,) = cast("tuple[Tensor]", ctx.saved_tensors)
         total, adds = cast(GradientSum, ctx.kept)()
         rows = grad.to(total.dtype)
@@ -201,7 +201,7 @@ class _RmsNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         x, weight, scale = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
         grad = grad.to(scale.dtype)
         unit = x.to(scale.dtype) * scale
@@ -226,7 +226,7 @@ class _Rotate(torch.autograd.Function):
         return _rotated(x, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         cos, sin = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
         # The transpose of a rotation is the inverse rotation.
         return _rotated(grad, cos, -sin), None, None
@@ -248,7 +248,7 @@ class _Gated(torch.autograd.Function):
         return activate(gate, activation).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         (gate_up,) = cast("tuple[Tensor]", ctx.saved_tensors)
         activation = cast(Activation, ctx.activation)
         gate, up = gate_up.chunk(2, -1)

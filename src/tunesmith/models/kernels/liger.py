@@ -100,7 +100,7 @@ class _RmsNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         x, weight, scale = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
         with torch.cuda.device_of(x):
             backward: Any = kernels("rms_norm").rms_norm_backward
@@ -122,9 +122,9 @@ class _Rotate(torch.autograd.Function):
         return _rotated(kernels("rope").rope_backward, q, k, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         cos, sin = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
-        return *_rotated(kernels("rope").rope_forward, grad_q, grad_k, cos, sin), None, None
+        return *_rotated(kernels("rope").rope_forward, *grads, cos, sin), None, None
 
 
 def _rotated(
@@ -152,7 +152,7 @@ class _Gated(torch.autograd.Function):
             return kernels("swiglu").swiglu_fused_gate_up_forward(gate_up.contiguous())[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
         (gate_up,) = cast("tuple[Tensor]", ctx.saved_tensors)
         with torch.cuda.device_of(gate_up):
             backward: Any = kernels("swiglu").swiglu_fused_gate_up_backward

@@ -139,7 +139,7 @@ class _Product(torch.autograd.Function):
         return module._product(x, weight)  # pyright: ignore[reportPrivateUsage]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         (weight,) = cast("tuple[Tensor]", ctx.saved_tensors)
         module = cast(QuantisedLinear, ctx.module)
         return grad @ module.whole(module.open(weight), grad.dtype), None, None

@@ -211,7 +211,7 @@ class _Varlen(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         calls = cast("list[_Call]", ctx.calls)
         scale = cast(float, ctx.scale)

@@ -42,8 +42,8 @@ def compute_again(module: PreTrainedModel, share: float) -> None:
     layers = decoder_layers(module)
     if share < 1 and not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
         raise ModelError(
-            f"system.gradient_checkpointing = {share:g}: the layers of '{module.name_or_path}' cannot be computed "
-            "again one by one; set it to true or false",
+            f"system.gradient_checkpointing = {share:g}: the layers of '{module.name_or_path}' "
+            "cannot be computed again one by one; set it to true or false",
             keys=("system.gradient_checkpointing",),
         )
     for layer, again in zip(layers, recomputed(len(layers), share), strict=True):
@@ -95,7 +95,7 @@ class HostActivations:
     def saving(self) -> Generator[None]:
         """A context for a forward pass of the decoder's layers, whose activations go to host
         memory."""
-        weights = {p.untyped_storage()._cdata for p in self._module.parameters()}  # pyright: ignore[reportPrivateUsage]
+        weights = {p.untyped_storage()._cdata for p in self._module.parameters()}  # pyright: ignore
         self._pass = current = _Pass(self, weights)
         weakref.finalize(current, self._end, current.chunks).atexit = False
         try:

@@ -18,6 +18,10 @@ class HostWeights:
     ``lean``, become valid again once they return. The host waits for no copy: work on the device is
     ordered after it.
 
+    FSDP2's offloading is for models that are sharded: it brings a layer at a time, in every pass,
+    through a process group. An engine that sleeps gives away everything at once and for long, and a
+    frozen model scores many micro-batches between coming and leaving.
+
     Args:
         tensors: the weights.
         kept: keep them in host memory meanwhile; if False, they return uninitialized and have to be
@@ -27,7 +31,11 @@ class HostWeights:
     def __init__(self, tensors: Iterable[Tensor], *, kept: bool = True) -> None:
         self._away = False
         # Tied weights share a storage, as do those of a joint product.
-        storages = {t.untyped_storage()._cdata: t.detach() for t in tensors if t.numel()}  # pyright: ignore[reportPrivateUsage]
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.detach()  # pyright: ignore
+            for tensor in tensors
+            if tensor.numel()
+        }
         self._here = [_flat(tensor) for tensor in storages.values()]
         self._sizes = [flat.untyped_storage().nbytes() for flat in self._here]
         self._there = host_copies(self._here) if kept else []

@@ -54,7 +54,8 @@ def check_ring(path: Any, config: Any) -> None:
     )
     if windows or getattr(config, "attn_logit_softcapping", None):
         raise ModelError(
-            f"ring attention has no kernel for windows and soft caps, which '{path}' has: {_INSTEAD}"
+            "ring attention has no kernel for windows and soft caps, which "
+            f"'{path}' has: {_INSTEAD}"
         )
 
 
@@ -107,7 +108,8 @@ class Ring:
         kernel = next((kernel for kernel in KERNELS if kernel.supports(query, rule)), None)
         if kernel is None or rule.window is not None:
             raise ModelError(
-                f"ring attention has no kernel for {query.dtype} on {query.device.type} with {rule}: {_INSTEAD}"
+                f"ring attention has no kernel for {query.dtype} on {query.device.type} with "
+                f"{rule}: {_INSTEAD}"
             )
         return cast(Tensor, _Ring.apply(self, kernel, query, key, value, rule.scale))
 
@@ -142,7 +144,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         ring = cast(Ring, ctx.ring)
         kernel = cast(Kernel, ctx.kernel)

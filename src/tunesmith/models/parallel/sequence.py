@@ -66,7 +66,8 @@ class SequenceGroup:
         elif heads % self.size:
             raise ModelError(
                 f"the {heads} attention heads of '{path}' cannot be shared by {self.size} ranks: "
-                f'system.sequence_parallel.size has to divide {heads}, or set system.sequence_parallel.type = "ring"',
+                f"system.sequence_parallel.size has to divide {heads}, or set "
+                'system.sequence_parallel.type = "ring"',
                 keys=("system.sequence_parallel.size", "system.sequence_parallel.type"),
             )
 
@@ -191,7 +192,7 @@ class _Exchange(torch.autograd.Function):
         return group.exchange(given.contiguous())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
         return cast(SequenceGroup, ctx.group).exchange(grad.contiguous()), None
 
 
@@ -205,7 +206,7 @@ class _Gather(torch.autograd.Function):
         return group.sum(own.new_zeros(total, own.shape[1]).index_copy_(0, places, own))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         return (
             grad.index_select(0, cast("tuple[Tensor, ...]", ctx.saved_tensors)[0]),
             None,

@@ -170,4 +170,4 @@ def save_settings(module: PreTrainedModel, directory: Path) -> None:
         custom_object_save(module, directory, config=cast(Any, module.config))
     module.config.save_pretrained(directory)
     if module.can_generate():
-        module.generation_config.save_pretrained(directory)  # pyright: ignore[reportOptionalMemberAccess]
+        module.generation_config.save_pretrained(directory)  # pyright: ignore

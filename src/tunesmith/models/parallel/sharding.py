@@ -176,7 +176,7 @@ def materialise(
         made = torch.empty_like(tensor, device=device)
         return made if tensor.is_meta else made.copy_(tensor)
 
-    module._apply(placed)  # pyright: ignore[reportPrivateUsage, reportArgumentType, reportUnknownMemberType]
+    module._apply(placed)  # pyright: ignore
     module.tie_weights()
 
 

@@ -10,25 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ModelError, boundary
+from tunesmith.plan.facts.families import family
 from tunesmith.plan.facts.model_files import check_files, count_parameters
-
-_HEAD_NORMS = (
-    *("apertus", "exaone4", "gemma3", "gemma3_text", "hunyuan_v1_dense", "minimax_m2", "nanochat"),
-    *("olmo2", "olmo3", "qwen3", "qwen3_moe"),
-)
-"""Model types whose queries and keys always have norms; others set ``use_qk_norm``."""
-LEAN_FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-)
-"""Model types that can run as a few large operations (``kernels.lean``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +44,7 @@ class ModelFacts:
     @property
     def lean(self) -> bool:
         """Whether the model runs as a few large operations (``kernels.lean``)."""
-        return self.family in LEAN_FAMILIES and not self.rotates_in_part
+        return family(self.family).lean and not self.rotates_in_part
 
     @property
     def query_width(self) -> int:
@@ -125,7 +108,7 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
         switch=_switch(config),
         family=config.get("model_type"),
         rotates_in_part=_rotates_in_part(config),
-        head_norms=str(config.get("model_type")) in _HEAD_NORMS or bool(config.get("use_qk_norm")),
+        head_norms=family(config.get("model_type")).head_norms or bool(config.get("use_qk_norm")),
     )
 
 

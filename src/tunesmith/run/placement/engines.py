@@ -208,7 +208,7 @@ class VllmSpec(EngineSpec):
         Raises:
             ModelError: some are not finite.
         """
-        from tunesmith.models.loading import check_stored_values
+        from tunesmith.models.weight_checks import check_stored_values
 
         with long_wait("checking the values of the weights", report):
             if source.model is None and source.plane is None:

@@ -51,14 +51,14 @@ class TokenizerSpec:
         from transformers.utils import logging
 
         from tunesmith.learn.data.chat_defaults import set_defaults
-        from tunesmith.models import loading
+        from tunesmith.models.source import load_tokenizer
 
         logging.disable_progress_bar()  # its bars would be drawn over ours
         template = HERMES if self.chat_template == "hermes" else self.chat_template
         source = self.directory or self.path
         with about(self.key):
             with long_wait(f"loading the tokenizer of {source}"):
-                tokenizer: Any = loading.load_tokenizer(
+                tokenizer: Any = load_tokenizer(
                     source,
                     trust_remote_code=self.trust_remote_code,
                     chat_template=template,

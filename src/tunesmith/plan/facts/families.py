@@ -1,0 +1,101 @@
+"""Whether a Hugging Face architecture works on a token forest, from ``families.toml`` and a model's
+configuration.
+
+In an architecture that is not listed there, packed sequences may silently see each other.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from tunesmith.config.doors import Door
+from tunesmith.errors import ModelError, nearest
+
+_TABLES = tomllib.loads(
+    files("tunesmith.plan.facts").joinpath("families.toml").read_text(encoding="utf-8")
+)
+OURS: Mapping[str, Mapping[str, bool]] = _TABLES["trained"]
+DOOR = Door[Mapping[str, Mapping[str, bool]]]("families", "tunesmith.plan.facts.families:OURS")
+"""Tables of families, each with its fields; other packages add theirs."""
+REFUSED = {
+    name: str(entry["reason"]) for entry in _TABLES["refused"] for name in entry["names"].split()
+}
+"""Architecture → the reason why it is not supported, unless somebody has added it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the layers of a family that is trained do, beside what its configuration says."""
+
+    lean: bool = False
+    """They run as a few large operations (``kernels.lean``)."""
+    head_norms: bool = False
+    """Queries and keys always have norms; in other families ``use_qk_norm`` says so."""
+    norm_offset: bool = False
+    """The weights of norms are offsets from one, applied before rounding."""
+    softcap: bool = False
+    """Attention applies the configuration's soft cap."""
+    one_window: bool = False
+    """All layers have the configuration's window; otherwise each attention module has its own."""
+    rotary_by_kind: bool = False
+    """Local and global layers have different rotary tables."""
+
+
+def families() -> dict[str, Family]:
+    """The families that are trained, by architecture."""
+    return {name: Family(**fields) for name, fields in _fields().items()}
+
+
+def family(model_type: str | None) -> Family:
+    """An architecture's fields; those of no family, if it is not trained."""
+    return Family(**_fields().get(str(model_type), {}))
+
+
+def _fields() -> dict[str, Mapping[str, bool]]:
+    return {name: fields for table in DOOR.rooms for name, fields in table.items()}
+
+
+def check_family(config: Any, layer_types: Collection[str] = ()) -> None:
+    """Refuse a model by its configuration, before weights load.
+
+    Args:
+        layer_types: kinds of layers that run on a forest, beside full and sliding attention.
+
+    Raises:
+        ModelError: with the architecture, the reason and families that work.
+    """
+    reason = _refusal(config, layer_types)
+    if reason:
+        raise ModelError(
+            f"architecture '{config.model_type}' cannot be trained here: {reason}. "
+            "Choose a model of another family, such as Llama, Qwen, Mistral, Gemma, Phi or SmolLM"
+        )
+
+
+def _refusal(config: Any, layer_types: Collection[str]) -> str | None:
+    """The reason why a model is not supported; None if it is."""
+    name = str(config.model_type)
+    known = _fields()
+    if name in REFUSED and name not in known:
+        return REFUSED[name]
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is not a decoder-only language model"
+    if name not in known:
+        others = nearest(name, known)
+        return f"it has not been shown to give the same results on packed sequences.{others}"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "use_bidirectional_attention lets tokens see later ones"
+    if getattr(config, "reorder_and_upcast_attn", False):
+        return "reorder_and_upcast_attn bypasses the Hugging Face attention interface"
+    running = {"full_attention", "sliding_attention", *layer_types}
+    kinds = set(getattr(config, "layer_types", None) or ()) - running
+    if kinds:
+        return (
+            f"it has layers of kind {', '.join(sorted(kinds))}; only {', '.join(sorted(running))} "
+            "run on a forest"
+        )
+    return None
