@@ -17,7 +17,7 @@ from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
 from tunesmith.config.presets import NEEDS, PRESETS
 from tunesmith.guide.explain.settings import settings_of
-from tunesmith.models.families import KNOWN, REFUSED
+from tunesmith.plan.facts.families import OURS, REFUSED
 from tunesmith.plan.layout.profiles import SYSTEM_PROFILES, ProfileValue
 from tunesmith.records.catalogue import CATALOGUE
 from tunesmith.records.doctor.answers import ROUND, RUN
@@ -101,7 +101,7 @@ def hardware() -> str:
 
 
 def families() -> str:
-    names = sorted(KNOWN)
+    names = sorted(OURS)
     rows = [[f"`{name}`" for name in names[place : place + 4]] for place in range(0, len(names), 4)]
     return _table(("", "", "", ""), [[*row, *[""] * (4 - len(row))] for row in rows])
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,10 +74,10 @@ def fused_logprobs(
         float64 inputs.
     """
     wanted = tokens if tokens.dim() == 2 else tokens[:, None]
-    logprobs, entropies = cast(
-        "tuple[Tensor, Tensor | None]",
-        _FusedLogprobs.apply(hidden, head.weight, head.bias, wanted, head, entropy),
+    results: tuple[Tensor, Tensor | None] = _FusedLogprobs.apply(
+        hidden, head.weight, head.bias, wanted, head, entropy
     )
+    logprobs, entropies = results
     return logprobs.view(tokens.shape), entropies
 
 
@@ -146,9 +146,9 @@ class _FusedLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, tokens, total, entropies = cast("tuple[Any, ...]", ctx.saved_tensors)
-        head = cast(Head, ctx.head)
-        needs = cast("tuple[bool, ...]", ctx.needs_input_grad)
+        hidden, weight, bias, tokens, total, entropies = ctx.saved_tensors
+        head: Head = ctx.head
+        needs: tuple[bool, ...] = ctx.needs_input_grad
         exact = torch.promote_types(hidden.dtype, torch.float32)
         options: dict[str, Any] = {"dtype": exact, "device": hidden.device}
         grad_hidden = torch.zeros(hidden.shape, **options) if needs[0] else None

@@ -13,7 +13,7 @@ size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -167,13 +167,13 @@ def _operands(projection: Any) -> Operands:
 
 
 def _joint(whole: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else cast(Tensor, JointWeight.apply(whole, *parts))
+    return parts[0] if len(parts) == 1 else JointWeight.apply(whole, *parts)
 
 
 def _of_module(module: nn.Module) -> tuple[Tensor, Tensor | None, Adapted]:
     adapted: list[tuple[Tensor, Tensor, float]] = []
     if isinstance(module, LoraLayer):
-        layer = cast(Any, module)
+        layer: Any = module
         module = module.get_base_layer()
         for name in () if layer.disable_adapters else layer.active_adapters:
             if name in layer.lora_A:

@@ -10,7 +10,7 @@ torch: its public interface does not return the log-sum-exp.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,10 +45,8 @@ class CpuFlash:
         return query.device.type == "cpu" and rule.window is None and rule.softcap is None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        return cast(
-            Tensor,
-            _CpuFlash.apply(self.causal, self.full, self._table, query, key, value, rule.scale),
-        )
+        parts = (self.causal, self.full, self._table)
+        return _CpuFlash.apply(*parts, query, key, value, rule.scale)
 
     @staticmethod
     def forward(
@@ -124,9 +122,10 @@ class _CpuFlash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        causal, full = cast("tuple[list[tuple[int, int]], list[_AncestorPart]]", ctx.parts)
-        scale = cast(float, ctx.scale)
+        query, key, value, out, lse = ctx.saved_tensors
+        causal: list[tuple[int, int]] = ctx.parts[0]
+        full: list[_AncestorPart] = ctx.parts[1]
+        scale: float = ctx.scale
         groups = query.shape[1] // key.shape[1]
         functions = which(lambda functions: functions.attends(query))
         if functions is not None:

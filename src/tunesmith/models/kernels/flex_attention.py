@@ -89,7 +89,7 @@ def kernel() -> Any:
 def counted(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
     """Uninitialized tensors of the sizes that ``flex_attention`` allocates, for devices that are
     not present."""
-    return cast(Tensor, _Counted.apply(query, key, value))
+    return _Counted.apply(query, key, value)
 
 
 class _Counted(torch.autograd.Function):
@@ -102,7 +102,7 @@ class _Counted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
-        query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
+        query, key, value, out, lse = ctx.saved_tensors
         assert grad.shape == out.shape
         _inner = torch.empty_like(lse)  # per row, the dot product of the output and its gradient
         return tuple(torch.empty_like(t) for t in (query, key, value))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,9 +31,8 @@ def linear(
 ) -> Tensor:
     """``x @ weight.T + bias``; the gradient goes to ``weights`` and ``biases``, views of ``weight``
     and ``bias``."""
-    return cast(
-        Tensor, _Linear.apply(x, weight, bias, len(weights), kept_sums(weights), *weights, *biases)
-    )
+    kept = kept_sums(weights)
+    return _Linear.apply(x, weight, bias, len(weights), kept, *weights, *biases)
 
 
 def embed(token_ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
@@ -41,7 +40,7 @@ def embed(token_ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
     kept = kept_sums([weight]) if torch.is_grad_enabled() else None
     if kept is None:
         return F.embedding(token_ids, weight, padding)
-    return cast(Tensor, _Embed.apply(token_ids, weight, padding, kept[0]))
+    return _Embed.apply(token_ids, weight, padding, kept[0])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
@@ -122,10 +121,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        x, weight = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
-        rows = cast("list[int]", ctx.rows)
-        needs = cast("tuple[bool, ...]", ctx.needs_input_grad)
-        kept = cast("list[GradientSum] | None", ctx.kept)
+        x, weight = ctx.saved_tensors
+        rows: list[int] = ctx.rows
+        needs: tuple[bool, ...] = ctx.needs_input_grad
+        kept: list[GradientSum] | None = ctx.kept
         parts: list[Tensor | None] = [None] * (len(needs) - 5)
         if kept is not None:
             add_product(grad, x, weight, kept)
@@ -146,7 +145,7 @@ class JointWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        return None, *grad.split(cast("list[int]", ctx.rows))
+        return None, *grad.split(ctx.rows)
 
 
 class _Embed(torch.autograd.Function):
@@ -161,8 +160,8 @@ class _Embed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        (token_ids,) = cast("tuple[Tensor]", ctx.saved_tensors)
-        total, adds = cast(GradientSum, ctx.kept)()
+        (token_ids,) = ctx.saved_tensors
+        total, adds = ctx.kept()
         rows = grad.to(total.dtype)
         if ctx.padding is not None:
             rows = rows.masked_fill((token_ids == ctx.padding).unsqueeze(-1), 0)
@@ -202,7 +201,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        x, weight, scale = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
+        x, weight, scale = ctx.saved_tensors
         grad = grad.to(scale.dtype)
         unit = x.to(scale.dtype) * scale
         grad_weight = None
@@ -227,7 +226,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        cos, sin = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
+        cos, sin = ctx.saved_tensors
         # The transpose of a rotation is the inverse rotation.
         return _rotated(grad, cos, -sin), None, None
 
@@ -249,8 +248,8 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        (gate_up,) = cast("tuple[Tensor]", ctx.saved_tensors)
-        activation = cast(Activation, ctx.activation)
+        (gate_up,) = ctx.saved_tensors
+        activation: Activation = ctx.activation
         gate, up = gate_up.chunk(2, -1)
         grad_both = torch.empty_like(gate_up)
         grad_gate, grad_up = grad_both.chunk(2, -1)

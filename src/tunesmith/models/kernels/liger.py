@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ def kernels(name: str) -> Any:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
     """As ``lean_ops.rms_norm``, for rows ``[..., d]`` with one weight ``[d]``."""
-    return cast(Tensor, _RmsNorm.apply(x, weight, eps, offset))
+    return _RmsNorm.apply(x, weight, eps, offset)
 
 
 def heads(
@@ -65,17 +65,13 @@ def heads(
             for part, w in zip((q, k), weights, strict=True)
         )
     if tables is not None:
-        q, k = cast("tuple[Tensor, Tensor]", _Rotate.apply(q, k, *tables))
+        q, k = _Rotate.apply(q, k, *tables)
     return q, k, v
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     """As ``lean_ops.gated``."""
-    return (
-        cast(Tensor, _Gated.apply(gate_up))
-        if activation == "silu"
-        else lean_ops.gated(gate_up, activation)
-    )
+    return _Gated.apply(gate_up) if activation == "silu" else lean_ops.gated(gate_up, activation)
 
 
 LIGER = Operations(rms_norm, heads, gated)
@@ -101,7 +97,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        x, weight, scale = cast("tuple[Tensor, Tensor, Tensor]", ctx.saved_tensors)
+        x, weight, scale = ctx.saved_tensors
         with torch.cuda.device_of(x):
             backward: Any = kernels("rms_norm").rms_norm_backward
             rows = x.contiguous().view(-1, x.shape[-1])
@@ -123,8 +119,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        cos, sin = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
-        return *_rotated(kernels("rope").rope_forward, *grads, cos, sin), None, None
+        cos, sin = ctx.saved_tensors
+        return *_rotated(kernels("rope").rope_forward, grads[0], grads[1], cos, sin), None, None
 
 
 def _rotated(
@@ -153,7 +149,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
-        (gate_up,) = cast("tuple[Tensor]", ctx.saved_tensors)
+        (gate_up,) = ctx.saved_tensors
         with torch.cuda.device_of(gate_up):
             backward: Any = kernels("swiglu").swiglu_fused_gate_up_backward
             return backward(gate_up.contiguous(), grad.contiguous(), in_place=False).view_as(

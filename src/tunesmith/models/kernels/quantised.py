@@ -115,7 +115,7 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and input.requires_grad:
-            return cast(Tensor, _Product.apply(input, self.weight, self))
+            return _Product.apply(input, self.weight, self)
         return self._product(input, self.weight)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -140,8 +140,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        (weight,) = cast("tuple[Tensor]", ctx.saved_tensors)
-        module = cast(QuantisedLinear, ctx.module)
+        (weight,) = ctx.saved_tensors
+        module: QuantisedLinear = ctx.module
         return grad @ module.whole(module.open(weight), grad.dtype), None, None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,7 +140,7 @@ class CudaFlash:
                     self.segments, self.own, rule.window, self.device
                 )
             calls = [self.windowed[rule.window]]
-        return cast(Tensor, _Varlen.apply(calls, query, key, value, rule.scale))
+        return _Varlen.apply(calls, query, key, value, rule.scale)
 
     @staticmethod
     def forward(
@@ -212,9 +212,9 @@ class _Varlen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        calls = cast("list[_Call]", ctx.calls)
-        scale = cast(float, ctx.scale)
+        query, key, value, out, lse = ctx.saved_tensors
+        calls: list[_Call] = ctx.calls
+        scale: float = ctx.scale
         grads = [
             torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (query, key, value)
         ]

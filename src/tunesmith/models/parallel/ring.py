@@ -13,7 +13,7 @@ head size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class Ring:
                 f"ring attention has no kernel for {query.dtype} on {query.device.type} with "
                 f"{rule}: {_INSTEAD}"
             )
-        return cast(Tensor, _Ring.apply(self, kernel, query, key, value, rule.scale))
+        return _Ring.apply(self, kernel, query, key, value, rule.scale)
 
 
 class _Ring(torch.autograd.Function):
@@ -145,10 +145,10 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, key, value, out, lse = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        ring = cast(Ring, ctx.ring)
-        kernel = cast(Kernel, ctx.kernel)
-        scale = cast(float, ctx.scale)
+        query, key, value, out, lse = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        kernel: Kernel = ctx.kernel
+        scale: float = ctx.scale
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
         travelling = torch.stack([key, value], 1)
         grads = torch.zeros_like(travelling, dtype=lse.dtype)

@@ -94,7 +94,7 @@ class SequenceGroup:
         }
         exact = reduce(torch.promote_types, (t.dtype for t in found.values()))
         stacked = torch.stack([t.to(exact) for t in found.values()], 1)
-        whole = cast(Tensor, _Gather.apply(stacked, part.predictions, total, self))
+        whole: Tensor = _Gather.apply(stacked, part.predictions, total, self)
         return Predictions(**dict(zip(found, whole.unbind(1), strict=True)))
 
     def exchange(self, given: Tensor) -> Tensor:
@@ -180,7 +180,8 @@ class Ulysses:
 
     def _exchanged(self, by_rank: Tensor) -> Tensor:
         """``[t, s, ...]``: from the data for each rank to the data received from each."""
-        return cast(Tensor, _Exchange.apply(by_rank.transpose(0, 1), self.group)).transpose(0, 1)
+        received: Tensor = _Exchange.apply(by_rank.transpose(0, 1), self.group)
+        return received.transpose(0, 1)
 
 
 class _Exchange(torch.autograd.Function):
@@ -193,7 +194,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        return cast(SequenceGroup, ctx.group).exchange(grad.contiguous()), None
+        return ctx.group.exchange(grad.contiguous()), None
 
 
 class _Gather(torch.autograd.Function):
@@ -208,7 +209,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         return (
-            grad.index_select(0, cast("tuple[Tensor, ...]", ctx.saved_tensors)[0]),
+            grad.index_select(0, ctx.saved_tensors[0]),
             None,
             None,
             None,
