@@ -23,7 +23,7 @@ from tunesmith.config.doors import Door
 from tunesmith.errors import ModelError
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.forest import Segment, generations
+from tunesmith.models.forest import Segment, levels
 from tunesmith.models.kernels.layers import KINDS
 from tunesmith.plan.facts import families
 from tunesmith.run.engines.local.runner import probe
@@ -66,7 +66,7 @@ def test_a_forest_equals_one_sequence_at_a_time(checkpointing: bool) -> None:
         model.module.gradient_checkpointing_enable({"use_reentrant": False})
         model.module.train()
     forest = forest_of(samples())
-    assert len(generations(forest.segments, torch.device("cpu"))) == 2
+    assert len(levels(forest.segments, torch.device("cpu"))) == 2
     got, _ = logprobs(model, forest)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
     assert_same_gradients(gradients(model, got), gradients(plain, want), 1e-4)
@@ -99,9 +99,9 @@ def test_without_the_additions_the_family_is_refused() -> None:
         build("lfm2", **SIZES)
 
 
-def test_generations_by_hand() -> None:
+def test_levels_by_hand() -> None:
     table = [(0, 3, -1), (3, 2, 0), (5, 1, 1), (6, 4, 0), (10, 2, -1), (12, 1, 4)]
-    found = generations([Segment(*row) for row in table], torch.device("cpu"))
+    found = levels([Segment(*row) for row in table], torch.device("cpu"))
     assert [(g.rows.tolist(), g.lengths, g.parents.tolist()) for g in found] == [
         ([0, 1, 2, 10, 11], (3, 2), []),
         ([3, 4, 6, 7, 8, 9, 12], (2, 4, 1), [0, 0, 1]),

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from tunesmith.models.forest import Forest, Generation, Segment, generations
+from tunesmith.models.forest import Forest, ForestLevel, Segment, levels
 from tunesmith.models.kernels.attention import AttentionContext, AttentionRule, Kernel
 from tunesmith.models.kernels.cpu_attention import CpuFlash
 from tunesmith.models.kernels.flex_attention import CudaFlex
@@ -110,7 +110,7 @@ class ForestAttention:
             ends.append(segment.length + (ends[segment.parent] if segment.parent >= 0 else 0))
         self._longest_path = max(ends, default=0)
         self._kernels: dict[type[Kernel], Kernel] = {}
-        self._generations: list[Generation] = []
+        self._levels: list[ForestLevel] = []
 
     def attend(
         self,
@@ -130,16 +130,16 @@ class ForestAttention:
 
     def carry(self, layer: StatefulLayer, x: Tensor) -> Tensor:
         """See ``StateContext.carry``: a segment continues from the state at its parent's end."""
-        if not self._generations:
-            self._generations = generations(self.segments, x.device)
+        if not self._levels:
+            self._levels = levels(self.segments, x.device)
         state: State = ()
         outputs: list[Tensor] = []
-        for generation in self._generations:
-            if len(generation.parents):
-                state = tuple(part.index_select(0, generation.parents) for part in state)
+        for level in self._levels:
+            if len(level.parents):
+                state = tuple(part.index_select(0, level.parents) for part in state)
             else:
-                state = layer.start(len(generation.lengths))
-            out, state = layer.run(x.index_select(0, generation.rows), generation.lengths, state)
+                state = layer.start(len(level.lengths))
+            out, state = layer.run(x.index_select(0, level.rows), level.lengths, state)
             outputs.append(out)
-        rows = torch.cat([generation.rows for generation in self._generations])
+        rows = torch.cat([level.rows for level in self._levels])
         return torch.cat(outputs).index_select(0, rows.argsort())

@@ -160,17 +160,17 @@ class Predictions:
     """A student's KL(teacher ‖ student), in nats."""
 
 
-class Generation(NamedTuple):
-    """Segments of the same depth, whose parents are all in the generation before."""
+class ForestLevel(NamedTuple):
+    """Segments of the same depth, whose parents are all in the level above."""
 
     rows: Tensor
     """Their tokens, segment by segment."""
     lengths: tuple[int, ...]
     parents: Tensor
-    """Each segment's parent, as an index into the generation before; empty for roots."""
+    """Each segment's parent, as an index into the level above; empty for roots."""
 
 
-def generations(segments: Sequence[Segment], device: torch.device) -> list[Generation]:
+def levels(segments: Sequence[Segment], device: torch.device) -> list[ForestLevel]:
     """The segments from roots to leaves: for layers that continue from the end of the parent."""
     members: list[list[int]] = []
     depths: list[int] = []
@@ -181,13 +181,13 @@ def generations(segments: Sequence[Segment], device: torch.device) -> list[Gener
             members.append([])
         places.append(len(members[depths[index]]))
         members[depths[index]].append(index)
-    found: list[Generation] = []
+    found: list[ForestLevel] = []
     for indices in members:
         own = [segments[index] for index in indices]
         rows = [torch.arange(s.start, s.start + s.length, device=device) for s in own]
         parents = [places[s.parent] for s in own if s.parent >= 0]
         found.append(
-            Generation(
+            ForestLevel(
                 torch.cat(rows),
                 tuple(s.length for s in own),
                 torch.tensor(parents, dtype=torch.int64, device=device),
