@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from tests.support.hidden_rooms import HIDDEN, without_rooms
 from tunesmith.config import doors
 from tunesmith.config.doors import Door
 from tunesmith.errors import ConfigError
+from tunesmith.guide.commands.report import commands
+from tunesmith.records import doctor as records
 
 
 def test_commands_answer_without_the_rooms_behind_doors(tmp_path: Path) -> None:
@@ -29,6 +32,17 @@ def test_commands_answer_without_the_rooms_behind_doors(tmp_path: Path) -> None:
     assert "train.lrr" in unknown_key
     assert "'lr'" in unknown_key
     assert "--dry-run" in dry_run
+
+
+def test_commands_whose_room_is_missing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tunesmith.guide.commands.doctor", raising=False)
+    monkeypatch.setitem(sys.modules, "tunesmith.records.doctor", None)
+    place = "tunesmith.guide.commands.{}:commands"
+    assert Door("some", place.format("doctor"), place.format("report")).rooms == (commands,)
+    monkeypatch.setitem(sys.modules, "tunesmith.records.doctor", records)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(ModuleNotFoundError, match="typer"):
+        _ = Door("some", place.format("doctor")).rooms
 
 
 def test_other_packages_register_by_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -66,47 +67,67 @@ def launch(
     """
     from tunesmith.config.load import load_config
 
-    overrides = list(overrides or ())
-    kind = _kind(command, run, overrides)
-    config = load_config(kind, run, overrides)
-    ray = _on_ray(config, ray, nodes)
-    _check_given(run, overrides, sbatch or ())
+    settings = list(overrides or ())
+    kind = _kind(command, run, settings)
+    config = load_config(kind, run, settings)
+    _check_given(run, settings, sbatch or ())
+    # not resolved: in a virtual environment it is a link
+    interpreter = (python or Path(sys.executable)).absolute()
     cpus = cpus_per_node or 4 + 4 * gpus_per_node
-    options = [
-        *_resources(nodes, cpus, gpus_per_node),
-        f"--job-name={run.stem}",
-        f"--output={run.stem}-%j.log",
-    ]
-    options += ["--open-mode=append", "--requeue", *(sbatch or ())]
-    python = (
-        python or Path(sys.executable)
-    ).absolute()  # not resolved: in a virtual environment it is a link
-    run_dir = shlex.quote(str(config.run_dir or Path("runs") / run.stem))
-    wanted = ["system.cluster=ray"] if ray else ["checkpoint.resume=auto"] if kind.trains else []
-    script = _script(
-        scheduler if ray else f"{scheduler}_torchrun",
-        {
-            "command": kind.command,
-            "nodes": str(nodes),
-            "ranks": str(_ranks(config, ray, nodes, gpus_per_node)),
-            "options": "\n".join(f"#SBATCH {option}" for option in options),
-            "directory": shlex.quote(str(Path.cwd())),
-            "python": shlex.quote(str(python)),
-            "ray": shlex.quote(str(python.parent / "ray")),
-            "run": shlex.quote(str(run)),
-            "run_dir": run_dir,
-            "overrides": " ".join([*wanted, f"run_dir={run_dir}", shlex.join(overrides)]).rstrip(),
-            "gpus": str(gpus_per_node),
-            "cpus": str(cpus),
-        },
-    )
-    _deliver(script, output, overrides)
+    job = Job(run, nodes, gpus_per_node, cpus, interpreter, sbatch or ())
+    on_ray = _on_ray(config, ray, nodes)
+    words = _words(job, config, settings, ray=on_ray)
+    _deliver(_script(scheduler if on_ray else f"{scheduler}_torchrun", words), output, settings)
 
 
-def _resources(nodes: int, cpus: int, gpus: int) -> list[str]:
-    """The resources of each machine of the job."""
-    found = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--cpus-per-task={cpus}"]
-    return [*found, f"--gpus-per-node={gpus}"] if gpus else found
+@dataclass(frozen=True, slots=True)
+class Job:
+    run: Path
+    """The run file."""
+    nodes: int
+    gpus: int
+    cpus: int
+    """Of each machine."""
+    python: Path
+    sbatch: Sequence[str]
+    """Further options."""
+
+    @property
+    def options(self) -> list[str]:
+        return [
+            f"--nodes={self.nodes}",
+            "--ntasks-per-node=1",
+            f"--cpus-per-task={self.cpus}",
+            *([f"--gpus-per-node={self.gpus}"] if self.gpus else []),
+            f"--job-name={self.run.stem}",
+            f"--output={self.run.stem}-%j.log",
+            "--open-mode=append",
+            "--requeue",
+            *self.sbatch,
+        ]
+
+
+def _words(
+    job: Job, config: RunConfig, overrides: Sequence[str], *, ray: bool
+) -> Mapping[str, str]:
+    """What the script's ``@names@`` stand for."""
+    run_dir = shlex.quote(str(config.run_dir or Path("runs") / job.run.stem))
+    own = ["checkpoint.resume=auto"] if config.trains else []
+    settings = [*(["system.cluster=ray"] if ray else own), f"run_dir={run_dir}"]
+    return {
+        "command": config.command,
+        "nodes": str(job.nodes),
+        "ranks": str(_ranks(config, ray, job.nodes, job.gpus)),
+        "options": "\n".join(f"#SBATCH {option}" for option in job.options),
+        "directory": shlex.quote(str(Path.cwd())),
+        "python": shlex.quote(str(job.python)),
+        "ray": shlex.quote(str(job.python.parent / "ray")),
+        "run": shlex.quote(str(job.run)),
+        "run_dir": run_dir,
+        "overrides": " ".join([*settings, shlex.join(overrides)]).rstrip(),
+        "gpus": str(job.gpus),
+        "cpus": str(job.cpus),
+    }
 
 
 def _deliver(script: str, output: Path | None, overrides: list[str]) -> None:
@@ -120,7 +141,8 @@ def _deliver(script: str, output: Path | None, overrides: list[str]) -> None:
         with boundary(StorageError, f"cannot make {output} private", OSError):
             output.chmod(0o600)
         print(
-            f"note: {output} holds secrets of the settings, which the job needs; only this user can read it"
+            f"note: {output} holds secrets of the settings, which the job needs; "
+            "only this user can read it"
         )
     print(f"wrote {output}; submit it with: sbatch {output}")
 
@@ -136,7 +158,8 @@ def _check_given(run: Path, overrides: Sequence[str], sbatch: Sequence[str]) -> 
     bad = [option for option in sbatch if not option.startswith("--")]
     if bad:
         raise ConfigError(
-            f"--sbatch {bad[0]}: options of sbatch are written --name=value, such as --partition=gpu"
+            f"--sbatch {bad[0]}: options of sbatch are written --name=value, "
+            "such as --partition=gpu"
         )
 
 
@@ -155,8 +178,9 @@ def _ranks(config: RunConfig, ray: bool, nodes: int, gpus: int) -> int:
         and system.trainer_ranks != processes
     ):
         raise ConfigError(
-            f"system.trainer_ranks = {system.trainer_ranks}, and the job starts {processes} processes, one for each "
-            "GPU of its machines; leave it out, or change --nodes or --gpus-per-node"
+            f"system.trainer_ranks = {system.trainer_ranks}, and the job starts {processes} "
+            "processes, one for each GPU of its machines; leave it out, or change --nodes or "
+            "--gpus-per-node"
         )
     return ranks
 
@@ -190,7 +214,8 @@ def _on_ray(config: RunConfig, asked: bool | None, nodes: int) -> bool:
     if nodes > 1 and not ray and config.samples:
         cure = "use --ray" if samples else "say --nodes 1"
         raise ConfigError(
-            f"--nodes {nodes}: without Ray, tunesmith {config.command} samples on one machine; {cure}"
+            f"--nodes {nodes}: without Ray, tunesmith {config.command} samples on one machine; "
+            f"{cure}"
         )
     return ray
 

@@ -4,12 +4,50 @@ serves it."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 _MODEL = "Of a reward model"
-_FUNCTION = "Of a function"
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+Window = Annotated[
+    float, typer.Option(min=0, help="How long a request waits for others to join it.")
+]
+Largest = Annotated[float, typer.Option(min=0.001, help="Larger requests are refused.")]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Holds the token that requests must send; else TUNESMITH_REWARD_TOKEN.",
+        show_default=False,
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help=f"{_MODEL}: tokens scored at once.", show_default="by the device"),
+]
+Normalize = Annotated[
+    bool | None,
+    typer.Option("--normalize", help=f"{_MODEL}: (score - mean) / std of its reward_stats.json."),
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help=f"{_MODEL}: put text prompts through its chat template.",
+        show_default="if it has one",
+    ),
+]
+DType = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    typer.Option(help=f"{_MODEL}.", show_default="float32"),
+]
+Device = Annotated[
+    str | None, typer.Option(help=f"{_MODEL}: cpu or cuda.", show_default="cuda, if any")
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Of a function: seconds of one call.", show_default="30"),
+]
 
 
 def serve_reward(
@@ -22,50 +60,16 @@ def serve_reward(
         ),
     ],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8100,
-    window_ms: Annotated[
-        float, typer.Option(min=0, help="How long a request waits for others to join it.")
-    ] = 5.0,
-    max_request_mb: Annotated[
-        float, typer.Option(min=0.001, help="Larger requests are refused.")
-    ] = 16.0,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Holds the token that requests must send; else TUNESMITH_REWARD_TOKEN.",
-            show_default=False,
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"{_MODEL}: tokens scored at once.", show_default="by the device"),
-    ] = None,
-    normalize: Annotated[
-        bool | None,
-        typer.Option(
-            "--normalize", help=f"{_MODEL}: (score - mean) / std of its reward_stats.json."
-        ),
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help=f"{_MODEL}: put text prompts through its chat template.",
-            show_default="if it has one",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help=f"{_MODEL}: float32 or bfloat16.", show_default="float32")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help=f"{_MODEL}: cpu or cuda.", show_default="cuda, if any")
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, help=f"{_FUNCTION}: seconds that one call may take.", show_default="30"
-        ),
-    ] = None,
+    port: Port = 8100,
+    window_ms: Window = 5.0,
+    max_request_mb: Largest = 16.0,
+    token_file: TokenFile = None,
+    max_tokens: MaxTokens = None,
+    normalize: Normalize = None,
+    chat: Chat = None,
+    dtype: DType = None,
+    device: Device = None,
+    timeout: Timeout = None,
 ) -> None:
     """Serve a reward over HTTP, scoring what concurrent requests ask for together.
 
@@ -74,8 +78,6 @@ def serve_reward(
     from tunesmith.errors import ConfigError
     from tunesmith.run.placement.serve_reward import ServeOptions, serve_reward
 
-    if dtype not in (None, "float32", "bfloat16"):
-        raise ConfigError(f"--dtype {dtype}: it must be float32 or bfloat16")
     if device is not None and device.partition(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"--device {device}: it must be cpu or cuda")
     options = ServeOptions(

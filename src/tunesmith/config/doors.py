@@ -6,8 +6,9 @@ has there; ``rooms`` imports them on first use::
     ANSWERS = Door[KeyAnswers]("answers", "tunesmith.guide.names.answers:ForeignAnswers")
     kinds: tuple[KeyAnswers, ...] = ANSWERS.rooms
 
-A place whose module is not there is left out: whoever declares a door works without it. Other
-packages add theirs by entry points of the group ``tunesmith.<name of the door>``::
+A place is left out if its module is not there, or a room of this package that it imports: whoever
+declares a door works without it. Other packages add theirs by entry points of the group
+``tunesmith.<name of the door>``::
 
     [project.entry-points."tunesmith.answers"]
     mine = "my_package.answers:MyAnswers"
@@ -56,10 +57,10 @@ def load(place: str) -> Any:
 
 
 def _load_if_there(place: str) -> Any:
-    """The object at a place; None if its module is not there."""
+    """The object at a place; None if its module, or a room that it imports, is not there."""
     try:
         return load(place)
     except ModuleNotFoundError as error:
-        if not f"{place.partition(':')[0]}.".startswith(f"{error.name}."):
-            raise  # the module is there, and lacks another one
+        if not (error.name or "").startswith("tunesmith."):
+            raise  # it lacks a library
         return None

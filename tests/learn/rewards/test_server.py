@@ -351,7 +351,7 @@ def test_an_address_that_is_taken_is_refused(
 
 def test_the_command_checks_its_options() -> None:
     for option, value, valid in (
-        ("--dtype", "float8", "float32 or bfloat16"),
+        ("--dtype", "float8", "'bfloat16'"),
         ("--device", "mps", "cpu or cuda"),
     ):
         found = CliRunner().invoke(app, ["serve-reward", "rm", option, value])

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+import tunesmith.records.doctor  # noqa: F401  (no command without its room)
+
 commands = typer.Typer()
 
 UNHEALTHY = 3

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+import tunesmith.records.report  # noqa: F401  (no command without its room)
+
 commands = typer.Typer()
 
 ROLLOUTS = "24MB"

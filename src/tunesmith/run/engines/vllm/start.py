@@ -67,8 +67,8 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
         os.environ.setdefault(key, value)
     with boundary(
         UserError,
-        "vLLM cannot be imported; install it in Tunesmith's environment (pip install 'tunesmith[vllm]'), or set "
-        'system.engine="local"',
+        "vLLM cannot be imported; install it in Tunesmith's environment "
+        "(pip install 'tunesmith[vllm]'), or set system.engine=\"local\"",
         ImportError,
     ):
         from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
@@ -80,11 +80,8 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
             current_platform.simple_compile_backend = "eager"
         from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
         from vllm.version import __version__ as version  # pyright: ignore[reportMissingImports]
-    problem = version_problem(version)
-    if problem:
-        raise UserError(problem)
     names = [field.name for field in fields(EngineArgs)]
-    problem = extra_problem(settings.extra or {}, names, version)
+    problem = version_problem(version) or extra_problem(settings.extra or {}, names, version)
     if problem:
         raise UserError(problem)
     refused = f"vLLM {version} refuses system.vllm.extra"
@@ -95,28 +92,28 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
         try:
             config = arguments.create_engine_config()
         except ValueError as error:
-            details = error.errors() if isinstance(error, ValidationError) else []
-            text: str = details[0]["msg"] if details else str(error)
-            reason = (
-                text.removeprefix("Value error, ")
-                .partition(" Supported architectures")[0]
-                .rstrip(".")
-            )
-            if settings.extra and any(name in reason for name in settings.extra):
-                raise UserError(f"{refused}: {reason}") from error
-            raise ModelError(
-                f'vLLM {version} cannot serve {settings.model}: {reason}; set system.engine = "local"',
-                keys=("system.engine",),
-            ) from error
-        context: int = (
-            config.model_config.max_model_len
-        )  # before it is shortened to what the KV memory holds
+            raise _refusal(error, settings, version) from error
+        # before it is shortened to what the KV memory holds
+        context: int = config.model_config.max_model_len
         _check_rope(config.model_config.hf_text_config, context)
         with boundary(EngineError, "vLLM could not start", Exception):
             engine = LLMEngine.from_vllm_config(config)
             if settings.pipeline_parallel_size > 1 and current_platform.is_cpu():
                 engine.collective_rpc(_run_once)
         return engine, context
+
+
+def _refusal(error: ValueError, settings: VllmSettings, version: str) -> UserError:
+    """vLLM's refusal of the model, or of a further argument that it names."""
+    details = error.errors() if isinstance(error, ValidationError) else []
+    text: str = details[0]["msg"] if details else str(error)
+    reason = text.removeprefix("Value error, ").partition(" Supported architectures")[0].rstrip(".")
+    if settings.extra and any(name in reason for name in settings.extra):
+        return UserError(f"vLLM {version} refuses system.vllm.extra: {reason}")
+    return ModelError(
+        f'vLLM {version} cannot serve {settings.model}: {reason}; set system.engine = "local"',
+        keys=("system.engine",),
+    )
 
 
 def _check_rope(config: Any, context: int) -> None:
@@ -134,8 +131,9 @@ def _check_rope(config: Any, context: int) -> None:
     ]
     if switches and context > min(switches):
         raise UserError(
-            f"system.vllm.max_model_len: with {context} tokens vLLM would give all sequences the rotary frequencies of "
-            f'those of more than {min(switches)} (longrope); set at most {min(switches)}, or system.engine = "local"',
+            f"system.vllm.max_model_len: with {context} tokens vLLM would give all sequences the "
+            f"rotary frequencies of those of more than {min(switches)} (longrope); set at most "
+            f'{min(switches)}, or system.engine = "local"',
             keys=("system.vllm.max_model_len",),
         )
 
