@@ -10,7 +10,7 @@ VLLM_INSTALLED := $(VLLM)/.installed
 # Keep compiled modules, also where an image says not to: every worker and child would compile tests and package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install vllm demo test test-slow test-long test-devices test-peers test-vllm test-tries test-kinds test-real docs lint bench bench-quick clean
+.PHONY: install vllm demo test test-slow test-long test-devices test-gpu test-peers test-vllm test-tries test-kinds test-real docs lint bench bench-quick bench-gpu clean
 
 install: $(INSTALLED)
 
@@ -46,6 +46,15 @@ test-kinds: $(INSTALLED)
 # Steps on GPUs that are not there: operations, waits and memory.
 test-devices: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 2 tests/guide/simulate/test_device.py tests/slow/guide/test_fake_memory.py
+
+# On GPUs that are there: kernels, planes, memory, journeys, and vLLM's contract where it is installed. GPU_PYTHON is the
+# interpreter of an environment with PyTorch for CUDA, Tunesmith and pytest.
+GPU_PYTHON ?= $(RUN)/python
+test-gpu: $(INSTALLED)
+	$(GPU_PYTHON) -m pytest -rs -m gpu tests
+
+bench-gpu: $(INSTALLED)
+	$(GPU_PYTHON) -m benchmarks.gpu
 
 # Training and sampling of a real model, whose directory TUNESMITH_REAL_MODEL names; skipped without one.
 test-real: $(INSTALLED)

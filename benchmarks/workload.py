@@ -39,6 +39,8 @@ S_32K = Shape("S-32k", 32_000, 6, 256, 4, 2, 64, 768, "float32")
 S_152K = Shape("S-152k", 151_936, 6, 256, 4, 2, 64, 768, "float32")
 SMALL = Shape("0.1B", 32_000, 12, 768, 12, 4, 64, 2048)
 QWEN3 = Shape("0.6B", 151_936, 28, 1024, 16, 8, 128, 3072)
+QWEN3_1_7B = Shape("1.7B", 151_936, 28, 2048, 16, 8, 128, 6144)
+QWEN3_4B = Shape("4B", 151_936, 36, 2560, 32, 8, 128, 9728)
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,11 @@ WORKLOADS = {
 }
 
 
-def build_model(directory: Path, shape: Shape = S) -> None:
-    """Write a model and its tokenizer in Hugging Face format."""
+def build_model(
+    directory: Path, shape: Shape = S, context: int = 4096, device: str = "cpu"
+) -> None:
+    """Write a model and its tokenizer in Hugging Face format; its numbers are drawn on
+    ``device``."""
     torch: Any = import_module("torch")
     transformers: Any = import_module("transformers")
     tokenizers: Any = import_module("tokenizers")
@@ -118,13 +123,15 @@ def build_model(directory: Path, shape: Shape = S) -> None:
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=4096,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=EOS_ID,
         pad_token_id=0,
     )
-    transformers.Qwen3ForCausalLM(config).to(getattr(torch, shape.dtype)).save_pretrained(directory)
+    with torch.device(device):
+        model = transformers.Qwen3ForCausalLM(config)
+    model.to(getattr(torch, shape.dtype)).save_pretrained(directory)
     words = [
         "<pad>",
         "<bos>",

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import (
     compiled,
+    gpu,
     ours,
     packing,
     peer_generate,
@@ -420,3 +421,53 @@ def test_the_page_has_the_recorded_seconds_of_phases() -> None:
 def test_balancing_saves_operations_where_ranks_wait_for_each_other() -> None:
     assert all(share == 0 for share in packing.saved(1).values())
     assert all(share > 0 for share in packing.saved(2).values())
+
+
+def test_the_gpu_cases_repeat_what_is_published_and_fit_their_models() -> None:
+    names = [case.name for case in gpu.CASES]
+    assert len(set(names)) == len(names)
+    for case in gpu.CASES:
+        assert case.prompt + case.completion < 2 * gpu.LONG and case.steps > gpu.WARM_UP
+        assert case.command == "rl" or case.prompt + case.completion + 1 == gpu.LONG
+    assert any(case.published for case in gpu.CASES)
+
+
+def test_operations_of_a_token_by_hand() -> None:
+    shape = replace(
+        QWEN3, vocabulary=10, layers=2, hidden=4, heads=2, kv_heads=1, head_dim=3, feed_forward=5
+    )
+    weights = 2 * (4 * 6 + 2 * 4 * 3 + 6 * 4 + 3 * 4 * 5) + 10 * 4
+    attention = 2 * 3 * (4 * 7 * 6 / 2)
+    assert gpu.operations_per_token(shape, 7, lora=False) == 6 * weights + attention
+    assert gpu.operations_per_token(shape, 7, lora=True) == 4 * weights + attention
+
+
+def test_a_gpu_case_gives_medians_after_the_warm_up_beside_plan_and_peer(tmp_path: Path) -> None:
+    case = replace(gpu.CASES[0], published={"program": "other", "tokens_per_second": 50.0})
+    rows = [
+        {"step": n, "seconds": s, "tokens_per_second": 100.0} for n, s in enumerate([9, 9, 1, 3, 2])
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "plan.json").write_text('{"memory": [], "seconds": {"step": 2.5}}')
+    settings = {
+        "system.device": {"value": "cuda", "source": "derived"},
+        "train.lr": {"value": 1e-6, "source": "derived"},
+        "system.engine": {"value": "local", "source": "default"},
+    }
+    (tmp_path / "resolved.json").write_text(json.dumps({"settings": settings}))
+    row = {"name": case.name, **gpu.read(tmp_path, case)}
+    assert row["steps"] == 3 and row["measured"] == {"seconds": 2, "tokens_per_second": 100.0}
+    assert row["derived"] == {"system.device": "cuda"} and row["planned"]["seconds"] == {
+        "step": 2.5
+    }
+    assert "(ratio 2.00)" in gpu.lines(row)[2]
+
+
+@pytest.mark.slow
+def test_every_gpu_case_runs_without_one(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    assert gpu.main(["--tiny", "--cases", "sft", "derived", "--out", str(out)]) == 0
+    cases = json.loads(out.read_text())["cases"]
+    assert len(cases) == 4 and all("measured" in case for case in cases)
+    assert gpu.main(["--tiny", "--minutes", "0", "--out", str(out)]) == 0
+    assert all("left_out" in case for case in json.loads(out.read_text())["cases"])

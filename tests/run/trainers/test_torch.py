@@ -196,6 +196,7 @@ def test_the_whole_state_goes_where_the_weights_are(monkeypatch: pytest.MonkeyPa
     assert {t.device.type for t in (*here.state().values(), *there.state().values())} == {"meta"}
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_it_continues_from_a_state_on_the_cpu_as_if_it_had_stayed(

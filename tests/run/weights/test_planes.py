@@ -73,7 +73,12 @@ def ipc_plane(named: NamedTensors, folder: Path) -> Plane:
 
 
 @pytest.fixture(
-    params=[file_plane, gloo_plane, nccl_plane, ipc_plane], ids=["file", "gloo", "nccl", "ipc"]
+    params=[
+        pytest.param(file_plane, id="file"),
+        pytest.param(gloo_plane, id="gloo"),
+        pytest.param(nccl_plane, id="nccl"),
+        pytest.param(ipc_plane, id="ipc", marks=pytest.mark.gpu),
+    ]
 )
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[NamedTensors], Plane]:
     return lambda named: request.param(named, tmp_path)
@@ -347,6 +352,7 @@ def test_merged_weights_are_the_whole_models(adapted: tuple[CausalLM, CausalLM])
     assert all(t.equal(before[name]) for name, t in model.module.state_dict().items())
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not GPUS, reason="there is no GPU")
 def test_merged_weights_are_no_second_model_on_the_gpu(tmp_path: Path) -> None:
     model = CausalLM.load(save_model(tmp_path / "model", "llama"), device="cuda")
