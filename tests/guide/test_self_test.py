@@ -75,6 +75,13 @@ def test_slow_gpus_and_links_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "throttling" in found["GPU 1: speed"]
 
 
+def test_ranks_sum_together_and_gloo_is_slower_than_nvlink() -> None:
+    line = self_test._between((H100, H100))
+    assert (
+        "over 2 GPUs at" in line.found and line.cure is not None and "nvidia-smi topo" in line.cure
+    )
+
+
 def test_the_command_fails_if_a_line_does(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [
         MachineLine("shared memory", "64MB"),
