@@ -79,8 +79,7 @@ class Hub:
         except Exception as error:
             self.report(
                 f"{model} could not be put on the hub: {_one_line(error)}. It is whole on disk; "
-                "put it there with: "
-                f"hf upload {section.push_to_hub} {model}"
+                f"put it there with: hf upload {section.push_to_hub} {model}"
             )
         else:
             self.report(f"{model} is on the hub: {commit.commit_url}")

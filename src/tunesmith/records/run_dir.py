@@ -194,8 +194,7 @@ def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> No
     if not continued and holds_run(path):
         raise ConfigError(
             f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another "
-            "run_dir, or delete "
-            "it",
+            "run_dir, or delete it",
             keys=("run_dir",),
         )
     if continued or os.path.lexists(path / LOCK):
@@ -204,8 +203,7 @@ def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> No
     if found or (path / "model").is_symlink():
         raise ConfigError(
             f"{path} has {', '.join(found or ['a link model'])}, which no run wrote there, and a "
-            "run would write over; "
-            "choose another run_dir",
+            "run would write over; choose another run_dir",
             keys=("run_dir",),
         )
 

@@ -115,8 +115,7 @@ def few_kept(this: SampledRound) -> Evidence:
     if kept < this.batch:  # an epoch over it is one optimizer step
         yield (
             f"{this.counted}{_shown(this.right)}; {kept} answers to {solved} of {questions} "
-            "questions are kept, and "
-            f"train.batch_size is {this.batch}"
+            f"questions are kept, and train.batch_size is {this.batch}"
         )
 
 
@@ -133,8 +132,7 @@ def low_yield(this: SampledRound) -> Evidence:
     if this.right[2] * this.per_question < 1:
         yield (
             f"{this.counted}{_shown(this.right)}, which is less than one per question; "
-            f"{this.counts['solved']} of "
-            f"{this.counts['questions']} questions are solved"
+            f"{this.counts['solved']} of {this.counts['questions']} questions are solved"
         )
 
 

@@ -31,8 +31,7 @@ def overfitting(run: Signs) -> Evidence:
     if held_out.count >= 3 and rise > max(0.02, 0.05 * held_out.min) and loss.rise < 0:
         yield (
             f"the held-out loss rose from {held_out.min} (step {held_out.min_step:.0f}) to "
-            f"{held_out.last}, "
-            f"while the training loss fell to {loss.last}"
+            f"{held_out.last}, while the training loss fell to {loss.last}"
         )
 
 

@@ -85,8 +85,7 @@ def lr_without_effect(run: Recent) -> Evidence:
     if run.facts.reach < 1e-6:
         yield (
             f"the learning rate {run.facts.lr:g} moves no weight by more than about "
-            f"{run.facts.reach:.1g} in the whole "
-            "run, and weights are about 0.02"
+            f"{run.facts.reach:.1g} in the whole run, and weights are about 0.02"
         )
 
 
@@ -163,8 +162,7 @@ def ruined(run: Recent) -> Evidence:
     if best["reward"] - run.reward >= 0.5 * max(abs(best["reward"]), best["reward/std"]):
         yield (
             f"the reward is {run.reward} for every answer, and was {best['reward']:.3g} in step "
-            f"{best['step']:.0f}: "
-            f"training has ruined the policy (train.lr = {run.facts.lr:g})"
+            f"{best['step']:.0f}: training has ruined the policy (train.lr = {run.facts.lr:g})"
         )
 
 

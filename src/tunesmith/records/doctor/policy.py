@@ -109,8 +109,7 @@ def reward_hacking(run: Signs) -> Evidence:
     if held_out.count >= 3 and run.reward_rise > 0.5 and fall > 0.2 and fall_in_errors > 3:
         yield (
             f"the reward rose {_change(reward)}, while on held-out prompts it fell from "
-            f"{held_out.max} "
-            f"(step {held_out.max_step:.0f}) to {held_out.last}"
+            f"{held_out.max} (step {held_out.max_step:.0f}) to {held_out.last}"
         )
 
 

@@ -126,8 +126,7 @@ def preempted(run: Signs) -> Evidence:
     if requests.mean > 0.5:
         yield (
             f"{requests.sum:.0f} requests were interrupted because the memory for keys and values "
-            "ran out "
-            f"(system.kv_memory = {memory})"
+            f"ran out (system.kv_memory = {memory})"
         )
 
 

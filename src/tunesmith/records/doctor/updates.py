@@ -25,9 +25,8 @@ def reward_flat(run: Signs) -> Evidence:
     if run.rl and run.steps >= 15 and equal < 0.7 and rise_in_errors < 2 and change < 0.03:
         yield (
             f"the reward was {reward.first:.3f} at first and is {reward.last:.3f}, the entropy "
-            f"{entropy.first:.3f} "
-            f"and {entropy.last:.3f} nats per token, while only {equal:.0%} of the groups lack "
-            "contrast"
+            f"{entropy.first:.3f} and {entropy.last:.3f} nats per token, while only {equal:.0%} of "
+            "the groups lack contrast"
         )
 
 

@@ -135,8 +135,7 @@ def require(module: str) -> Any:
         extra = module.partition(".")[0]
         raise ConfigError(
             f"monitor.sinks asks for {extra}, which is not installed: pip install "
-            f"'tunesmith[{extra}]', or leave it "
-            "out",
+            f"'tunesmith[{extra}]', or leave it out",
             keys=("monitor.sinks",),
         ) from error
 

@@ -17,9 +17,8 @@ def check_key() -> None:
     online = os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared")
     if online and not wandb.api.api_key:
         raise ConfigError(
-            "monitor.sinks asks for wandb, which has no key: run `wandb login`, set "
-            "WANDB_API_KEY, or set "
-            "WANDB_MODE=offline and send the run later with `wandb sync`",
+            "monitor.sinks asks for wandb, which has no key: run `wandb login`, set WANDB_API_KEY, "
+            "or set WANDB_MODE=offline and send the run later with `wandb sync`",
             keys=("monitor.sinks",),
         )
 
