@@ -4,7 +4,7 @@ here."""
 from __future__ import annotations
 
 from tunesmith.guide.migrate.given import Given
-from tunesmith.guide.migrate.there import OFF, Dropped, Result, There, Value, without
+from tunesmith.guide.migrate.there import OFF, Result, There, Value, by_hand, without
 
 
 def _devices(there: There) -> tuple[int, str]:
@@ -41,7 +41,7 @@ def parts(given: Given, there: There) -> Result:
     whole = each * devices * there.number("steps_per_generation", default=steps)
     generated = there.number("generation_batch_size", default=whole)
     if generated % group or generated < group:
-        return Dropped(
+        return by_hand(
             f"{how} = {batch} completions are not whole groups of {group}: give the number of "
             "devices (--devices), or set rollout.prompts_per_step and train.batch_size"
         )
@@ -138,7 +138,7 @@ def length(given: Given, there: There) -> Result:
 def ranks(given: Given, there: There) -> Result:
     """Trainer processes: for supervised training the launch's devices, on one machine."""
     if there.rl:
-        return Dropped(
+        return by_hand(
             f"{given.value} GPUs there; which of yours train and which sample: "
             "system.trainer_ranks, system.engines"
         )
@@ -146,7 +146,7 @@ def ranks(given: Given, there: There) -> Result:
     if nodes > 1:
         count = nodes * given.count
         settings = f'system.cluster = "ray" with system.trainer_ranks = {count}'
-        return Dropped(f"{nodes} machines: {settings}")
+        return by_hand(f"{nodes} machines: {settings}")
     devices = there.launch.devices or given.count
     if devices > 1:
         return Value("system.trainer_ranks", devices)
@@ -160,7 +160,7 @@ def zero_stage(given: Given, there: There) -> Result:
     if there.rl or devices < 2:
         how = "with" if there.rl else "give the number of devices (--devices), or set"
         both = f"system.trainer_ranks also system.zero_stage = {given.value}"
-        return Dropped(f"sharding needs several ranks: {how} {both}")
+        return by_hand(f"sharding needs several ranks: {how} {both}")
     launched = there.given("num_processes", "nproc_per_node", "num_gpus")
     ranks = [] if launched else [Value("system.trainer_ranks", devices)]
     return [*ranks, Value("system.zero_stage", given.value)]
@@ -172,7 +172,7 @@ def sequence(given: Given, there: There) -> Result:
     if size < 2:
         return without("each rank has its own sequences here too")
     if there.rl or (there.launch.devices or 1) % size:
-        return Dropped(f"with system.trainer_ranks also system.sequence_parallel.size = {size}")
+        return by_hand(f"with system.trainer_ranks also system.sequence_parallel.size = {size}")
     return Value("system.sequence_parallel.size", size)
 
 
@@ -187,7 +187,7 @@ def engines(given: Given, there: There) -> Result:
 def of_vllm(given: Given, there: There) -> Result:
     """A setting of vLLM, if vLLM samples."""
     if "reward" in given.name or "teacher" in given.name:
-        return Dropped(
+        return by_hand(
             "a reward model and a teacher are scored by the trainer's code, which plans its own "
             "memory"
         )

@@ -14,14 +14,17 @@ from tunesmith.guide.migrate.given import ForeignLaunch, Given
 from tunesmith.guide.migrate.programs import find_program
 from tunesmith.guide.migrate.python import read_python
 from tunesmith.guide.migrate.shell import Word, read_script
-from tunesmith.guide.migrate.trees import accelerate_settings, read_tree_file, tree_settings
+from tunesmith.guide.migrate.trees import (
+    accelerate_settings,
+    read_named,
+    read_tree_file,
+    tree_settings,
+)
 from tunesmith.guide.names.foreign import spelled
 
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "ray")
 _DEVICES = ("num_processes", "nproc_per_node", "num_gpus")
 _NODES = ("nnodes", "num_nodes")
-_LARGEST = 2_000_000
-"""Size in bytes of the largest script that is read."""
 _MENTIONS = re.compile(
     r"openrlhf\.cli\.|verl\.trainer|\btrl (sft|dpo|grpo|kto|reward|rloo)\b|trl/scripts/"
 )
@@ -48,10 +51,10 @@ def read_shell(
         if inner and not _program(words):
             known = {k: v for k, v in shell.variables.items() if isinstance(v, str)}
             for word in inner:
-                text = word.text.replace("\\'", "'").replace('\\"', '"')
-                launches += read_shell(text, known | dict(variables), folder, word.line)
-        elif found := _program(words):
-            launches += _launch(*found, words, folder, script)
+                command = word.text.replace("\\'", "'").replace('\\"', '"')
+                launches += read_shell(command, known | dict(variables), folder, word.line)
+        elif program := _program(words):
+            launches += _launch(*program, words, folder, script)
         elif len(words) > 1 and words[0].text in ("source", "."):
             file = folder / words[1].text
             other = file.read_text("utf-8", errors="replace") if file.is_file() else text
@@ -81,67 +84,56 @@ def _launch(
 ) -> Iterator[ForeignLaunch]:
     """A launch, also of a program that does not train or sample."""
     program = find_program(name)
-    before = words[: start - 1]
-    after = words[start:]
-    text, file = _script(name, folder, script) if name.endswith(".py") else ("", "")
-    if program is None:
-        said, notes = _options_with_config(after, "trl", folder)
-        for launch in read_python(text, file, {spelled(given.name): given.value for given in said}):
-            launcher = list(_launcher(before, folder, launch.program.framework))
-            settings = (*launch.settings, *launcher, *said)
-            notes = [*launch.notes, *notes]
-            devices = _devices(before, launcher)
-            yield replace(launch, settings=settings, devices=devices, notes=tuple(notes))
-        return
-    if not program.command:
+    if program and not program.command:
         yield ForeignLaunch(name, program)
         return
-    read = _hydra if program.framework == "verl" else _options_with_config
-    settings, notes = read(after, program.framework, folder)
-    launcher = list(_launcher(before, folder, program.framework))
+    before = words[: start - 1]
+    framework = program.framework if program else "trl"
+    read = _hydra if framework == "verl" else _options_with_config
+    settings, notes = read(words[start:], framework, folder)
+    text, file = "", ""
+    if name.endswith(".py"):
+        here = read_named(name, folder)
+        text, file = script if here is None else (here, Path(name).name)
+    if program is None:
+        said = {spelled(given.name): given.value for given in settings}
+        for launch in read_python(text, file, said):
+            launcher = list(_launcher(before, folder, launch.program.framework))
+            yield replace(
+                launch,
+                settings=(*launch.settings, *launcher, *settings),
+                devices=_devices(before, launcher),
+                notes=(*launch.notes, *notes),
+            )
+        return
+    launcher = list(_launcher(before, folder, framework))
+    settings = [*launcher, *settings]
+    said = {spelled(given.name): given.value for given in settings}
+    own = read_python(text, file, said) if text else []  # what the script itself says then
+    of_script = [given for launch in own for given in launch.settings]
+    known = [g for g in of_script if not g.unknown or g.name.endswith("_dataset")]
+    notes += [note for launch in own for note in launch.notes]
     devices = _devices(before, launcher)
-    launch = ForeignLaunch(name, program, (*launcher, *settings), devices, tuple(notes))
-    yield _with_own_settings(launch, text, file) if text else launch
-
-
-def _script(name: str, folder: Path, other: tuple[str, str]) -> tuple[str, str]:
-    """The text and the name of a script that is here; those of ``other`` if it is not."""
-    for file in (Path(name), folder / name, folder / Path(name).name):
-        if file.is_file() and file.stat().st_size <= _LARGEST:
-            return file.read_text(encoding="utf-8", errors="replace"), file.name
-    return other
-
-
-def _with_own_settings(command: ForeignLaunch, text: str, name: str) -> ForeignLaunch:
-    """A command that starts a script, with what the script itself says when it is started so."""
-    options = {spelled(given.name): given.value for given in command.settings}
-    found = read_python(text, name, options)
-    said = [given for launch in found for given in launch.settings]
-    own = [g for g in said if not g.unknown or g.name.endswith("_dataset")]
-    notes = [note for launch in found for note in launch.notes]
-    return replace(command, settings=(*own, *command.settings), notes=(*command.notes, *notes))
+    yield ForeignLaunch(name, program, (*known, *settings), devices, tuple(notes))
 
 
 def options(words: Sequence[Word], framework: str) -> Iterator[Given]:
     """``--name value``, ``--name=value``, ``--flag`` and ``--name a b``; ``--no_name`` turns a flag
     off."""
-    at = 0
-    while at < len(words):
-        word = words[at]
-        at += 1
-        if not re.match(r"--?[A-Za-z]", word.text):
-            continue
-        name, equals, value = word.text.lstrip("-").partition("=")
-        values = [value] if equals else []
-        while not equals and at < len(words) and not re.match(r"--?[A-Za-z]", words[at].text):
-            values.append(words[at].text)
-            at += 1
-        text = " ".join([word.text, *([] if equals else values)])
+    groups: list[list[Word]] = []
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word.text):
+            groups.append([word])
+        elif groups and "=" not in groups[-1][0].text:
+            groups[-1].append(word)
+    for option, *rest in groups:
+        name, equals, value = option.text.lstrip("-").partition("=")
+        values = [parsed(value)] if equals else [parsed(word.text) for word in rest]
+        text = " ".join(word.text for word in (option, *rest))
         is_off = name.startswith("no_") and framework in ("trl", "transformers") and not values
-        items = [parsed(v) for v in values]
-        result: Any = not is_off if not items else items[0] if len(items) == 1 else items
         name = name.removeprefix("no_") if is_off else name
-        yield Given(name, result, word.line, framework, text)
+        result: Any = values or not is_off
+        yield Given(name, values[0] if len(values) == 1 else result, option.line, framework, text)
 
 
 def _options_with_config(
@@ -169,19 +161,19 @@ def _hydra(words: Sequence[Word], framework: str, folder: Path) -> tuple[list[Gi
     notes = list[str]()
     named = hydra.get("config-name")
     if named:
-        file = str(named.value)
-        path = f"{file}.yaml"
+        path = f"{named.value}.yaml"
         if "config-path" in hydra:
-            path = f"{hydra['config-path'].value}/{file.removesuffix('.yaml')}.yaml"
+            path = f"{hydra['config-path'].value}/{str(named.value).removesuffix('.yaml')}.yaml"
         tree = read_tree_file(path, folder)
-        settings += tree_settings(tree, framework) if tree else []
+        settings += tree_settings(tree or {}, framework)
         if tree is None:
-            missing = f"the configuration {file} was not found; migrate it as well"
+            missing = f"the configuration {named.value} was not found; migrate it as well"
             notes.append(f"line {named.line}: {missing}")
     for word in words:
-        found = re.match(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", word.text, re.DOTALL)
-        if found and not word.text.startswith("-"):
-            settings.append(Given(found[1], parsed(found[2]), word.line, framework, word.text))
+        override = re.match(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", word.text, re.DOTALL)
+        if override:
+            name, value = override.groups()
+            settings.append(Given(name, parsed(value), word.line, framework, word.text))
     return settings, notes
 
 
@@ -204,10 +196,10 @@ def _launcher(words: Sequence[Word], folder: Path, framework: str) -> Iterator[G
 
 def _devices(words: Sequence[Word], launcher: Sequence[Given] = ()) -> int | None:
     """The total number of processes that a launcher starts on all machines."""
-    found = {g.name.replace("-", "_"): g.value for g in (*options(words, "accelerate"), *launcher)}
-    count = next((found[name] for name in _DEVICES if isinstance(found.get(name), int)), None)
-    nodes = next((found[name] for name in _NODES if isinstance(found.get(name), int)), 1)
-    return None if count is None else count * (1 if "num_processes" in found else nodes)
+    said = {g.name.replace("-", "_"): g.value for g in (*options(words, "accelerate"), *launcher)}
+    count = next((said[name] for name in _DEVICES if isinstance(said.get(name), int)), None)
+    nodes = next((said[name] for name in _NODES if isinstance(said.get(name), int)), 1)
+    return None if count is None else count * (1 if "num_processes" in said else nodes)
 
 
 def parsed(text: str) -> Any:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from tunesmith.config.commands import KINDS
 from tunesmith.config.reading.describe import choices_at
 from tunesmith.errors import ConfigError
 from tunesmith.guide.migrate.given import UNKNOWN, ForeignLaunch, Given, is_text
 from tunesmith.guide.migrate.script.data import Origin
-from tunesmith.guide.migrate.there import ROLES, Dropped, NotKnownError, There, Value, is_off
+from tunesmith.guide.migrate.there import (
+    OFF,
+    ROLES,
+    Fate,
+    Kind,
+    NotKnownError,
+    There,
+    Value,
+    is_off,
+)
 from tunesmith.guide.migrate.values import CONVERSIONS
 from tunesmith.guide.names.foreign import FRAMEWORKS, Meaning, spelled, value_of
 from tunesmith.guide.names.unknown import rule_of
 from tunesmith.learn.data.splits import parse_split
-
-Kind = Literal[
-    "mapped", "derived", "off", "by hand", "computed", "absent", "changes", "unknown", "replaced"
-]
-"""The fate of a setting, in this order: it has a line; Tunesmith derives its purpose; it enabled
-nothing; a person must decide; its value is known only when the source runs; it has no counterpart,
-without or with an effect on learning; its name is unknown; a later line replaces it."""
 
 _OF_THE_POLICY = ("train.", "model.", "rollout.", "lora.", "system.gradient_checkpointing", "data.")
 """Settings that only the policy has here; another model's settings must not replace them."""
@@ -117,26 +119,10 @@ def _account(
     given: Given, there: There, migration: Migration, *, is_default: bool = False
 ) -> ConvertedSetting:
     """The fate of one setting; its lines are added to the run file."""
-    meanings = there.meanings(given)
-    keys = tuple(key for m in meanings for key in m.keys if key in there.keys)[:1]
-    if given.unknown and keys:  # without a key, its value does not matter
-        why = given.why or f"its value is computed when the source runs ({given.unknown})"
-        return _computed(given, why, keys)
-    if not is_text(str(given.value)):
-        return ConvertedSetting(given, "by hand", "it has characters that no file can hold", keys)
-    if isinstance(given.value, float) and not math.isfinite(given.value):
-        return ConvertedSetting(given, "by hand", "it is not a finite number", keys)
-    if not meanings:
-        if is_off(given.value):
-            return ConvertedSetting(given, "off", "it is off there")
-        return ConvertedSetting(given, "unknown", "this name is not known")
-    results = [_result(given, meaning, there) for meaning in meanings]
-    best = next((r for r in results if not isinstance(r, ConvertedSetting)), results[0])
-    if isinstance(best, ConvertedSetting):
-        return best
-    keys = tuple(value.key for value in best)
-    if any(UNKNOWN.search(str(value.value)) or "None" in repr(value.value) for value in best):
-        return ConvertedSetting(given, "by hand", "a part of the value is not known here", keys)
+    results = _results(given, there)
+    best = next((result for result in results if not isinstance(result, Fate)), results[0])
+    if isinstance(best, Fate):
+        return ConvertedSetting(given, best.kind, best.why, best.keys)
     note = f"{FRAMEWORKS[there.framework]}'s default" if is_default else ""
     for value in best:
         before = migration.entries.get(value.key)
@@ -146,13 +132,29 @@ def _account(
             before.of.append(given)
         else:
             migration.entries[value.key] = Entry(value.value, value.how, [given], note)
-    return ConvertedSetting(given, "mapped", "", keys)
+    return ConvertedSetting(given, "mapped", "", tuple(value.key for value in best))
 
 
-def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | ConvertedSetting:
+def _results(given: Given, there: There) -> Sequence[Sequence[Value] | Fate]:
+    """What a setting becomes by each of its meanings."""
+    meanings = there.meanings(given)
+    keys = tuple(key for m in meanings for key in m.keys if key in there.keys)[:1]
+    if given.unknown and keys:  # without a key, its value does not matter
+        why = given.why or f"its value is computed when the source runs ({given.unknown})"
+        return [_computed(why, keys)]
+    if not is_text(str(given.value)):
+        return [Fate("by hand", "it has characters that no file can hold", keys)]
+    if isinstance(given.value, float) and not math.isfinite(given.value):
+        return [Fate("by hand", "it is not a finite number", keys)]
+    if not meanings:
+        return [OFF if is_off(given.value) else Fate("unknown", "this name is not known")]
+    return [_result(given, meaning, there) for meaning in meanings]
+
+
+def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | Fate:
     """The conversion of a setting by one of its meanings, in a run file's vocabulary."""
     converted = _values(given, meaning, there)
-    if isinstance(converted, ConvertedSetting):
+    if isinstance(converted, Fate):
         return converted
     values: list[Value] = []
     for value in converted:
@@ -163,78 +165,72 @@ def _result(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | C
             ours = known.get(spelled(str(word)))
             if ours is None:
                 valid = " or ".join(dict.fromkeys(choices))
-                text = f"there is no {value.value} here; {value.key} is {valid}"
-                return ConvertedSetting(given, "by hand", text, (value.key,))
+                why = f"there is no {value.value} here; {value.key} is {valid}"
+                return Fate("by hand", why, (value.key,))
             word = ours if isinstance(word, str) else word
+        if UNKNOWN.search(str(word)) or "None" in repr(word):
+            keys = tuple(value.key for value in converted)
+            return Fate("by hand", "a part of the value is not known here", keys)
         values.append(replace(value, value=word))
     return values
 
 
-def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | ConvertedSetting:
+def _values(given: Given, meaning: Meaning, there: There) -> Sequence[Value] | Fate:
     mine = tuple(key for key in meaning.keys if key in there.keys)
     if not mine:
-        return _without(given, meaning, there)
-
-    def fate(kind: Kind, text: str) -> ConvertedSetting:
-        return ConvertedSetting(given, kind, text, mine)
-
+        return _without(given.value, meaning, there.command)
     role = ROLES.match(given.name)
     if role and all(key.startswith(_OF_THE_POLICY) for key in mine):
-        return fate("off", f"the {role[1]} takes the policy's: {' and '.join(mine)}")
+        return Fate("off", f"the {role[1]} takes the policy's: {' and '.join(mine)}", mine)
     word = str(given.value).lower()
     for case in meaning.cases:
-        if "is" in case and word not in case["is"].split():
-            continue
-        if "value" in case:
-            return [Value(key, case["value"]) for key in mine]
-        kind: Kind = "off" if "off" in case else "derived" if "derived" in case else "by hand"
-        return fate(kind, case[kind].format(value=given.value))
+        if "is" not in case or word in case["is"].split():
+            if "value" in case:
+                return [Value(key, case["value"]) for key in mine]
+            kind: Kind = "off" if "off" in case else "derived" if "derived" in case else "by hand"
+            return Fate(kind, case[kind].format(value=given.value), mine)
     if meaning.convert:
         return _by_conversion(given, meaning.convert, there, mine)
-    off = fate("off", "it is off there")
+    off = replace(OFF, keys=mine)
     if meaning.value:
         on = not is_off(given.value) and given.value not in ("false", "False")
         return [Value(key, meaning.value) for key in mine] if on else off
     if is_off(given.value) and given.value != 0:
         return off
     if meaning.how and not meaning.cases:
-        return fate("off" if is_off(given.value) else "by hand", meaning.how)
+        return Fate("off" if is_off(given.value) else "by hand", meaning.how, mine)
     inverted = meaning.inverted and isinstance(given.value, bool)
     return [Value(key, not given.value if inverted else given.value) for key in mine]
 
 
 def _by_conversion(
     given: Given, name: str, there: There, keys: tuple[str, ...]
-) -> Sequence[Value] | ConvertedSetting:
+) -> Sequence[Value] | Fate:
     try:
         result = CONVERSIONS[name](given, there)
     except NotKnownError as error:
-        return _computed(given, str(error), keys)
+        return _computed(str(error), keys)
     except (ValueError, OverflowError) as error:  # not a number, or far too large
-        return ConvertedSetting(given, "by hand", f"the value cannot be read: {error}", keys)
-    if isinstance(result, Dropped):
-        return ConvertedSetting(given, "off" if result.off else "by hand", result.why, keys)
+        return Fate("by hand", f"the value cannot be read: {error}", keys)
+    if isinstance(result, Fate):
+        return replace(result, keys=keys)
     each = [result] if isinstance(result, Value) else result
     values = [value for value in each if value.key in there.keys]
-    no_meaning = f"it has no meaning in tunesmith {there.command}"
-    return values or ConvertedSetting(given, "off", no_meaning, keys)
+    return values or Fate("off", f"it has no meaning in tunesmith {there.command}", keys)
 
 
-def _computed(given: Given, why: str, keys: tuple[str, ...]) -> ConvertedSetting:
-    return ConvertedSetting(given, "computed", f"{why}; set {keys[0]} yourself", keys)
+def _computed(why: str, keys: tuple[str, ...]) -> Fate:
+    return Fate("computed", f"{why}; set {keys[0]} yourself", keys)
 
 
-def _without(given: Given, meaning: Meaning, there: There) -> ConvertedSetting:
-    """A setting that has no key in this run file."""
-    if is_off(given.value):
-        why = f"; {meaning.why}" if meaning.why else ""
-        return ConvertedSetting(given, "off", f"it is off there{why}")
+def _without(value: Any, meaning: Meaning, command: str) -> Fate:
+    """The fate of a setting that has no key in this run file."""
+    if is_off(value):
+        return Fate("off", f"it is off there{f'; {meaning.why}' if meaning.why else ''}")
     if meaning.keys:
         rule = f" ({rule_of(meaning)})" if rule_of(meaning) else ""
-        text = f"{' and '.join(meaning.keys)} has no meaning in tunesmith {there.command}{rule}"
-        return ConvertedSetting(given, "absent", text)
-    if meaning.derived:
-        return ConvertedSetting(given, "derived", meaning.why)
+        keys = " and ".join(meaning.keys)
+        return Fate("absent", f"{keys} has no meaning in tunesmith {command}{rule}")
     if meaning.effect:
-        return ConvertedSetting(given, "changes", f"{meaning.why}. {meaning.effect}")
-    return ConvertedSetting(given, "absent", meaning.why)
+        return Fate("changes", f"{meaning.why}. {meaning.effect}")
+    return Fate("derived" if meaning.derived else "absent", meaning.why)

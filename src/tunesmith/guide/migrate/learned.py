@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 from tunesmith.config.presets import PRESETS
 from tunesmith.guide.migrate.given import Given
-from tunesmith.guide.migrate.there import OFF, Dropped, Result, There, Value, is_off, without
+from tunesmith.guide.migrate.there import OFF, Result, There, Value, by_hand, is_off, without
 from tunesmith.guide.names.foreign import value_of
 
 _ESTIMATORS = {
@@ -22,7 +23,7 @@ def estimator(given: Given, _there: There) -> Result:
     name = _ESTIMATORS.get(str(given.value), str(given.value))
     if name not in PRESETS:
         lists = "tunesmith presets lists those that there are"
-        return Dropped(f"there is no estimator {given.value} here: {lists}")
+        return by_hand(f"there is no estimator {given.value} here: {lists}")
     how = "the preset with this estimator; the settings below win over it"
     return Value("algorithm.name", name, how)
 
@@ -31,12 +32,12 @@ def deviation(given: Given, there: There) -> Result:
     """Whether advantages are divided by the group's standard deviation; OpenRLHF's flag disables
     it."""
     if there.framework == "trl" and "rloo" in there.launch.name.lower():
-        return OFF if not given.value else Dropped("RLOO's advantages are not standardised here")
+        return OFF if not given.value else by_hand("RLOO's advantages are not standardised here")
     names = ("adv_estimator", "advantage.estimator", "advantage_estimator")
     if there.get(*names, default="grpo") not in ("grpo", "group_norm"):
         return without("this estimator does not divide by a deviation")
     if given.value == "batch":
-        return Dropped("the deviation is the group's here, not the batch's")
+        return by_hand("the deviation is the group's here, not the batch's")
     if (given.value in (True, "group")) != ("no_" in given.name):
         return without("advantages are divided by the group's deviation here too")
     return Value("algorithm.advantage", "dr_grpo", "without the deviation")
@@ -52,12 +53,12 @@ def loss_type(given: Given, there: There) -> Result:
     if there.command == "rm":
         return Value("rm.loss", "logexp" if name == "logexp" else "sigmoid")
     if len(names) > 1:
-        return Dropped(f"one loss is learned here, not {' and '.join(names)}")
+        return by_hand(f"one loss is learned here, not {' and '.join(names)}")
     if there.command == "dpo" and name in ("sigmoid", "dpo", "ipo", "hinge"):
         return Value("dpo.loss", "sigmoid" if name == "dpo" else name)
     if name in ("kto", "nll", "None", "sft"):
         return without("it is the loss here too")
-    return Dropped(f"there is no loss {name} here")
+    return by_hand(f"there is no loss {name} here")
 
 
 def kl_coef(given: Given, there: There) -> Result:
@@ -88,7 +89,7 @@ def kl_estimator(given: Given, there: There) -> Result:
     if without_kl or _is_off_in_verl(given, there):
         return without("the KL that it belongs to is off there")
     if given.value in ("k1", "kl") and there.get("use_kl_loss", "kl.use_loss"):
-        return Dropped("as a term of the loss k1 has no gradient; the default estimator stays")
+        return by_hand("as a term of the loss k1 has no gradient; the default estimator stays")
     return Value("algorithm.kl.estimator", given.value)
 
 
@@ -105,11 +106,8 @@ def bounds(given: Given, _there: There) -> Result:
     """Two numbers for ``clip_low`` and ``clip_high``, or for the bounds of the filter."""
     numbers = _pair(given.value)
     if numbers is None:
-        return Dropped(f"{given.value} is not two numbers")
-    ends = (f"algorithm.loss.clip_{end}" for end in ("low", "high"))
-    if "filter" in given.name:
-        ends = (f"algorithm.dynamic_filter.{end}" for end in ("low", "high"))
-    return [Value(end, number) for end, number in zip(ends, numbers, strict=True)]
+        return by_hand(f"{given.value} is not two numbers")
+    return _bounds("dynamic_filter." if "filter" in given.name else "loss.clip_", numbers)
 
 
 def pair(given: Given, _there: There) -> Result:
@@ -118,9 +116,15 @@ def pair(given: Given, _there: There) -> Result:
     return Value("algorithm.reward_clip", [*map(float, numbers)]) if numbers else OFF
 
 
-def _pair(value: Any) -> list[Any] | None:
-    items = list(cast("list[Any]", value)) if isinstance(value, list | tuple) else []
-    return items if len(items) == 2 else None
+def _pair(value: Any) -> Sequence[Any] | None:
+    return value if isinstance(value, list | tuple) and len(value) == 2 else None
+
+
+def _bounds(table: str, numbers: Sequence[Any]) -> list[Value]:
+    """Two numbers are ``low`` and ``high``; one is ``high``."""
+    ends = ("low", "high") if len(numbers) == 2 else ("high",)
+    bounds = zip(ends, numbers, strict=False)
+    return [Value(f"algorithm.{table}{end}", number) for end, number in bounds]
 
 
 def clip_ratio(given: Given, there: There) -> Result:
@@ -130,9 +134,9 @@ def clip_ratio(given: Given, there: There) -> Result:
     loss = str(there.get("policy_loss.loss_mode", "loss_mode", default="ppo"))
     if not given.line and loss not in ("ppo", "vanilla"):
         return without("this loss has its own bounds")
-    low = [] if there.given("clip_ratio_low", "epsilon") else ["clip_low"]
-    high = [] if there.given("clip_ratio_high", "epsilon_high") else ["clip_high"]
-    values = [Value(f"algorithm.loss.{end}", given.value) for end in low + high]
+    own = {"low": ("clip_ratio_low", "epsilon"), "high": ("clip_ratio_high", "epsilon_high")}
+    ends = [end for end, names in own.items() if not there.given(*names)]
+    values = [Value(f"algorithm.loss.clip_{end}", given.value) for end in ends]
     return values or without("each side has its own")
 
 
@@ -153,12 +157,10 @@ def correction(given: Given, there: There) -> Result:
 
 def threshold(given: Given, there: There) -> Result:
     on = there.get("is_correction_enable", "enable_vllm_is_correction")
+    numbers = given.value if isinstance(given.value, list) else [given.value]
     if not on or not isinstance(given.value, list | int | float):
         return without("the correction is off there")
-    numbers = cast("list[Any]", given.value) if isinstance(given.value, list) else [given.value]
-    ends = ("low", "high") if len(numbers) == 2 else ("high",)
-    bounds = zip(ends, numbers, strict=False)
-    return [Value(f"algorithm.correction.{end}", number) for end, number in bounds]
+    return _bounds("correction.", numbers)
 
 
 def overlong(given: Given, there: There) -> Result:

@@ -16,6 +16,7 @@ from tunesmith.guide.migrate.given import ForeignLaunch, Given
 from tunesmith.guide.migrate.programs import find_program
 from tunesmith.guide.migrate.python import docstrings, read_python
 from tunesmith.guide.migrate.trees import (
+    LARGEST,
     accelerate_settings,
     read_tree_file,
     read_tree_text,
@@ -23,7 +24,6 @@ from tunesmith.guide.migrate.trees import (
 )
 from tunesmith.guide.names.foreign import meanings_of
 
-_LARGEST = 5_000_000
 _VERL = {
     "actor_rollout_ref", "algorithm", "critic", "reward_model", "trainer", "rollout",
     "async_training",
@@ -61,9 +61,10 @@ def read_source(path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]
     with boundary(ConfigError, f"cannot read {path}", OSError):
         if path.is_dir():
             raise ConfigError(f"{path} is a directory; name a script or a configuration")
-        if path.stat().st_size > _LARGEST:
+        if path.stat().st_size > LARGEST:
+            megabytes = LARGEST // 10**6
             raise ConfigError(
-                f"{path} has more than {_LARGEST // 10**6} MB; name a script or a configuration"
+                f"{path} has more than {megabytes} MB; name a script or a configuration"
             )
         text = path.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n")
     launches = read_text(text, path, variables)

@@ -9,8 +9,8 @@ from pathlib import Path
 from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
 from tunesmith.errors import ConfigError, Problem
-from tunesmith.guide.migrate.convert import ConvertedSetting, Entry, Kind, Migration
-from tunesmith.guide.migrate.there import is_off
+from tunesmith.guide.migrate.convert import ConvertedSetting, Entry, Migration
+from tunesmith.guide.migrate.there import Kind, is_off
 from tunesmith.guide.migrate.write import run_file
 from tunesmith.plan.rules.checks import check
 

@@ -16,13 +16,11 @@ import ast
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 
 from tunesmith.errors import ConfigError
 
-V = TypeVar("V", str, "list[Word]")
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _DECLARING = ("export", "readonly", "local", "declare")
 _KEYWORDS = (
@@ -33,7 +31,7 @@ _KEYWORDS = (
 _SKIPPED = re.compile(r"(?:[ \t\r\f\v]|\\\n|#[^\n]*)+")
 _REDIRECTION = re.compile(r"(?:\d|&)?(?:>>?|<{1,3})(?:&-|&\d)?")
 _HERE = re.compile(r"<<-?\s*[\"']?(\w+)[\"']?([^\n]*)\n")
-_ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
@@ -53,8 +51,8 @@ class Word:
 class Script:
     """``variables`` hold values or, for arrays, lists of words; ``commands`` are lists of words."""
 
-    variables: dict[str, str | list[Word]] = field(default_factory=dict[str, "str | list[Word]"])
-    commands: list[list[Word]] = field(default_factory=list[list[Word]])
+    variables: dict[str, str | list[Word]]
+    commands: list[list[Word]]
 
 
 def read_script(text: str, variables: Mapping[str, str], line: int = 1) -> Script:
@@ -63,7 +61,7 @@ def read_script(text: str, variables: Mapping[str, str], line: int = 1) -> Scrip
     Args:
         variables: the caller's values, which override the script's.
     """
-    script = Script({"HOME": os.path.expanduser("~"), **variables})
+    script = Script({"HOME": os.path.expanduser("~"), **variables}, [])
     branches: list[bool | None] = []
     """Of each open "if", whether a branch was taken; None: this branch is skipped."""
     for command in _commands(text, line):
@@ -109,25 +107,23 @@ def _do(command: list[Word], script: Script, fixed: Mapping[str, str]) -> None:
     if command[0].text in _DECLARING:
         start = next((n for n, w in enumerate(command) if _ASSIGN.match(w.text)), 0)
         command = command[start:]
-    while command and (found := _ASSIGN.match(command[0].text)):
-        name = found[1]
+    while command and (assigned := _ASSIGN.match(command[0].text)):
+        name = assigned[1]
         word = command.pop(0)
-        rest = word.text[found.end() :]
-        value: str | list[Word] = ""
-        if rest.startswith("("):
-            before = script.variables.get(name, []) if found[2] else []
-            value = before if isinstance(before, list) else [Word(before, word.line)]
-            items = [item for part in _commands(rest[1:-1], word.line) for item in part]
-            value = [*value, *_words(items, script)]
+        text = word.text[assigned.end() :]
+        value = script.variables.get(name, []) if assigned[2] else []
+        if text.startswith("("):
+            before = value if isinstance(value, list) else [Word(value, word.line)]
+            value = [*before, *_words(_raw_words(text[1:-1], word.line), script)]
         else:
-            value = expand(rest, script, whole=True)[0]
+            value = expand(text, script, whole=True)[0]
         if name not in fixed:
             script.variables[name] = value
     if command:
         script.commands.append(_words(command, script))
 
 
-def bounded(value: V) -> V:
+def _check_size(value: Sized) -> None:
     """
     Raises:
         ConfigError: variables that contain each other make it too long.
@@ -136,20 +132,18 @@ def bounded(value: V) -> V:
         raise ConfigError(
             f"a variable of the script becomes longer than {_LONGEST} characters or words"
         )
-    return value
 
 
 def _words(raw: Sequence[Word], script: Script) -> list[Word]:
     """The words of a command, expanded; those of a here-document are its last ones."""
     words: list[Word] = []
     for word in raw:
-        bounded(words)
+        _check_size(words)
         text = word.text
         array = re.fullmatch(r'"?\$\{(\w+)\[[@*]\]\}"?|\$\{?(\w+)\}?', text)
         held = script.variables.get(array[1] or array[2]) if array else None
         if text.startswith("\n"):  # a here-document
-            body = [item for part in _commands(text[1:], word.line) for item in part]
-            words += _words(body, script)
+            words += _words(_raw_words(text[1:], word.line), script)
         elif isinstance(held, list):
             words += held
         else:
@@ -158,7 +152,7 @@ def _words(raw: Sequence[Word], script: Script) -> list[Word]:
     return words
 
 
-def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
+def expand(text: str, script: Script, *, whole: bool = False) -> Sequence[str]:
     """A word of the script with its quotes and variables resolved; several words if an unquoted
     value has blanks.
 
@@ -188,15 +182,15 @@ def expand(text: str, script: Script, *, whole: bool = False) -> list[str]:
             value, position = _value(text, position, script)
             blanks = re.search(r"\s", value) and not value.startswith("$")
             split = split or bool(blanks and not whole and not quoted)
-            out = bounded(out + value)
+            out += value
+            _check_size(out)
         else:
             out += char
             position += 1
-    if split:
-        return [str(part) for part in out.replace(_EMPTY, "").split()]
-    if out.startswith("~/"):
-        out = str(script.variables["HOME"]) + out[1:]
-    return [out.replace(_EMPTY, "")]
+    if out.startswith("~/") and not split:
+        out = _variable("HOME", script) + out[1:]
+    out = out.replace(_EMPTY, "")
+    return out.split() if split else [out]
 
 
 def _value(text: str, start: int, script: Script) -> tuple[str, int]:
@@ -225,19 +219,16 @@ def _variable(name: str, script: Script) -> str:
 
 def _braces(inner: str, script: Script) -> str:
     """``NAME``, ``NAME:-default``, ``NAME,,``, ``NAME##*/`` and the like, without their braces."""
-    found = re.match(r"(\w+|[@*])(.*)", inner, re.DOTALL)
-    if not found:
+    named = re.match(r"(\w+|[@*])(.*)", inner, re.DOTALL)
+    if not named:
         return f"${{{inner}}}"
-    name, rest = found.groups()
-    known = script.variables.get(name)
-    if re.match(r":?[-=]", rest):
-        default = expand('"' + re.sub(r"^:?[-=]", "", rest).strip('"') + '"', script)[0]
-        return (
-            default
-            if known is None or (rest.startswith(":") and not known)
-            else _variable(name, script)
-        )
+    name, rest = named.groups()
     value = _variable(name, script)
+    default = re.fullmatch(r"(:?)[-=](.*)", rest, re.DOTALL)
+    if default:
+        known = script.variables.get(name)
+        is_set = known if default[1] else known is not None
+        return value if is_set else expand(f'"{default[2].strip(chr(34))}"', script)[0]
     if value.startswith("${") or not rest or rest in ("[@]", "[*]"):
         return value
     if rest in (",,", "^^"):
@@ -252,8 +243,7 @@ def _braces(inner: str, script: Script) -> str:
 
 def _output(command: str, script: Script) -> str:
     """The output of a few simple text commands."""
-    words = [word for part in _commands(command, 1) for word in part]
-    match [word.text for word in _words(words, script)]:
+    match [word.text for word in _words(_raw_words(command, 1), script)]:
         case ["basename", path] if "$" not in path:
             return path.rstrip("/").rpartition("/")[2]
         case ["dirname", path] if "$" not in path:
@@ -283,7 +273,7 @@ def _number(node: ast.expr) -> int:
         case ast.Constant(value=int(value)):
             return value
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _ARITHMETIC:
-            result: int = _ARITHMETIC[type(sign)](_number(left), _number(right))
+            result = _ARITHMETIC[type(sign)](_number(left), _number(right))
             if abs(result) >= 1 << 63:  # bash has 64 bits
                 raise OverflowError(sign)
             return result
@@ -291,6 +281,11 @@ def _number(node: ast.expr) -> int:
             return -_number(operand)
         case _:
             raise ValueError(ast.dump(node))
+
+
+def _raw_words(text: str, line: int) -> list[Word]:
+    """The words of all commands, as they are written."""
+    return [word for command in _commands(text, line) for word in command]
 
 
 def _commands(text: str, line: int) -> Iterator[list[Word]]:
@@ -351,26 +346,21 @@ def _word_end(text: str, start: int) -> int:
 
 def _closing(text: str, start: int) -> int:
     """The end of the quote or bracket at ``start``; the end of the text if it is not closed."""
-    char = text[start]
-    depth = 0
-    position = start
-    pairs = {"(": ")", "{": "}", "[": "]"}
-    if char in "'\"`":
-        position += 1
-        while position < len(text) and text[position] != char:
-            position += 2 if text[position] == "\\" and char != "'" else 1
-        return position
+    opening = text[start]
+    closing = {"(": ")", "{": "}", "[": "]"}.get(opening, opening)
+    depth = 1
+    position = start + 1
     while position < len(text):
-        here = text[position]
-        if here == "\\":
+        char = text[position]
+        if char == "\\" and opening != "'":
             position += 1
-        elif here in "'\"" and char == "(":
+        elif char in "'\"" and opening == "(":
             position = _closing(text, position)
-        elif here == char:
-            depth += 1
-        elif here == pairs[char]:
+        elif char == closing:
             depth -= 1
             if not depth:
                 return position
+        elif char == opening:
+            depth += 1
         position += 1
     return len(text)

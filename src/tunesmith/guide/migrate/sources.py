@@ -9,7 +9,7 @@ from typing import Any, cast
 from tunesmith.config.values import SINKS
 from tunesmith.guide.migrate.given import UNKNOWN, Given
 from tunesmith.guide.migrate.script.data import Data, all_data, written_split
-from tunesmith.guide.migrate.there import OFF, Dropped, Result, There, Value, without
+from tunesmith.guide.migrate.there import OFF, Result, There, Value, by_hand, without
 
 _TRAIN = (
     "dataset_name", "train_dataset", "data.dataset", "dataset", "data.prompt_dataset",
@@ -37,7 +37,7 @@ def train_data(_given: Given, there: There) -> Result:
         return _followed("data.train", held)
     paths = _listed(there.get(*_TRAIN))
     if not paths:
-        return Dropped("no data set is given with it")
+        return by_hand("no data set is given with it")
     split = there.get(*_TRAIN_SPLITS)
     split = split[0] if isinstance(split, list) and split else split
     shares = _listed(there.get(*_PROBS))
@@ -76,7 +76,7 @@ def _followed(key: str, data: Data) -> Result:
         split = written_split(origin)
         if split is None:
             part = origin.path + "".join(map(str, origin.cuts))
-            return Dropped(f"a part of a part, {part}, has no line here; write its rows to a file")
+            return by_hand(f"a part of a part, {part}, has no line here; write its rows to a file")
         table = {"path": origin.path, "split": split}
         tables.append({**table, "subset": origin.subset, "weight": origin.weight})
     return Value(key, _plain(tables), "; ".join(dict.fromkeys(data.notes)))
@@ -86,7 +86,7 @@ def rows(given: Given, _there: There) -> Result:
     """``dataset.map(function)`` and what else a script does to its rows."""
     if ".py:" in given.value:
         return Value("data.map", given.value, _MOVE.format("it", "it"))
-    return Dropped(
+    return by_hand(
         f"{given.text} is not followed: write it as a function of one row that returns its "
         'columns, or None to leave it out: data.map = "file.py:function"'
     )
@@ -129,7 +129,7 @@ def functions(given: Given, there: There) -> Result:
             "the reward manager that calls the functions of the data; none is needed here"
         )
     names = ", ".join(UNKNOWN.sub(lambda m: m[0][2:-1], item) for item in items)
-    return Dropped(f'name each function as "file.py:function" in reward.functions: {names}')
+    return by_hand(f'name each function as "file.py:function" in reward.functions: {names}')
 
 
 def _items(given: Given) -> list[str]:
@@ -141,14 +141,14 @@ def tools(given: Given, _there: There) -> Result:
     items = _items(given)
     if items and all(".py:" in item for item in items):
         return Value("environment.tools", items, _MOVE.format("them", "them"))
-    return Dropped('name each function as "file.py:function" in environment.tools')
+    return by_hand('name each function as "file.py:function" in environment.tools')
 
 
 def environment(given: Given, _there: There) -> Result:
     """An environment: a class of a Python script."""
     if isinstance(given.value, str) and ".py:" in given.value:
         return Value("environment.path", given.value, _MOVE.format("it", "it"))
-    return Dropped('name the class of the environment as "file.py:name" in environment.path')
+    return by_hand('name the class of the environment as "file.py:name" in environment.path')
 
 
 def models(given: Given, there: There) -> Result:
@@ -162,7 +162,7 @@ def models(given: Given, there: There) -> Result:
     tables = [{"path": path, **common} for path in _listed(given.value)]
     for number, table in enumerate(tables[1:], 2):
         table["name"] = f"reward_model_{number}"
-    return Value("reward.models", tables) if tables else Dropped("no model is named")
+    return Value("reward.models", tables) if tables else by_hand("no model is named")
 
 
 def remote(given: Given, _there: There) -> Result:
@@ -173,7 +173,7 @@ def remote(given: Given, _there: There) -> Result:
         return Value("reward.functions", names, "OpenRLHF's own name of the function")
     if paths and all(path.startswith(("http://", "https://")) for path in paths):
         return Value("reward.remote", [{"urls": paths, "protocol": "openrlhf"}])
-    return Dropped(
+    return by_hand(
         "write the server's address into reward.remote, or the function into reward.functions"
     )
 
@@ -188,7 +188,7 @@ def sinks(given: Given, _there: There) -> Result:
     known = [name for name in names if name in SINKS]
     other = [name for name in names if name not in (*SINKS, "console", "none", "file")]
     if other:
-        return Dropped(f"there is no sink {', '.join(other)} here; a class of yours can be one")
+        return by_hand(f"there is no sink {', '.join(other)} here; a class of yours can be one")
     if not known:
         return without("metrics.jsonl and the terminal are always written")
     return Value("monitor.sinks", known)
@@ -207,5 +207,5 @@ def hub(given: Given, there: There) -> Result:
     if not given.value:
         return OFF
     if not name:
-        return Dropped("name the repository: checkpoint.push_to_hub = 'you/model'")
+        return by_hand("name the repository: checkpoint.push_to_hub = 'you/model'")
     return Value("checkpoint.push_to_hub", name)

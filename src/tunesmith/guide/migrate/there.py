@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tunesmith.config.commands import KINDS, all_keys
 from tunesmith.guide.migrate.given import ForeignLaunch, Given, count_of
@@ -19,12 +19,20 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = {
 }
 """Frameworks whose names a program also understands."""
 
+Kind = Literal[
+    "mapped", "derived", "off", "by hand", "computed", "absent", "changes", "unknown", "replaced"
+]
+"""The fate of a setting, in this order: it has a line; Tunesmith derives its purpose; it enabled
+nothing; a person must decide; its value is known only when the source runs; it has no counterpart,
+without or with an effect on learning; its name is unknown; a later line replaces it."""
+
 ROLES = re.compile(r"(?:actor_rollout_ref\.)?(critic|ref|reward_model(?=\.(?:rollout|model)\.))\.")
 """Prefix of the settings of models other than the policy."""
 
 
-def family(framework: str) -> tuple[str, ...]:
-    return _FAMILIES.get(framework, (framework,))
+def known_as(name: str, framework: str) -> tuple[str, list[Meaning]]:
+    """``meanings_of`` in a framework and in those whose names it understands."""
+    return meanings_of(name, _FAMILIES.get(framework, (framework,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +45,27 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
-    """A setting that has no line in the run file, and why.
+class Fate:
+    """What becomes of a setting that has no line in the run file, and why; ``keys`` are those that
+    it would set."""
 
-    ``off``: it enables nothing in the source either; otherwise a person must decide.
-    """
-
+    kind: Kind
     why: str
-    off: bool = False
+    keys: tuple[str, ...] = ()
 
 
-Result = Value | Sequence[Value] | Dropped
+Result = Value | Sequence[Value] | Fate
 """The result of a conversion."""
 
 
-def without(why: str) -> Dropped:
+def by_hand(why: str) -> Fate:
+    """A person must decide."""
+    return Fate("by hand", why)
+
+
+def without(why: str) -> Fate:
     """A setting that enables nothing in the source."""
-    return Dropped(why, off=True)
+    return Fate("off", why)
 
 
 OFF = without("it is off there")
@@ -82,20 +94,19 @@ class There:
         self.launch = launch
         self.command = launch.program.command
         self.framework = launch.program.framework
+        self.rl = self.command in ("rl", "distill")
+        self.keys = all_keys(KINDS[self.command])
+        """The keys of the run file."""
         self._given: dict[str, Given] = {}
         for given in launch.settings:
-            short = meanings_of(given.name, family(given.framework))[0] or spelled(given.name)
+            short = known_as(given.name, given.framework)[0] or spelled(given.name)
             role = ROLES.match(given.name)  # belongs to another model, not to the policy
             self._given[spelled(given.name)] = given
             if not role or role[1] in short:
                 self._given[short] = given
         self._defaults = {spelled(name): value for name, value in launch.program.defaults.items()}
         for name, value in launch.program.defaults.items():
-            self._defaults.setdefault(meanings_of(name, family(self.framework))[0], value)
-
-    @property
-    def rl(self) -> bool:
-        return self.command in ("rl", "distill")
+            self._defaults.setdefault(known_as(name, self.framework)[0], value)
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The value of the first of these names that is given; else the program's default; else
@@ -104,12 +115,11 @@ class There:
         Raises:
             NotKnownError: the given value is unknown.
         """
-        for name in names:
-            if name in self._given and self._given[name].value is not None:
-                given = self._given[name]
-                if given.unknown:
-                    depends = f"it depends on {given.text}"
-                    raise NotKnownError(f"{depends}, which is computed when the source runs")
+        for given in (self._given[name] for name in names if name in self._given):
+            if given.unknown:
+                depends = f"it depends on {given.text}"
+                raise NotKnownError(f"{depends}, which is computed when the source runs")
+            if given.value is not None:
                 return given.value
         return next((self._defaults[n] for n in names if n in self._defaults), default)
 
@@ -117,15 +127,10 @@ class There:
         """Like ``get``, for a positive integer; ``default`` for other values."""
         return count_of(self.get(*names, default=default)) or default
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of the run file."""
-        return all_keys(KINDS[self.command])
-
     def meanings(self, given: Given) -> list[Meaning]:
         """The meanings of a name for this command: those with a key in its run file, else those
         with a reason."""
-        known = meanings_of(given.name, family(given.framework))[1] or meanings_of(given.name)[1]
+        known = known_as(given.name, given.framework)[1] or meanings_of(given.name)[1]
         known = [m for m in known if not m.commands or self.command in m.commands.split()]
         here = [m for m in known if any(key in self.keys for key in m.keys)]
         return here or [m for m in known if m.why] or known
@@ -136,6 +141,5 @@ class There:
     def defaults(self) -> Iterator[Given]:
         """The program's defaults that no given setting overrides."""
         for name, value in self.launch.program.defaults.items():
-            known = meanings_of(name, family(self.framework))[0]
-            if spelled(name) not in self._given and known not in self._given:
+            if not self.given(spelled(name), known_as(name, self.framework)[0]):
                 yield Given(name, value, 0, self.framework, f"{name}={value}")

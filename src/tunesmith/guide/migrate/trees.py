@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ import yaml
 from tunesmith.errors import ConfigError, shortened
 from tunesmith.guide.migrate.given import Given
 
-_LARGEST = 5_000_000
+LARGEST = 5_000_000
 """Maximum size of a file in bytes."""
 _MOST = 200_000
 """Maximum number of values in a file; YAML's aliases can make it endless."""
@@ -71,30 +72,34 @@ def _bounded(tree: Any) -> Any:
     Raises:
         ValueError: it has too many values.
     """
-    left = [tree]
-    count = 0
-    while left:
-        node = left.pop()
-        count = count + 1
-        if count > _MOST:
+    nodes = [tree]
+    for node in nodes:  # which grow meanwhile
+        if len(nodes) > _MOST:
             raise ValueError(f"it has more than {_MOST} values, as its aliases are written out")
         if isinstance(node, Mapping):
-            left += cast(Mapping[str, Any], node).values()
+            nodes += cast(Mapping[str, Any], node).values()
         elif isinstance(node, list):
-            left += cast("list[Any]", node)
+            nodes += cast("list[Any]", node)
     return tree
+
+
+def read_named(name: str, folder: Path) -> str | None:
+    """The text of a file that a script names, in the working directory or beside the script; None
+    if there is none."""
+    for path in (Path(name), folder / name, folder / Path(name).name):
+        if path.is_file() and path.stat().st_size < LARGEST:
+            return path.read_text(encoding="utf-8", errors="replace")
+    return None
 
 
 def read_tree_file(name: str, folder: Path) -> Mapping[str, Any] | None:
     """The mapping in a file that a script names; None if there is no such file here."""
-    for path in (Path(name), folder / name, folder / Path(name).name):
-        if path.is_file() and path.stat().st_size < _LARGEST:
-            try:
-                tree = read_tree_text(path.read_text(encoding="utf-8", errors="replace"), path.name)
-            except ConfigError:
-                return None
-            return cast(Mapping[str, Any], tree) if isinstance(tree, Mapping) else None
-    return None
+    text = read_named(name, folder)
+    tree: Any = None
+    if text is not None:
+        with suppress(ConfigError):
+            tree = read_tree_text(text, Path(name).name)
+    return tree if isinstance(tree, Mapping) else None
 
 
 def tree_settings(tree: Mapping[str, Any], framework: str, line: int = 0) -> Iterator[Given]:
@@ -102,19 +107,18 @@ def tree_settings(tree: Mapping[str, Any], framework: str, line: int = 0) -> Ite
     leaves = dict(_leaves(tree, ""))
     for name, value in leaves.items():
         for _ in range(_STEPS):
-            found = _OF_ANOTHER.fullmatch(value) if isinstance(value, str) else None
-            value = leaves.get(found[1], value) if found else value
-        yield Given(name, value, line, framework, f"{name}: {_short(value)}")
+            other = _OF_ANOTHER.fullmatch(value) if isinstance(value, str) else None
+            value = leaves.get(other[1], value) if other else value
+        text = shortened(json.dumps(value, default=str, ensure_ascii=False), 60)
+        yield Given(name, value, line, framework, f"{name}: {text}")
 
 
 def accelerate_settings(tree: Mapping[str, Any], line: int = 0) -> Iterator[Given]:
     """The settings of accelerate's file; its DeepSpeed and FSDP settings are tables, whose keys
     need no prefix."""
     for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from tree_settings(cast(Mapping[str, Any], value), "accelerate", line)
-        else:
-            yield Given(str(name), value, line, "accelerate", f"{name}: {_short(value)}")
+        table = value if isinstance(value, Mapping) else {name: value}
+        yield from tree_settings(table, "accelerate", line)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -123,13 +127,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             continue
         if isinstance(value, Mapping) and value:
             yield from _leaves(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+        elif value is None or isinstance(value, str | int | float):
+            yield f"{prefix}{key}", value
         else:
-            plain = value is None or isinstance(value, str | int | float)
-            yield (
-                f"{prefix}{key}",
-                value if plain else json.loads(json.dumps(value, default=str, skipkeys=True)),
-            )
-
-
-def _short(value: Any) -> str:
-    return shortened(json.dumps(value, default=str, ensure_ascii=False), 60)
+            yield f"{prefix}{key}", json.loads(json.dumps(value, default=str, skipkeys=True))

@@ -15,7 +15,7 @@ from typing import Any
 
 from tunesmith.guide.migrate import batches, learned, sources
 from tunesmith.guide.migrate.given import Given
-from tunesmith.guide.migrate.there import OFF, Dropped, Result, There, Value, is_off, without
+from tunesmith.guide.migrate.there import OFF, Result, There, Value, by_hand, is_off, without
 
 
 def last_rate(given: Given, there: There) -> Result:
@@ -39,21 +39,24 @@ def warmup(given: Given, there: There) -> Result:
     if "ratio" not in given.name and value >= 1:
         return Value("critic.warmup_steps" if critic else "train.warmup_steps", int(value))
     if critic:
-        return Dropped("the critic's warm-up is a number of steps here: critic.warmup_steps")
+        return by_hand("the critic's warm-up is a number of steps here: critic.warmup_steps")
     if there.number("lr_warmup_steps", "warmup_steps", default=0) > 0:
         return without("the number of warm-up steps is given as well, and wins")
     return Value("train.warmup_ratio", value)
 
 
 def betas(given: Given, there: There) -> Result:
-    value: Any = given.value
-    if isinstance(value, str):
-        value = [float(part) for part in re.findall(r"[\d.]+", value)]
-    if isinstance(value, int | float):
-        first = there.get("adam_beta1", "beta1", default=0.9)
-        value = [first, there.get("adam_beta2", "beta2", default=0.999)]
-    both = isinstance(value, list | tuple) and len(value) == 2  # pyright: ignore
-    return Value("train.betas", list(value)) if both else OFF
+    match given.value:
+        case str() as text:
+            both = [float(part) for part in re.findall(r"[\d.]+", text)]
+        case int() | float():
+            first = there.get("adam_beta1", "beta1", default=0.9)
+            both = [first, there.get("adam_beta2", "beta2", default=0.999)]
+        case [first, second]:
+            both = [first, second]
+        case _:
+            return OFF
+    return Value("train.betas", both) if len(both) == 2 else OFF
 
 
 def every(given: Given, there: There) -> Result:
@@ -73,9 +76,9 @@ def every(given: Given, there: There) -> Result:
     if there.framework in ("trl", "transformers") and strategy not in ("steps", None):
         return without(f"without effect there, because the strategy is {strategy}")
     if not isinstance(value, int | float):
-        return Dropped(f"{value} is not a number of steps")
+        return by_hand(f"{value} is not a number of steps")
     if value < 1 and isinstance(value, float):
-        return Dropped("a share of the run there; a number of steps here")
+        return by_hand("a share of the run there; a number of steps here")
     return OFF if value == float("inf") else Value(key, int(value))
 
 
@@ -90,7 +93,7 @@ def half(given: Given, there: There) -> Result:
     if given.value not in (True, "true", "True", 1):
         return OFF
     if there.get("bf16", "bf16.enabled") is True:
-        return Dropped("bfloat16 is on as well: set model.dtype to one of them")
+        return by_hand("bfloat16 is on as well: set model.dtype to one of them")
     return Value("model.dtype", "float16")
 
 
@@ -99,11 +102,11 @@ def offloaded(given: Given, there: There) -> Result:
     if is_off(given.value) or given.value == "false":
         return OFF
     if given.value == "nvme":
-        return Dropped("they are kept in host memory here, not on a drive: true or false")
+        return by_hand("they are kept in host memory here, not on a drive: true or false")
     key = there.meanings(given)[0].keys[0]
     optimizer = str(there.get("actor.optim", "optim", "optimizer.type")).lower()
     if key != "system.offload_activations" and "muon" in optimizer:
-        return Dropped(
+        return by_hand(
             "Muon's products of matrices would run on the CPU: leave it out, or use AdamW"
         )
     return Value(key, True)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 
 from tunesmith.config.commands import KINDS, all_keys
 from tunesmith.errors import shortened
-from tunesmith.guide.migrate.convert import ConvertedSetting, Entry, Kind, Migration
+from tunesmith.guide.migrate.convert import ConvertedSetting, Entry, Migration
 from tunesmith.guide.migrate.given import Given
+from tunesmith.guide.migrate.there import Kind
 from tunesmith.records.redact import redact, redact_values
 from tunesmith.records.text import printable
 from tunesmith.records.toml import toml_key, toml_value
