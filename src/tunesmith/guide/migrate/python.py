@@ -7,7 +7,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.errors import ConfigError
 from tunesmith.guide.migrate.given import ForeignLaunch, Given
@@ -180,7 +180,7 @@ class _Reading:
     def data(self, name: str, value: Any, text: str, line: int) -> Given:
         held = whole(value)
         if isinstance(value, dict):
-            held = list(cast("dict[str, Any]", value).values())
+            held = list(value.values())
         if isinstance(held, Splits):
             held = Unknown(text.partition("=")[2], line, "which of its splits is not said")
         return self.given(name, held, text, line)
@@ -233,9 +233,9 @@ class _Reading:
             case Unknown():
                 return _placeholder(value.text)
             case list() | tuple():
-                return [self.plain(item) for item in cast("Sequence[Any]", value)]
+                return [self.plain(item) for item in value]
             case dict():
-                items = cast("dict[Any, Any]", value).items()
+                items = value.items()
                 return {str(key): self.plain(item) for key, item in items}
             case str() | int() | float() | None | Data():
                 return value

@@ -6,12 +6,12 @@ from __future__ import annotations
 import ast
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
 
 from tunesmith.errors import shortened
 from tunesmith.guide.migrate.script.data import (
     Call,
     Data,
+    Held,
     Length,
     RowSpan,
     Splits,
@@ -26,13 +26,14 @@ from tunesmith.guide.migrate.script.values import (
     Named,
     Object,
     Scope,
+    ScriptClass,
     is_known,
     is_small,
     items_of,
     short,
 )
 
-_PLAIN: Mapping[str, Callable[..., Any]] = {
+_PLAIN: Mapping[str, Callable[..., Held]] = {
     "int": int, "float": float, "str": str, "bool": bool, "list": list, "tuple": tuple,
     "dict": dict, "min": min, "max": max, "sorted": sorted, "abs": abs, "round": round,
     "len": len, "range": range,
@@ -49,11 +50,11 @@ class Calls(Expressions):
     """The calls."""
 
     def parameters(
-        self, of: ast.arguments, args: Sequence[Any], keywords: Mapping[str, Any], scope: Scope
-    ) -> dict[str, Any]:
+        self, of: ast.arguments, args: Sequence[Held], keywords: Mapping[str, Held], scope: Scope
+    ) -> dict[str, Held]:
         names = [*of.posonlyargs, *of.args]
         rest = [one for one in (of.vararg, of.kwarg) if one]
-        held: dict[str, Any] = {
+        held: dict[str, Held] = {
             a.arg: Unknown(a.arg, a.lineno) for a in (*names, *of.kwonlyargs, *rest)
         }
         given = {a.arg: value for a, value in zip(names, args, strict=False)}
@@ -65,19 +66,19 @@ class Calls(Expressions):
                 held[each.arg] = self.value(default, scope)
         return held | given
 
-    def call(self, node: ast.Call, scope: Scope) -> Any:
+    def call(self, node: ast.Call, scope: Scope) -> Held:
         function = node.func
         holder = self.value(function.value, scope) if isinstance(function, ast.Attribute) else None
         name = function.attr if isinstance(function, ast.Attribute) else ""
         callee = self.attribute(holder, name, function) if name else self.value(function, scope)
         args = [item for arg in node.args for item in self.spread(arg, scope)]
-        keywords: dict[str, Any] = {}
+        keywords: dict[str, Held] = {}
         for word in node.keywords:
             value = self.value(word.value, scope)
             if word.arg:
                 keywords[word.arg] = value
             elif isinstance(value, dict):
-                keywords |= {str(key): one for key, one in cast("dict[Any, Any]", value).items()}
+                keywords |= {str(key): one for key, one in value.items()}
         arguments = ", ".join(ast.unparse(arg) for arg in (*node.args, *node.keywords))
         call = Call(args, keywords, short(node), node.lineno, shortened(arguments, 90))
         if isinstance(holder, Data | Splits):
@@ -89,7 +90,7 @@ class Calls(Expressions):
         if isinstance(holder, str) and name in _OF_TEXT and is_known(args):
             return self._plain(getattr(holder, name), node, call)
         if isinstance(holder, dict | list):
-            return self._of_container(cast("Any", holder), name, node, call)
+            return self._of_container(holder, name, node, call)
         if isinstance(holder, Object):
             return self._of_object(holder, name, node, call)
         if isinstance(callee, Named):
@@ -109,8 +110,8 @@ class Calls(Expressions):
         self.made.append(made)
         return made
 
-    def _of_script(self, callee: Function, node: ast.Call, call: Call, holder: Any) -> Any:
-        if not isinstance(callee.node, ast.ClassDef):
+    def _of_script(self, callee: Function, node: ast.Call, call: Call, holder: Held) -> Held:
+        if not isinstance(callee, ScriptClass):
             me = holder if isinstance(holder, Object) else None
             return self.enter(callee, call.args, call.keywords, me)
         made = self.record(self.kind_of(callee), node, call)
@@ -124,8 +125,8 @@ class Calls(Expressions):
             made.fields = {**fields, **dict(zip(fields, call.args, strict=False)), **call.keywords}
         return made
 
-    def _of_container(self, holder: Any, name: str, node: ast.Call, call: Call) -> Any:
-        args: Any = call.args
+    def _of_container(self, holder: Held, name: str, node: ast.Call, call: Call) -> Held:
+        args: Held = call.args
         added = args[0] if args else None
         sure = not self.undecided
         if isinstance(holder, list):
@@ -135,8 +136,8 @@ class Calls(Expressions):
                 return None
             return self.unknown(node)
         if name == "update":
-            given: dict[Any, Any] = added if isinstance(added, dict) else holder
-            changed: dict[Any, Any] = {**call.keywords, **given}
+            given: dict[Held, Held] = added if isinstance(added, dict) else holder
+            changed: dict[Held, Held] = {**call.keywords, **given}
             if given is holder:
                 changed |= call.keywords
             sure = sure and (isinstance(added, dict) or added is None)
@@ -150,13 +151,13 @@ class Calls(Expressions):
             return [list(pair) for pair in holder.items()]
         return list(getattr(holder, name)()) if name in ("keys", "values") else self.unknown(node)
 
-    def _of_object(self, holder: Object, name: str, node: ast.Call, call: Call) -> Any:
-        if holder.kind.rpartition(".")[2] in PARSERS:
+    def _of_object(self, holder: Object, name: str, node: ast.Call, call: Call) -> Held:
+        if holder.name in PARSERS:
             return parse(self, holder, name, node, call.args, call.keywords)
         self.record(f"{holder.kind}.{name}", node, call)
         return holder if holder.is_model else self.unknown(node)
 
-    def _of_library(self, dotted: str, node: ast.Call, call: Call) -> Any:
+    def _of_library(self, dotted: str, node: ast.Call, call: Call) -> Held:
         last = dotted.rpartition(".")[2]
         loader = LOADERS.get(last) or LOADERS.get(".".join(dotted.split(".")[-2:]))
         if loader:
@@ -172,7 +173,7 @@ class Calls(Expressions):
         if joins and texts and len(texts) == len(call.args):
             return "/".join([*(text.rstrip("/") for text in texts[:-1]), texts[-1]])
         functions = [arg for arg in call.args if isinstance(arg, Function)]
-        if last == "cli" and functions and isinstance(functions[0].node, ast.ClassDef):
+        if last == "cli" and functions and isinstance(functions[0], ScriptClass):
             return filled(self, functions[0], node)
         if last in ("Fire", "run", "cli") and functions:
             return self.enter(functions[0], [], {}, None)
@@ -186,7 +187,7 @@ class Calls(Expressions):
         why = f"what {short(node)} (line {node.lineno}) returns is not known"
         return self.unknown(node, why if of_data else "")
 
-    def _plain(self, function: Callable[..., Any], node: ast.Call, call: Call) -> Any:
+    def _plain(self, function: Callable[..., Held], node: ast.Call, call: Call) -> Held:
         """A function of Python's own on values that are known."""
         try:
             result = function(*call.args, **call.keywords)
@@ -194,9 +195,9 @@ class Calls(Expressions):
             return self.unknown(node)
         return result if is_small(result) else self.unknown(node)
 
-    def _built_in(self, name: str, node: ast.Call, call: Call) -> Any:
+    def _built_in(self, name: str, node: ast.Call, call: Call) -> Held:
         """A built-in function; the length of a data set is a ``Length``."""
-        args: Any = list(call.args)
+        args: Held = list(call.args)
         lengths = [arg for arg in args if isinstance(arg, Length)]
         if name == "len" and args and isinstance(args[0], Data):
             return Length()
@@ -220,8 +221,8 @@ class Calls(Expressions):
     def enter(
         self,
         function: Function,
-        args: Sequence[Any],
-        keywords: Mapping[str, Any],
+        args: Sequence[Held],
+        keywords: Mapping[str, Held],
         me: Object | None,
-    ) -> Any:
+    ) -> Held:
         """The value that a function of the script returns."""

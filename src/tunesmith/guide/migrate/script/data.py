@@ -8,6 +8,8 @@ from typing import Any
 
 from tunesmith.learn.data.splits import Cut
 
+Held = Any
+"""What a name of the script holds: plain Python, or one of the classes here and in ``values``."""
 _SAMPLES = (90, 10_007, 1_000_000)
 """Numbers of rows for which two parts of a split are compared."""
 _MANY = 100_000_000
@@ -87,21 +89,21 @@ class Splits:
     """
 
     base: Data | None = None
-    parts: dict[str, Any] = field(default_factory=dict[str, Any])
+    parts: dict[str, Held] = field(default_factory=dict[str, Held])
     single: bool = False
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> Held:
         if name in self.parts or self.base is None:
             return self.parts.get(name)
         return replace(self.base, origins=tuple(replace(o, split=name) for o in self.base.origins))
 
-    def each(self, change: Callable[[Any], Any]) -> Splits:
+    def each(self, change: Callable[[Held], Held]) -> Splits:
         base = None if self.base is None else change(self.base)
         parts = {name: change(part) for name, part in self.parts.items()}
         return Splits(base if isinstance(base, Data) else None, parts, self.single)
 
 
-def whole(value: Any) -> Any:
+def whole(value: Held) -> Held:
     """A data set saved without splits, where it is used as one."""
     return value.get("train") if isinstance(value, Splits) and value.single else value
 
@@ -126,21 +128,21 @@ class RowSpan:
 class Call:
     """The arguments of a call, with its text and line."""
 
-    args: Sequence[Any]
-    keywords: Mapping[str, Any]
+    args: Sequence[Held]
+    keywords: Mapping[str, Held]
     text: str
     line: int
     arguments: str = ""
     """The text between its brackets."""
 
-    def get(self, place: int, name: str, default: Any = None) -> Any:
+    def get(self, place: int, name: str, default: Held = None) -> Held:
         return self.args[place] if place < len(self.args) else self.keywords.get(name, default)
 
     def unknown(self, why: str = "") -> Unknown:
         return Unknown(self.text, self.line, why)
 
 
-def all_data(value: Any) -> list[Data]:
+def all_data(value: Held) -> list[Data]:
     """Every data set in a value."""
     if isinstance(value, Splits):
         return [*([value.base] if value.base else []), *all_data(list(value.parts.values()))]

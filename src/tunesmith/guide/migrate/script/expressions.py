@@ -8,14 +8,21 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, cast
 
-from tunesmith.guide.migrate.script.data import Data, Length, Splits, Step, Unknown
+from tunesmith.guide.migrate.script.data import (
+    Data,
+    Held,
+    Length,
+    Splits,
+    Step,
+    Unknown,
+)
 from tunesmith.guide.migrate.script.values import (
     Function,
     Named,
     Object,
     Scope,
+    ScriptClass,
     field_of,
     is_known,
     is_small,
@@ -24,7 +31,7 @@ from tunesmith.guide.migrate.script.values import (
     truth,
 )
 
-_BINARY: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
+_BINARY: Mapping[type[ast.AST], Callable[[Held, Held], Held]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
@@ -41,7 +48,7 @@ class Expressions:
     """The expressions. ``options`` are those of the script's command line; ``made`` is every
     ``Object``, and ``loaded`` every data set, in order."""
 
-    def __init__(self, file: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, file: str, options: Mapping[str, Held]) -> None:
         self.file = file
         self.options = options
         self.made: list[Object] = []
@@ -51,7 +58,7 @@ class Expressions:
 
     # ---- expressions
 
-    def value(self, node: ast.expr, scope: Scope) -> Any:
+    def value(self, node: ast.expr, scope: Scope) -> Held:
         match node:
             case ast.Constant(value=value):
                 return value
@@ -61,11 +68,11 @@ class Expressions:
                 return self.attribute(self.value(inner, scope), name, node)
             case ast.Call():
                 return self.call(node, scope)
-            case ast.Await(value=inner) | ast.NamedExpr(value=inner):
-                held = self.value(inner, scope)
-                if isinstance(node, ast.NamedExpr):
-                    self.bind(node.target, held, inner, scope)
-                return held
+            case ast.Await(value=inner):
+                return self.value(inner, scope)
+            case ast.NamedExpr(target=target, value=inner):
+                self.bind(target, self.value(inner, scope), inner, scope)
+                return self.value(target, scope)
             case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
                 return [one for item in items for one in self.spread(item, scope)]
             case ast.Dict(keys=keys, values=values):
@@ -81,10 +88,14 @@ class Expressions:
                 if decided is not None:
                     return self.value(body if decided else other, scope)
                 return self.merged([self.value(body, scope), self.value(other, scope)], test)
-            case ast.BoolOp(op=op, values=values):
-                return self._bool(isinstance(op, ast.Or), values, node, scope)
-            case ast.UnaryOp(op=op, operand=operand):
-                return self._unary(op, operand, node, scope)
+            case ast.BoolOp():
+                return self._bool(node, scope)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                decided = truth(self.value(operand, scope))
+                return self.unknown(node) if decided is None else not decided
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                value = self.value(operand, scope)
+                return -value if isinstance(value, int | float) else self.unknown(node)
             case (
                 ast.BinOp(left=left, op=op, right=right)
                 | ast.Compare(left=left, ops=[op], comparators=[right])
@@ -105,7 +116,7 @@ class Expressions:
     def unknown(self, node: ast.AST, why: str = "") -> Unknown:
         return Unknown(short(node), getattr(node, "lineno", 0), why)
 
-    def merged(self, values: Sequence[Any], why: ast.AST, name: str = "") -> Any:
+    def merged(self, values: Sequence[Held], why: ast.AST, name: str = "") -> Held:
         """The value that all alternatives agree on. A data set or nothing is that data set."""
         some = [value for value in values if value is not None]
         first = next(iter(some), None)
@@ -116,13 +127,13 @@ class Expressions:
         text = short(why) if isinstance(why, ast.expr) else name
         return Unknown(name or text, line, f"it depends on {text} (line {line})")
 
-    def spread(self, arg: ast.expr, scope: Scope) -> Sequence[Any]:
+    def spread(self, arg: ast.expr, scope: Scope) -> Sequence[Held]:
         if isinstance(arg, ast.Starred):
             held = items_of(self.value(arg.value, scope))
             return [self.unknown(arg)] if held is None else held
         return [self.value(arg, scope)]
 
-    def attribute(self, holder: Any, name: str, node: ast.expr) -> Any:
+    def attribute(self, holder: Held, name: str, node: ast.expr) -> Held:
         if isinstance(holder, Named):
             return Named(f"{holder.dotted}.{name}")
         if isinstance(holder, Data) and name in ("num_rows", "__len__"):
@@ -130,41 +141,38 @@ class Expressions:
         if isinstance(holder, Object):
             if name in holder.fields:
                 return holder.fields[name]
-            if holder.of and (found := self.method_of(holder.of, name)):
-                return found
-            known = field_of(holder, name, self.options)
-            return self.unknown(node) if known is None else known[0]
-        if isinstance(holder, Function) and isinstance(holder.node, ast.ClassDef):
+            method = self.method_of(holder.of, name) if holder.of else None
+            return method or field_of(holder, name, self.options, self.unknown(node))
+        if isinstance(holder, ScriptClass):
             return self.fields_of(holder).get(name, self.unknown(node))
-        return self.unknown(node, _why(holder))
+        if isinstance(holder, Unknown):
+            depends = f"it depends on {holder.text} (line {holder.line})"
+            return self.unknown(node, holder.why or depends)
+        return self.unknown(node)
 
-    def method_of(self, of: Function, name: str) -> Function | None:
-        for item in cast("ast.ClassDef", of.node).body:
+    def method_of(self, of: ScriptClass, name: str) -> Function | None:
+        for item in of.node.body:
             if isinstance(item, ast.FunctionDef) and item.name == name:
                 return Function(item, of.scope, self.file)
         return None
 
-    def kind_of(self, of: Function) -> str:
+    def kind_of(self, of: ScriptClass) -> str:
         """A class of the script that extends a library's trainer or configuration is taken for that
         one."""
-        node = cast("ast.ClassDef", of.node)
-        bases = [self.value(base, of.scope) for base in node.bases]
+        bases = [self.value(base, of.scope) for base in of.node.bases]
         names = [base.dotted for base in bases if isinstance(base, Named)]
         known = (name for name in names if name.endswith(("Trainer", "Config", "Arguments")))
-        return next(known, node.name)
+        return next(known, of.node.name)
 
-    def fields_of(self, of: Function) -> dict[str, Any]:
+    def fields_of(self, of: ScriptClass) -> dict[str, Held]:
         """The fields of a class of the script and of its bases there, with their defaults."""
         scope = of.scope.new_child()
-        made = cast("ast.ClassDef", of.node)
-        fields = dict[str, Any]()
-        for base in made.bases:
-            match self.value(base, of.scope):
-                case Function(node=ast.ClassDef() as node) as above if node is not made:
-                    fields |= self.fields_of(above)
-                case _:
-                    pass
-        for item in made.body:
+        fields = dict[str, Held]()
+        for base in of.node.bases:
+            above = self.value(base, of.scope)
+            if isinstance(above, ScriptClass) and above.node is not of.node:
+                fields |= self.fields_of(above)
+        for item in of.node.body:
             match item:
                 case ast.AnnAssign(target=ast.Name(id=name), value=node):
                     value = self.value(node, scope) if node else Unknown(name, item.lineno)
@@ -175,20 +183,20 @@ class Expressions:
                     pass
         return fields
 
-    def _default(self, name: str, value: Any) -> Any:
+    def _default(self, name: str, value: Held) -> Held:
         """The default in ``field(default=...)``, ``field(default_factory=...)`` and pydantic's
         ``Field(...)``."""
-        if not isinstance(value, Object) or value.kind.rpartition(".")[2] not in ("field", "Field"):
+        if not isinstance(value, Object) or value.name not in ("field", "Field"):
             return value
         made = value.fields.get("default_factory")
         if isinstance(made, Function) and isinstance(made.node, ast.Lambda):
             return self.value(made.node.body, made.scope)
         first = value.args[0] if value.args else Unknown(name, value.line)
-        if made in (Named("list"), Named("dict")):
-            first = [] if made == Named("list") else {}
+        if isinstance(made, Named):
+            first = {"list": [], "dict": {}}.get(made.dotted, first)
         return value.fields.get("default", first)
 
-    def _item(self, holder: Any, key: Any, node: ast.Subscript) -> Any:
+    def _item(self, holder: Held, key: Held, node: ast.Subscript) -> Held:
         if isinstance(holder, Splits) and isinstance(key, str):
             part = holder.get(key)
             return self.unknown(node) if part is None else part
@@ -196,43 +204,36 @@ class Expressions:
             return self.unknown(node, "a column or some rows of a data set")
         with suppress(KeyError, IndexError, TypeError):
             if isinstance(holder, list | dict | str) and is_known(key):
-                return cast("Any", holder)[key]
+                return holder[key]
         return self.unknown(node, getattr(holder, "why", ""))
 
     def _dict(
         self, keys: Sequence[ast.expr | None], values: Sequence[ast.expr], scope: Scope
-    ) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
+    ) -> dict[Held, Held]:
+        items: dict[Held, Held] = {}
         for key, node in zip(keys, values, strict=True):
             value = self.value(node, scope)
-            if key is None:
-                found |= value if isinstance(value, dict) else {}
-            elif isinstance(name := self.value(key, scope), str | int | float):
-                found[name] = value
-        return found
+            name = self.value(key, scope) if key else None
+            if isinstance(name, str | int | float):
+                items[name] = value
+            elif key is None and isinstance(value, dict):
+                items |= value
+        return items
 
-    def _bool(self, is_or: bool, values: Sequence[ast.expr], node: ast.expr, scope: Scope) -> Any:
+    def _bool(self, node: ast.BoolOp, scope: Scope) -> Held:
         """``a or b``, ``a and b``: decided by the operands that are known."""
-        value: Any = None
+        value: Held = None
         unsure = False
-        for one in values:
-            value = self.value(one, scope)
+        for operand in node.values:
+            value = self.value(operand, scope)
             decided = truth(value)
-            if decided is is_or and (not unsure or isinstance(value, bool)):
+            decides = decided is isinstance(node.op, ast.Or)
+            if decides and (not unsure or isinstance(value, bool)):
                 return value
             unsure |= decided is None
         return self.unknown(node) if unsure else value
 
-    def _unary(self, op: ast.unaryop, operand: ast.expr, node: ast.expr, scope: Scope) -> Any:
-        value = self.value(operand, scope)
-        if isinstance(op, ast.Not):
-            decided = truth(value)
-            return self.unknown(node) if decided is None else not decided
-        if isinstance(op, ast.USub) and isinstance(value, int | float):
-            return -value
-        return self.unknown(node)
-
-    def binary(self, op: type[ast.AST], left: Any, right: Any, node: ast.AST) -> Any:
+    def binary(self, op: type[ast.AST], left: Held, right: Held, node: ast.AST) -> Held:
         if op in (ast.Is, ast.IsNot) and right is None and truth(left) is not None:
             return (left is None) == (op is ast.Is)
         match op(), left, right:
@@ -262,32 +263,29 @@ class Expressions:
         why = (side.why for side in (left, right) if isinstance(side, Unknown))
         return self.unknown(node, next(why, ""))
 
-    def _comprehension(self, node: Any, scope: Scope) -> Any:
+    def _comprehension(self, node: Held, scope: Scope) -> Held:
         """A comprehension over one short list of known values."""
         first = node.generators[0]
         inner = scope.new_child()
         over = self.value(first.iter, scope)
         alone = len(node.generators) == 1
         items = items_of(over)
-        if items is None or not alone or len(items) > LONGEST:
-            items = None
-        is_dict = isinstance(node, ast.DictComp)
-        pairs = list[Any]()
-        sure = items is not None
-        for item in [self.unknown(first.iter)] if items is None else items:
+        sure = alone and items is not None and len(items) <= LONGEST
+        pairs = list[Held]()
+        for item in items if sure and items else [] if sure else [self.unknown(first.iter)]:
             self.bind(first.target, item, first.iter, inner)
             kept = [truth(self.value(test, inner)) for test in first.ifs]
             sure = sure and None not in kept
             if False not in kept:
-                key = self.value(node.key, inner) if is_dict else None
-                pairs.append((key, self.value(node.value if is_dict else node.elt, inner)))
+                parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+                pairs.append([self.value(part, inner) for part in parts])
         if isinstance(over, Data) and isinstance(node, ast.ListComp | ast.GeneratorExp) and alone:
             return self._rows(node, over, scope)
         if not sure:
             return self.unknown(node)
-        return dict(pairs) if is_dict else [value for _, value in pairs]
+        return dict(pairs) if isinstance(node, ast.DictComp) else [value for [value] in pairs]
 
-    def _rows(self, node: Any, over: Data, scope: Scope) -> Data:
+    def _rows(self, node: Held, over: Data, scope: Scope) -> Data:
         """``[function(row) for row in data]``, which is a map, and with a condition also a
         filter."""
         first = node.generators[0]
@@ -306,16 +304,9 @@ class Expressions:
         return replace(over, steps=(*over.steps, step))
 
     @abstractmethod
-    def call(self, node: ast.Call, scope: Scope) -> Any:
+    def call(self, node: ast.Call, scope: Scope) -> Held:
         """The value of a call."""
 
     @abstractmethod
-    def bind(self, target: ast.expr, value: Any, node: ast.expr, scope: Scope) -> None:
+    def bind(self, target: ast.expr, value: Held, node: ast.expr, scope: Scope) -> None:
         """Assign a value."""
-
-
-def _why(holder: Any) -> str:
-    """Why an attribute of a value is unknown."""
-    if not isinstance(holder, Unknown):
-        return ""
-    return holder.why or f"it depends on {holder.text} (line {holder.line})"

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from tunesmith.guide.migrate.script.data import (
     WHOLE,
     Call,
     Data,
+    Held,
     Length,
     Origin,
     RowSpan,
@@ -33,7 +33,7 @@ _OTHER_BUILDERS = (
 )  # fmt: skip
 
 
-def load_dataset(call: Call) -> Any:
+def load_dataset(call: Call) -> Held:
     path = call.get(0, "path")
     subset = call.get(1, "name")
     files = call.get(3, "data_files")
@@ -51,7 +51,7 @@ def load_dataset(call: Call) -> Any:
     revision = call.keywords.get("revision")
     notes = (f"revision = {revision!r}",) if revision else ()
     if path in _BUILDERS:
-        loaded: Any = _files(call, files, directory)
+        loaded: Held = _files(call, files, directory)
     elif files is not None or directory is not None:
         return call.unknown(
             "a run file names no files inside a data set of the hub; download them, and name them"
@@ -62,16 +62,16 @@ def load_dataset(call: Call) -> Any:
     return loaded if split is None or isinstance(loaded, Unknown) else _split(call, loaded, split)
 
 
-def _because(call: Call, value: Any, what: str) -> Unknown:
+def _because(call: Call, value: Held, what: str) -> Unknown:
     text = f" ({value.text})" if isinstance(value, Unknown) else ""
     return call.unknown(getattr(value, "why", "") or f"{what} is not known here{text}")
 
 
-def _files(call: Call, files: Any, directory: Any) -> Any:
+def _files(call: Call, files: Held, directory: Held) -> Held:
     """A ``Splits`` of files: from text or a list, which are ``train``, or from a dictionary."""
     if isinstance(directory, str) and files is None:
         return Splits(None, {"train": Data((Origin(directory, split="train"),), call.line)})
-    parts: dict[str, Any] = {}
+    parts: dict[str, Held] = {}
     for split, names in (files if isinstance(files, dict) else {"train": files}).items():
         named = list(names) if isinstance(names, list | tuple) else [names]
         if not all(isinstance(name, str) for name in named):
@@ -87,7 +87,7 @@ def _files(call: Call, files: Any, directory: Any) -> Any:
     return Splits(None, parts)
 
 
-def _split(call: Call, loaded: Splits, split: Any) -> Any:
+def _split(call: Call, loaded: Splits, split: Held) -> Held:
     if isinstance(split, list | tuple):
         return [_split(call, loaded, one) for one in split]
     if not isinstance(split, str):
@@ -104,33 +104,33 @@ def _split(call: Call, loaded: Splits, split: Any) -> Any:
     return _cut(call, part, cut or WHOLE)
 
 
-def load_from_disk(call: Call) -> Any:
+def load_from_disk(call: Call) -> Held:
     path = call.get(0, "dataset_path")
     if not isinstance(path, str):
         return _because(call, path, "the path")
     return Splits(Data((Origin(path),), call.line), single=True)
 
 
-def from_file(call: Call) -> Any:
+def from_file(call: Call) -> Held:
     """``Dataset.from_json``, ``from_csv`` and ``from_parquet``."""
     loaded = _files(call, call.get(0, "path_or_paths"), None)
     return _split(call, loaded, call.keywords.get("split", "train"))
 
 
-def dataset_dict(call: Call) -> Any:
+def dataset_dict(call: Call) -> Held:
     parts = call.args[0] if call.args else call.keywords
     return Splits(None, dict(parts)) if isinstance(parts, Mapping) else call.unknown()
 
 
-def concatenate(call: Call) -> Any:
+def concatenate(call: Call) -> Held:
     return _together(call, None)
 
 
-def interleave(call: Call) -> Any:
+def interleave(call: Call) -> Held:
     return _together(call, call.get(1, "probabilities"))
 
 
-def _together(call: Call, weights: Any) -> Any:
+def _together(call: Call, weights: Held) -> Held:
     named = call.get(0, "dsets", call.get(0, "datasets"))
     parts = [whole(part) for part in named] if isinstance(named, list | tuple) else [named]
     other = [part for part in parts if not isinstance(part, Data)]
@@ -152,7 +152,7 @@ def _together(call: Call, weights: Any) -> Any:
     return Data(tuple(origins), call.line, parts[0].steps, any(part.shuffled for part in parts))
 
 
-def _cut(call: Call, data: Any, cut: Cut) -> Any:
+def _cut(call: Call, data: Held, cut: Cut) -> Held:
     if cut == WHOLE or not isinstance(data, Data):
         return data
     origin, *others = data.origins
@@ -168,7 +168,7 @@ def _cut(call: Call, data: Any, cut: Cut) -> Any:
     return replace(data, origins=(origin.cut(cut),), notes=(*data.notes, *notes))
 
 
-def method(data: Data | Splits, name: str, call: Call) -> Any:
+def method(data: Data | Splits, name: str, call: Call) -> Held:
     """The value of ``data.name(...)``."""
     if isinstance(data, Splits) and data.single and name in _PARTS:
         data = whole(data)
@@ -198,7 +198,7 @@ def _mapped(name: str, call: Call) -> str:
     return function if name == "map" and per_row and len(call.args) < 2 else ""
 
 
-def _train_test_split(data: Data, call: Call) -> Any:
+def _train_test_split(data: Data, call: Call) -> Held:
     test = call.get(0, "test_size")
     train = call.get(1, "train_size")
     test = 0.25 if test is None and train is None else test
@@ -210,7 +210,7 @@ def _train_test_split(data: Data, call: Call) -> Any:
     return Splits(None, {"train": _cut(call, random, first), "test": _cut(call, random, second)})
 
 
-def _ends(train: Any, test: Any) -> tuple[Cut | None, Cut | None]:
+def _ends(train: Held, test: Held) -> tuple[Cut | None, Cut | None]:
     """The first rows, and the last ones."""
     first, last = (None if size is None else _size(size) for size in (train, test))
     if "" in (first, last):
@@ -221,7 +221,7 @@ def _ends(train: Any, test: Any) -> tuple[Cut | None, Cut | None]:
     return Cut("", first or start), Cut(start, "")
 
 
-def _size(size: Any) -> str:
+def _size(size: Held) -> str:
     """A size as the end of a cut; empty if it is not known."""
     if isinstance(size, Length):
         return "" if size.less else _end(size)
@@ -230,7 +230,7 @@ def _size(size: Any) -> str:
     return str(size) if isinstance(size, int) else f"{share_text(100 * size)}%" if size < 1 else ""
 
 
-def _select(data: Data, call: Call) -> Any:
+def _select(data: Data, call: Call) -> Held:
     rows = call.get(0, "indices")
     if isinstance(rows, range) and rows.step == 1 and rows.start >= 0:
         return _cut(call, data, Cut(str(rows.start or ""), str(rows.stop)))
@@ -249,17 +249,17 @@ def _end(end: int | Length) -> str:
     return f"-{end.less}" if end.less else f"{share_text(100 * end.share)}%"
 
 
-def _take(data: Data, call: Call) -> Any:
+def _take(data: Data, call: Call) -> Held:
     count = call.get(0, "n")
     return _cut(call, data, Cut("", str(count))) if isinstance(count, int) else call.unknown()
 
 
-def _skip(data: Data, call: Call) -> Any:
+def _skip(data: Data, call: Call) -> Held:
     count = call.get(0, "n")
     return _cut(call, data, Cut(str(count), "")) if isinstance(count, int) else call.unknown()
 
 
-_PARTS: Mapping[str, Callable[[Data, Call], Any]] = {
+_PARTS: Mapping[str, Callable[[Data, Call], Held]] = {
     "train_test_split": _train_test_split,
     "select": _select,
     "take": _take,
@@ -276,7 +276,7 @@ _SAME = (
 )  # fmt: skip
 """Methods that keep the rows and what they say: a run file reads the columns that its format
 needs."""
-LOADERS: Mapping[str, Callable[[Call], Any]] = {
+LOADERS: Mapping[str, Callable[[Call], Held]] = {
     "load_dataset": load_dataset,
     "load_from_disk": load_from_disk,
     "Dataset.from_json": from_file,

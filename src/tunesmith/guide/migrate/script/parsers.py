@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from tunesmith.guide.migrate.script.data import Unknown
+from tunesmith.guide.migrate.script.data import (
+    Held,
+    Unknown,
+)
 from tunesmith.guide.migrate.script.expressions import Expressions
-from tunesmith.guide.migrate.script.values import Function, Named, Object
+from tunesmith.guide.migrate.script.values import (
+    Named,
+    Object,
+    ScriptClass,
+)
 from tunesmith.guide.names.foreign import spelled
 
 PARSERS = ("ArgumentParser", "HfArgumentParser", "TrlParser", "H4ArgumentParser")
@@ -20,9 +26,9 @@ def parse(
     parser: Object,
     name: str,
     node: ast.Call,
-    args: Sequence[Any],
-    words: Mapping[str, Any],
-) -> Any:
+    args: Sequence[Held],
+    words: Mapping[str, Held],
+) -> Held:
     """The value of ``parser.name(...)``."""
     if parser.kind.endswith("ArgumentParser") and name == "add_argument":
         return _add(flow, parser, args, words, node.lineno)
@@ -33,7 +39,7 @@ def parse(
         return parser  # groups and parsers of commands
     classes = parser.args[0] if parser.args else parser.fields.get("dataclass_types")
     if classes is None:
-        spaces: list[Any] = [
+        spaces: list[Held] = [
             Object("Namespace", parser.line, fields=dict(parser.fields), parsed=True)
         ]
         return [*spaces, []] if name == "parse_known_args" else spaces[0]
@@ -42,21 +48,21 @@ def parse(
     return made[0] if name == "parse" and len(made) == 1 else made
 
 
-def filled(flow: Expressions, kind: Any, node: ast.Call) -> Object:
+def filled(flow: Expressions, kind: Held, node: ast.Call) -> Object:
     """An object of a dataclass with its defaults, and what the command line says."""
     made = Object("Arguments", node.lineno, parsed=True)
-    if isinstance(kind, Function) and isinstance(kind.node, ast.ClassDef):
-        made.kind, made.of, made.fields = flow.kind_of(kind), kind, flow.fields_of(kind)
-        made.fields |= {
-            key: flow.options[spelled(key)] for key in made.fields if spelled(key) in flow.options
-        }
+    if isinstance(kind, ScriptClass):
+        made.kind = flow.kind_of(kind)
+        made.of = kind
+        defaults = flow.fields_of(kind)
+        made.fields = {key: flow.options.get(spelled(key), defaults[key]) for key in defaults}
     elif isinstance(kind, Named):
         made.kind = kind.dotted
     return made
 
 
 def _add(
-    flow: Expressions, parser: Object, args: Sequence[Any], words: Mapping[str, Any], line: int
+    flow: Expressions, parser: Object, args: Sequence[Held], words: Mapping[str, Held], line: int
 ) -> None:
     flags = [flag for flag in args if isinstance(flag, str)]
     long = max(flags, key=lambda flag: flag.startswith("--"), default="")

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tunesmith.errors import ConfigError
 from tunesmith.guide.migrate.script.calls import Calls
-from tunesmith.guide.migrate.script.data import Call, Splits, Unknown
+from tunesmith.guide.migrate.script.data import (
+    Call,
+    Held,
+    Splits,
+    Unknown,
+)
 from tunesmith.guide.migrate.script.expressions import LONGEST
 from tunesmith.guide.migrate.script.values import (
     Function,
     Named,
     Object,
     Scope,
+    ScriptClass,
     items_of,
     short,
     truth,
@@ -39,9 +44,9 @@ class Flow(Calls):
     """A script that was followed: every ``Object`` it ``made``, and every data set it ``loaded``,
     in order."""
 
-    def __init__(self, tree: ast.Module, file: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, tree: ast.Module, file: str, options: Mapping[str, Held]) -> None:
         super().__init__(file, options)
-        self._returned: list[list[Any]] = []
+        self._returned: list[list[Held]] = []
         self._entered = set[ast.AST]()
         self._depth = self._statements = 0
         self._copies = 1
@@ -52,7 +57,7 @@ class Flow(Calls):
             if function.node not in self._entered:
                 self.enter(function, [], {}, None)
 
-    def _run(self, body: Sequence[ast.stmt], scope: Scope) -> Any:
+    def _run(self, body: Sequence[ast.stmt], scope: Scope) -> Held:
         for statement in body:
             self._statements += 1
             if self._statements > _MOST:
@@ -65,13 +70,13 @@ class Flow(Calls):
                 return result
         return _FALLS
 
-    def _statement(self, node: ast.stmt, scope: Scope) -> Any:
+    def _statement(self, node: ast.stmt, scope: Scope) -> Held:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 scope[node.name] = function = Function(node, scope, self.file)
                 self._functions.append(function)
             case ast.ClassDef(body=body):
-                scope[node.name] = Function(node, scope, self.file)
+                scope[node.name] = ScriptClass(node, scope, self.file)
                 self._run(body, scope.new_child())  # a library may call its methods
             case ast.Import(names=names):
                 for alias in names:
@@ -125,7 +130,7 @@ class Flow(Calls):
                 pass
         return _FALLS
 
-    def bind(self, target: ast.expr, value: Any, node: ast.expr, scope: Scope) -> None:
+    def bind(self, target: ast.expr, value: Held, node: ast.expr, scope: Scope) -> None:
         match target:
             case ast.Name(id=name):
                 scope[name] = value
@@ -148,16 +153,16 @@ class Flow(Calls):
             case ast.Subscript(value=inner, slice=key):
                 holder = self.value(inner, scope)
                 name = self.value(key, scope)
-                held: Any = holder.parts if isinstance(holder, Splits) else holder
+                held: Held = holder.parts if isinstance(holder, Splits) else holder
                 if isinstance(held, dict) and isinstance(name, str | int):
                     held[name] = self._sure(value, node)
             case _:
                 pass
 
-    def _sure(self, value: Any, node: ast.expr) -> Any:
+    def _sure(self, value: Held, node: ast.expr) -> Held:
         return self.unknown(node, "it depends on a condition") if self.undecided else value
 
-    def _for(self, node: ast.For | ast.AsyncFor, scope: Scope) -> Any:
+    def _for(self, node: ast.For | ast.AsyncFor, scope: Scope) -> Held:
         items = items_of(self.value(node.iter, scope))
         if items is None or len(items) * self._copies > LONGEST:
             self.bind(node.target, self.unknown(node.iter), node.iter, scope)
@@ -172,11 +177,11 @@ class Flow(Calls):
         self._copies //= max(len(items), 1)
         return result
 
-    def _either(self, bodies: Sequence[Sequence[ast.stmt]], why: ast.AST, scope: Scope) -> Any:
+    def _either(self, bodies: Sequence[Sequence[ast.stmt]], why: ast.AST, scope: Scope) -> Held:
         """Follow each body, of which one runs; afterwards a name has its value if all agree on
         it."""
         before = dict(scope.maps[0])
-        ends = list[dict[str, Any]]()
+        ends = list[dict[str, Held]]()
         last = _RAISES
         self.undecided += 1
         for body in bodies:
@@ -199,10 +204,10 @@ class Flow(Calls):
     def enter(
         self,
         function: Function,
-        args: Sequence[Any],
-        keywords: Mapping[str, Any],
+        args: Sequence[Held],
+        keywords: Mapping[str, Held],
         me: Object | None,
-    ) -> Any:
+    ) -> Held:
         """The value that a function of the script returns."""
         node = function.node
         self._entered.add(node)

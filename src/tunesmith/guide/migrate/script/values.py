@@ -7,12 +7,18 @@ import ast
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
 
-from tunesmith.guide.migrate.script.data import Data, Length, RowSpan, Splits, Unknown
+from tunesmith.guide.migrate.script.data import (
+    Data,
+    Held,
+    Length,
+    RowSpan,
+    Splits,
+    Unknown,
+)
 from tunesmith.guide.names.foreign import spelled
 
-Scope = ChainMap[str, Any]
+Scope = ChainMap[str, Held]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Function:
-    """A function, lambda or class of the script."""
+    """A function, lambda or class (``ScriptClass``) of the script."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
     scope: Scope
@@ -36,6 +42,11 @@ class Function:
         return "" if isinstance(self.node, ast.Lambda) else f"{self.file}:{self.node.name}"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScriptClass(Function):
+    node: ast.ClassDef
+
+
 @dataclass(slots=True, eq=False)
 class Object:
     """What a class or a library's function returned, with the arguments of its call as fields."""
@@ -43,22 +54,26 @@ class Object:
     kind: str
     line: int
     text: str = ""
-    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    fields: dict[str, Held] = field(default_factory=dict[str, Held])
     texts: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
     """By field, ``name=expression`` and its line."""
-    args: Sequence[Any] = ()
+    args: Sequence[Held] = ()
     arg_texts: Sequence[tuple[str, int]] = ()
-    of: Function | None = None
-    """The script's class."""
+    of: ScriptClass | None = None
     parsed: bool = False
     """Whether the command line sets other fields."""
+
+    @property
+    def name(self) -> str:
+        """The last part of its kind."""
+        return self.kind.rpartition(".")[2]
 
     @property
     def is_model(self) -> bool:
         return self.kind.endswith("from_pretrained")
 
 
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+_DEFAULTS: Mapping[str, Mapping[str, Held]] = {
     "ScriptArguments": {
         "dataset_name": None, "dataset_config": None, "dataset_train_split": "train",
         "dataset_test_split": "test", "dataset_streaming": False,
@@ -68,46 +83,42 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """Of TRL's classes for data."""
 
 
-def field_of(holder: Object, name: str, options: Mapping[str, Any]) -> tuple[Any] | None:
-    """A field that the script does not set: from the command line, or the library's default. None:
-    not known."""
+def field_of(holder: Object, name: str, options: Mapping[str, Held], unknown: Held) -> Held:
+    """A field that the script does not set: from the command line, or the library's default."""
     if holder.parsed and spelled(name) in options:
-        return (options[spelled(name)],)
-    kind = holder.kind.rpartition(".")[2]
-    if name in _DEFAULTS.get(kind, {}):
-        return (_DEFAULTS[kind][name],)
-    if name in ("eval_strategy", "evaluation_strategy") and kind.endswith(("Config", "Arguments")):
-        return ("no",)
-    return None
+        return options[spelled(name)]
+    is_strategy = name in ("eval_strategy", "evaluation_strategy")
+    default = "no" if is_strategy and holder.name.endswith(("Config", "Arguments")) else unknown
+    return _DEFAULTS.get(holder.name, {}).get(name, default)
 
 
-def truth(value: Any) -> bool | None:
+def truth(value: Held) -> bool | None:
     """Whether a condition holds; None if only running the script would tell."""
     if isinstance(value, Unknown | Named | Length | RowSpan):
         return None
     return True if isinstance(value, Object | Function | Data | Splits) else bool(value)
 
 
-def items_of(value: Any) -> list[Any] | None:
+def items_of(value: Held) -> list[Held] | None:
     if isinstance(value, list | tuple | range):
-        items = cast("Sequence[Any]", value)
+        items = value
         return list(items) if len(items) < 1000 else None
-    return list(cast("dict[Any, Any]", value)) if isinstance(value, dict) else None
+    return list(value) if isinstance(value, dict) else None
 
 
-def is_known(value: Any) -> bool:
+def is_known(value: Held) -> bool:
     """Whether a value is plain Python, all of it known."""
     if isinstance(value, list | tuple):
-        return all(map(is_known, cast("Sequence[Any]", value)))
+        return all(map(is_known, value))
     if isinstance(value, dict):
-        return all(map(is_known, cast("dict[Any, Any]", value).values()))
+        return all(map(is_known, value.values()))
     return value is None or isinstance(value, str | int | float | range)
 
 
-def is_small(value: Any) -> bool:
+def is_small(value: Held) -> bool:
     """Whether a computed value is small enough to compute on with."""
     if isinstance(value, str | list):
-        return len(cast("Sequence[Any]", value)) < 10_000
+        return len(value) < 10_000
     return not isinstance(value, int) or value.bit_length() < 100
 
 
