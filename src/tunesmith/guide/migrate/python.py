@@ -6,13 +6,21 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from tunesmith.errors import ConfigError
 from tunesmith.guide.migrate.given import ForeignLaunch, Given
 from tunesmith.guide.migrate.programs import ForeignProgram, find_program
-from tunesmith.guide.migrate.script.data import Data, Splits, Step, Unknown, all_data, whole
+from tunesmith.guide.migrate.script.data import (
+    Data,
+    Held,
+    Splits,
+    Step,
+    Unknown,
+    all_data,
+    whole,
+)
 from tunesmith.guide.migrate.script.statements import Flow
 from tunesmith.guide.migrate.script.values import Function, Named, Object
 
@@ -57,7 +65,7 @@ _PLACES: Mapping[str, Sequence[str]] = {
 
 
 def read_python(
-    text: str, name: str, options: Mapping[str, Any] | None = None
+    text: str, name: str, options: Mapping[str, Held] | None = None
 ) -> list[ForeignLaunch]:
     """The training in a script: a launch per trainer, or none if it creates no known configuration.
 
@@ -72,46 +80,41 @@ def read_python(
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{name} is not valid Python: {error}") from None
     flow = Flow(tree, name, options or {})
-    trainers = {
-        (made.line, made.kind): made for made in flow.made if _is_trainer(made.kind)
-    }  # the last call of each
-    configs = [made for made in flow.made if _is_config(made.kind)]
+    calls = [made for made in flow.made if _is_trainer(made)]
+    trainers = {(made.line, made.kind): made for made in calls}.values()  # the last call of each
+    configs = [made for made in flow.made if _is_config(made)]
     if not trainers:
-        first = next(iter(configs), None) or next(
-            (m for m in flow.made if _last(m.kind) in _ALONE), None
-        )
-        return [_launch(flow, None, configs or [first], first.kind)] if first else []
-    used = {id(config): trainer for trainer in trainers.values() if (config := _config_of(trainer))}
-    launches: list[ForeignLaunch] = []
-    for trainer in trainers.values():
-        own = _config_of(trainer)
-        shared = [config for config in configs if id(config) not in used]
-        held = [own] if own and own in configs else shared
-        launches.append(_launch(flow, trainer, held, held[0].kind if held else trainer.kind))
-    return launches
+        alone = configs or [made for made in flow.made if made.name in _ALONE][:1]
+        return [_launch(flow, None, alone)] if alone else []
+    used = [_config_of(trainer) for trainer in trainers]
+    shared = [config for config in configs if config not in used]
+    return [
+        _launch(flow, trainer, [own] if own in configs else shared)
+        for trainer, own in zip(trainers, used, strict=True)
+    ]
 
 
 def docstrings(text: str) -> list[tuple[str, int]]:
     """Standalone string literals of a script, which may hold commands, each with its first line."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    return [
-        (re.sub(r"^\s*(```\w*|#.*)$", "", node.value.value, flags=re.MULTILINE), node.lineno)
-        for node in tree.body
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    ]
+    strings: list[tuple[str, int]] = []
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        for node in ast.parse(text).body:
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(string))):
+                    commands = re.sub(r"^\s*(```\w*|#.*)$", "", string, flags=re.MULTILINE)
+                    strings.append((commands, node.lineno))
+                case _:
+                    pass
+    return strings
 
 
-def _launch(
-    flow: Flow, trainer: Object | None, configs: Sequence[Object], kind: str
-) -> ForeignLaunch:
-    program = _program(kind, trainer)
+def _launch(flow: Flow, trainer: Object | None, configs: Sequence[Object]) -> ForeignLaunch:
+    """The launch of a trainer, or of a configuration without one."""
+    first = next(iter(configs), trainer)
+    assert first is not None
+    program = _program(first, trainer)
     reading = _Reading(flow, program.framework)
-    made = [*configs, *(m for m in flow.made if _last(m.kind) in _SUPPORT and m not in configs)]
+    made = [*configs, *(m for m in flow.made if m.name in _SUPPORT and m not in configs)]
     settings = [given for one in made for given in reading.settings(one)]
     settings += [given for one in flow.made for given in reading.switches(one)]
     settings += reading.of_trainer(trainer) if trainer else []
@@ -121,20 +124,16 @@ def _launch(
     loaded = dict.fromkeys((o.path, data.line) for data in flow.loaded for o in data.origins)
     text = "is loaded, and not passed to the trainer as data"
     notes = [f"line {line}: {path} {text}" for path, line in loaded if path not in paths]
-    return ForeignLaunch(_last(kind), program, tuple(settings), notes=tuple(notes))
+    return ForeignLaunch(first.name, program, tuple(settings), notes=tuple(notes))
 
 
-def _program(kind: str, trainer: Object | None) -> ForeignProgram:
-    """The program of a configuration; if the trainer is one for another command, that one's, with
-    these defaults."""
-    program = _find(kind)
-    of_trainer = _find(trainer.kind) if trainer else None
+def _program(made: Object, trainer: Object | None) -> ForeignProgram:
+    """The program of a configuration; if transformers' is given to a trainer for another command,
+    that one's, with these defaults."""
+    program = _find(made)
     assert program is not None
-    if (
-        of_trainer is None
-        or of_trainer.command == program.command
-        or program.framework != "transformers"
-    ):
+    of_trainer = _find(trainer) if trainer and program.framework == "transformers" else None
+    if of_trainer is None or of_trainer.command == program.command:
         return program
     return replace(of_trainer, defaults={**of_trainer.defaults, **program.defaults})
 
@@ -147,7 +146,7 @@ class _Reading:
         self.framework = framework
 
     def settings(self, made: Object) -> Iterator[Given]:
-        of_peft = _last(made.kind) in ("LoraConfig", "get_peft_model")
+        of_peft = made.name in ("LoraConfig", "get_peft_model")
         for name, value in made.fields.items():
             if name in made.texts and name not in ("model", "peft_config"):
                 known = f"lora_{name}" if of_peft and name in _PEFT else name
@@ -156,16 +155,15 @@ class _Reading:
     def switches(self, made: Object) -> Iterator[Given]:
         """``torch.compile(model)``, ``torch.backends.cuda.matmul.allow_tf32 = True`` and the
         like."""
-        name = _SWITCHES.get(_last(made.kind))
-        if name is None or (
-            name in ("tf32", "torch_compile") and not made.kind.startswith("torch.")
-        ):
-            return
+        name = _SWITCHES.get(made.name, "")
         mode = made.fields.get("mode")
-        value = made.args[0] if _last(made.kind) == "allow_tf32" and made.args else True
-        if name == "torch_compile" and isinstance(mode, str):
+        value: Held = True
+        if made.name == "allow_tf32" and made.args:
+            value = made.args[0]
+        elif name == "torch_compile" and isinstance(mode, str):
             value = mode
-        yield self.given(name, value, made.text, made.line)
+        if name == "gradient_checkpointing" or (name and made.kind.startswith("torch.")):
+            yield self.given(name, value, made.text, made.line)
 
     def of_trainer(self, trainer: Object) -> Iterator[Given]:
         for name, (value, text, line) in _arguments(trainer).items():
@@ -177,7 +175,7 @@ class _Reading:
                 yield self.given(name, value, text, line)
         yield from self.steps(trainer)
 
-    def data(self, name: str, value: Any, text: str, line: int) -> Given:
+    def data(self, name: str, value: Held, text: str, line: int) -> Given:
         held = whole(value)
         if isinstance(value, dict):
             held = list(value.values())
@@ -185,7 +183,7 @@ class _Reading:
             held = Unknown(text.partition("=")[2], line, "which of its splits is not said")
         return self.given(name, held, text, line)
 
-    def model(self, value: Any, text: str, line: int) -> Iterator[Given]:
+    def model(self, value: Held, text: str, line: int) -> Iterator[Given]:
         models = [made for made in self.flow.made if made.is_model and "CausalLM" in made.kind]
         held = models[0] if len(models) == 1 and not isinstance(value, str | Object) else value
         yield self.given("model_name_or_path", held, text, line)
@@ -207,18 +205,18 @@ class _Reading:
         steps = dict.fromkeys([*train, *(step for step in held_out if _what(step) not in seen)])
         for number, step in enumerate(steps):
             same = not held_out or {_what(one) for one in held_out} == seen
-            value = step.function if same and len({_what(s) for s in train}) == 1 else ""
+            value = step.function if same and len(seen) == 1 else ""
             first = next((s for s in train if _what(s) == _what(step)), step)
             if step is first:  # once, where both have it
                 name = f"{number}.dataset.{step.name}"
                 yield Given(name, value, step.line, self.framework, step.text)
 
-    def given(self, name: str, value: Any, text: str, line: int) -> Given:
+    def given(self, name: str, value: Held, text: str, line: int) -> Given:
         why = value.why if isinstance(value, Unknown) else ""
         text = text if len(text) < 100 else f"{text[:97]}..."
         return Given(name, self.plain(value), line, self.framework, text, why)
 
-    def plain(self, value: Any) -> Any:
+    def plain(self, value: Held) -> Held:
         """The value as in a configuration file; ``${expression}`` if only running the script would
         tell."""
         match value:
@@ -229,7 +227,9 @@ class _Reading:
                 return dotted if plain else _placeholder(dotted)
             case Object():
                 made = f"{value.kind}(...)"
-                return self.plain(_path_of(value)) if value.is_model else _placeholder(made)
+                named = [value.fields[name] for name in _PATHS if name in value.fields]
+                paths = [*value.args[:1], *named] if value.is_model else []
+                return self.plain(paths[0]) if paths else _placeholder(made)
             case Unknown():
                 return _placeholder(value.text)
             case list() | tuple():
@@ -252,47 +252,34 @@ def _what(step: Step) -> str:
     return step.function or step.text
 
 
-def _path_of(model: Object) -> Any:
-    named = [model.fields[name] for name in _PATHS if name in model.fields]
-    return next(iter([*model.args[:1], *named]), Unknown(f"{model.kind}(...)", model.line))
-
-
-def _arguments(trainer: Object) -> dict[str, tuple[Any, str, int]]:
+def _arguments(trainer: Object) -> dict[str, tuple[Held, str, int]]:
     """By name: the value, the text and the line of each argument, positional ones included."""
-    places = _PLACES.get(_last(trainer.kind), _START)
-    found: dict[str, tuple[Any, str, int]] = {}
+    places = _PLACES.get(trainer.name, _START)
+    arguments: dict[str, tuple[Held, str, int]] = {}
     for name, value, (text, line) in zip(places, trainer.args, trainer.arg_texts, strict=False):
-        found[name] = (value, f"{name}={text}", line)
+        arguments[name] = (value, f"{name}={text}", line)
     for name, value in trainer.fields.items():
-        found[name] = (value, *trainer.texts.get(name, (name, trainer.line)))
-    return found
+        arguments[name] = (value, *trainer.texts.get(name, (name, trainer.line)))
+    return arguments
 
 
 def _config_of(trainer: Object) -> Object | None:
-    held = _arguments(trainer)
-    value = next((held[name][0] for name in ("args", "config") if name in held), None)
-    return value if isinstance(value, Object) and _is_config(value.kind) else None
+    arguments = _arguments(trainer)
+    value = next((arguments[name][0] for name in ("args", "config") if name in arguments), None)
+    return value if isinstance(value, Object) and _is_config(value) else None
 
 
-def _last(kind: str) -> str:
-    return kind.rpartition(".")[2]
+def _is_config(made: Object) -> bool:
+    is_config = made.name.endswith(("Config", "Arguments", "Profile"))
+    return is_config and made.name not in _SUPPORT and _find(made) is not None
 
 
-def _is_config(kind: str) -> bool:
-    name = _last(kind)
-    return (
-        name.endswith(("Config", "Arguments", "Profile"))
-        and name not in _SUPPORT
-        and _find(kind) is not None
-    )
-
-
-def _is_trainer(kind: str) -> bool:
-    program = _find(kind) if _last(kind).endswith("Trainer") else None
+def _is_trainer(made: Object) -> bool:
+    program = _find(made) if made.name.endswith("Trainer") else None
     return program is not None and program.framework in ("trl", "transformers", "stateset-agents")
 
 
-def _find(kind: str) -> ForeignProgram | None:
+def _find(made: Object) -> ForeignProgram | None:
     """The program of a class, by its full name, so that classes of one name in several frameworks
     are told apart."""
-    return find_program(kind) or find_program(_last(kind))
+    return find_program(made.kind) or find_program(made.name)
