@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.config.values import SINKS
 from tunesmith.guide.migrate.given import UNKNOWN, Given
@@ -77,8 +77,8 @@ def _followed(key: str, data: Data) -> Result:
         if split is None:
             part = origin.path + "".join(map(str, origin.cuts))
             return by_hand(f"a part of a part, {part}, has no line here; write its rows to a file")
-        table = {"path": origin.path, "split": split}
-        tables.append({**table, "subset": origin.subset, "weight": origin.weight})
+        where = {"path": origin.path, "split": split, "subset": origin.subset}
+        tables.append({**where, "weight": origin.weight})
     return Value(key, _plain(tables), "; ".join(dict.fromkeys(data.notes)))
 
 
@@ -96,7 +96,7 @@ def _listed(value: Any) -> list[str]:
     """Paths from a list, or from comma-separated text."""
     if value is None or isinstance(value, bool):
         return []
-    items = cast("list[Any]", value) if isinstance(value, list) else str(value).split(",")
+    items = value if isinstance(value, list) else str(value).split(",")
     texts = [str(item).strip() for item in items]
     return [text for text in texts if text and not UNKNOWN.search(text)]
 
@@ -104,11 +104,10 @@ def _listed(value: Any) -> list[str]:
 def _plain(tables: Sequence[Mapping[str, Any]]) -> Any:
     """Tables without empty keys and the default split; a table with only a path becomes the path,
     a list of one its element."""
-    full = [
-        {k: v for k, v in table.items() if v is not None and (k, v) != ("split", "train")}
-        for table in tables
-    ]
-    items = [table["path"] if len(table) == 1 else table for table in full]
+    items: list[Any] = []
+    for table in tables:
+        said = {k: v for k, v in table.items() if v is not None and (k, v) != ("split", "train")}
+        items.append(table["path"] if len(said) == 1 else said)
     return items[0] if len(items) == 1 else items
 
 
@@ -180,11 +179,10 @@ def remote(given: Given, _there: There) -> Result:
 
 def sinks(given: Given, _there: There) -> Result:
     """``report_to``, ``logger`` and flags such as ``use_wandb``."""
-    value = given.value
-    named = next((name for name in ("tensorboard", "wandb") if name in given.name), "")
-    if value is True or (isinstance(value, str) and named):
-        value = named or "wandb"
-    names = ["wandb" if name == "all" else name for name in _listed(value)]
+    flag = next((name for name in ("tensorboard", "wandb") if name in given.name), "")
+    is_flag = given.value is True or (isinstance(given.value, str) and flag)
+    named = _listed((flag or "wandb") if is_flag else given.value)
+    names = ["wandb" if name == "all" else name for name in named]
     known = [name for name in names if name in SINKS]
     other = [name for name in names if name not in (*SINKS, "console", "none", "file")]
     if other:

@@ -136,12 +136,9 @@ class Calls(Expressions):
                 return None
             return self.unknown(node)
         if name == "update":
-            given: dict[Held, Held] = added if isinstance(added, dict) else holder
-            changed: dict[Held, Held] = {**call.keywords, **given}
-            if given is holder:
-                changed |= call.keywords
-            sure = sure and (isinstance(added, dict) or added is None)
-            holder |= changed if sure else dict.fromkeys(changed, self.unknown(node))
+            known = added is None or isinstance(added, dict)
+            changed = {**call.keywords, **((added or {}) if known else holder)}
+            holder |= changed if sure and known else dict.fromkeys(changed, self.unknown(node))
             return None
         if name == "copy":
             return holder.copy()

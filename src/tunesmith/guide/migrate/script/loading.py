@@ -38,8 +38,7 @@ def load_dataset(call: Call) -> Held:
     subset = call.get(1, "name")
     files = call.get(3, "data_files")
     directory = call.get(2, "data_dir")
-    split = call.get(4, "split")
-    split = call.keywords.get("split", split)
+    split = call.keywords.get("split", call.get(4, "split"))
     if not isinstance(path, str):
         return _because(call, path, "the name of the data set")
     parts = {"its configuration": subset, "its files": files, "its directory": directory}
@@ -94,7 +93,7 @@ def _split(call: Call, loaded: Splits, split: Held) -> Held:
         return _because(call, split, "the split")
     if "+" in split:
         parts = [_split(call, loaded, one.strip()) for one in split.split("+")]
-        return concatenate(Call([parts], {}, call.text, 0))
+        return together(Call([parts], {}, call.text, 0))
     name, cut = parse_split(split)
     if "[" in name:
         return call.unknown(f"{split} is not a slice of rows")
@@ -122,15 +121,8 @@ def dataset_dict(call: Call) -> Held:
     return Splits(None, dict(parts)) if isinstance(parts, Mapping) else call.unknown()
 
 
-def concatenate(call: Call) -> Held:
-    return _together(call, None)
-
-
-def interleave(call: Call) -> Held:
-    return _together(call, call.get(1, "probabilities"))
-
-
-def _together(call: Call, weights: Held) -> Held:
+def together(call: Call, weights: Held = None) -> Held:
+    """Data sets one after the other, or mixed by their weights."""
     named = call.get(0, "dsets", call.get(0, "datasets"))
     parts = [whole(part) for part in named] if isinstance(named, list | tuple) else [named]
     other = [part for part in parts if not isinstance(part, Data)]
@@ -170,7 +162,7 @@ def _cut(call: Call, data: Held, cut: Cut) -> Held:
 
 def method(data: Data | Splits, name: str, call: Call) -> Held:
     """The value of ``data.name(...)``."""
-    if isinstance(data, Splits) and data.single and name in _PARTS:
+    if isinstance(data, Splits) and data.single and name in ("train_test_split", *_ROWS):
         data = whole(data)
     if isinstance(data, Splits):
         if name in ("pop", "get") and call.args and isinstance(call.args[0], str):
@@ -185,8 +177,10 @@ def method(data: Data | Splits, name: str, call: Call) -> Held:
         return replace(data, steps=(*data.steps, step))
     if name == "shuffle":
         return replace(data, shuffled=True)
-    if name in _PARTS:
-        return _PARTS[name](data, call)
+    if name == "train_test_split":
+        return _train_test_split(data, call)
+    if name in _ROWS:
+        return _rows(data, name, call)
     return call.unknown(f"{name} of a data set is not followed")
 
 
@@ -230,15 +224,21 @@ def _size(size: Held) -> str:
     return str(size) if isinstance(size, int) else f"{share_text(100 * size)}%" if size < 1 else ""
 
 
-def _select(data: Data, call: Call) -> Held:
-    rows = call.get(0, "indices")
-    if isinstance(rows, range) and rows.step == 1 and rows.start >= 0:
-        return _cut(call, data, Cut(str(rows.start or ""), str(rows.stop)))
-    if isinstance(rows, RowSpan):
-        return _cut(call, data, Cut(_end(rows.start), _end(rows.stop)))
-    if isinstance(rows, list) and rows and rows == list(range(len(rows))):
-        return _cut(call, data, Cut("", str(len(rows))))
-    return call.unknown("which rows are selected is not known here")
+def _rows(data: Data, name: str, call: Call) -> Held:
+    """Some consecutive rows: ``data.select(range(10, 20))``, ``take(10)`` or ``skip(10)``."""
+    rows = call.get(0, _ROWS[name])
+    match rows:
+        case int() if name != "select":
+            cut = Cut("", str(rows)) if name == "take" else Cut(str(rows), "")
+        case range(start=start, step=1) if start >= 0:
+            cut = Cut(str(start or ""), str(rows.stop))
+        case RowSpan(start, stop):
+            cut = Cut(_end(start), _end(stop))
+        case [_, *_] if rows == list(range(len(rows))):
+            cut = Cut("", str(len(rows)))
+        case _:
+            return call.unknown("which rows are selected is not known here")
+    return _cut(call, data, cut)
 
 
 def _end(end: int | Length) -> str:
@@ -249,22 +249,8 @@ def _end(end: int | Length) -> str:
     return f"-{end.less}" if end.less else f"{share_text(100 * end.share)}%"
 
 
-def _take(data: Data, call: Call) -> Held:
-    count = call.get(0, "n")
-    return _cut(call, data, Cut("", str(count))) if isinstance(count, int) else call.unknown()
-
-
-def _skip(data: Data, call: Call) -> Held:
-    count = call.get(0, "n")
-    return _cut(call, data, Cut(str(count), "")) if isinstance(count, int) else call.unknown()
-
-
-_PARTS: Mapping[str, Callable[[Data, Call], Held]] = {
-    "train_test_split": _train_test_split,
-    "select": _select,
-    "take": _take,
-    "skip": _skip,
-}
+_ROWS = {"select": "indices", "take": "n", "skip": "n"}
+"""Methods that keep some rows, and the name of their argument."""
 _STEPS = (
     "map", "filter", "rename_column", "rename_columns", "add_column", "sort", "flatten",
     "class_encode_column",
@@ -284,6 +270,6 @@ LOADERS: Mapping[str, Callable[[Call], Held]] = {
     "Dataset.from_parquet": from_file,
     "DatasetDict": dataset_dict,
     "IterableDatasetDict": dataset_dict,
-    "concatenate_datasets": concatenate,
-    "interleave_datasets": interleave,
+    "concatenate_datasets": together,
+    "interleave_datasets": lambda call: together(call, call.get(1, "probabilities")),
 }
