@@ -34,9 +34,8 @@ CATALOGUE: Mapping[str, Sequence[Metric]] = {
     for kind, table in tomllib.loads(_TEXT).items()
 }
 """Metrics by kind; each kind is a table in the documentation."""
-_EXACT_FIRST = sorted(
-    (m for kind in CATALOGUE.values() for m in kind), key=lambda metric: metric.name.count("<")
-)
+_EVERY = [metric for kind in CATALOGUE.values() for metric in kind]
+_EXACT_FIRST = sorted(_EVERY, key=lambda metric: metric.name.count("<"))
 """``rollouts/failed`` comes before ``rollouts/<status>``."""
 
 
@@ -47,9 +46,8 @@ def find(name: str) -> Metric | None:
 
 def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics, repeated under other tools' names. A metric's own name has precedence."""
-    return {alias: value for name, value in metrics.items() for alias in aliases(name)} | dict(
-        metrics
-    )
+    also = {alias: value for name, value in metrics.items() for alias in aliases(name)}
+    return {**also, **metrics}
 
 
 @cache

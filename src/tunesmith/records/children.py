@@ -33,7 +33,7 @@ def end_with_parent(parent: int) -> None:
         return
     with suppress(OSError, AttributeError):  # a C library without it
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent and not _is_there(parent):  # it died before the prctl call
+    if os.getppid() != parent and not is_alive(parent):  # it died before the prctl call
         os._exit(1)
 
 
@@ -101,16 +101,17 @@ def _started(process: int) -> str:
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return "here" if process == os.getpid() or _is_there(process) else "gone"
+        return "here" if process == os.getpid() or is_alive(process) else "gone"
     # Field 22 of proc(5); the name before it may hold anything.
     return text.rpartition(")")[2].split()[19]
 
 
-def _is_there(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Whether there is a process of this number."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except (PermissionError, OverflowError):
+        pass
     return True

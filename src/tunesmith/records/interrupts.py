@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
 from tunesmith.errors import TrainerLostError
 
@@ -218,7 +217,8 @@ def _record(state: _State, number: int) -> bool:
     if number == signal.SIGHUP:
         _leave_terminal()
     if state.asked is None:
-        state.asked, state.since = number, time.monotonic()
+        state.asked = number
+        state.since = time.monotonic()
         return True
     return not state.kept and state.closing_since is None and state.asked == number
 
@@ -272,9 +272,7 @@ def say(text: str) -> None:
 
 def _leave_terminal() -> None:
     """Redirect output to the null device, because writing to a closed terminal fails."""
-    nowhere: Any = None
     for number in (1, 2):
-        with suppress(OSError):
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:
             if os.ttyname(number):
-                nowhere = nowhere or os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, number)
+                os.dup2(nowhere.fileno(), number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -14,10 +15,9 @@ def memory_metrics() -> dict[str, float]:
     peaks = {"memory/host_peak": float(_host_peak())}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        peaks["memory/device_peak"] = float(
-            max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
-        )
-        for device in range(torch.cuda.device_count()):
+        devices = range(torch.cuda.device_count())
+        peaks["memory/device_peak"] = float(max(map(torch.cuda.max_memory_allocated, devices)))
+        for device in devices:
             torch.cuda.reset_peak_memory_stats(device)
     return peaks
 
@@ -25,11 +25,9 @@ def memory_metrics() -> dict[str, float]:
 def _host_peak() -> int:
     """Peak of this program only: in ``ru_maxrss``, Linux includes the peak inherited from the
     parent process."""
-    try:
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    except OSError:
-        found = None
+    with suppress(OSError):
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        if peak:
+            return 1024 * int(peak[1])
     unit = 1 if sys.platform == "darwin" else 1024
-    return (
-        1024 * int(found[1]) if found else unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    )
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Self, TextIO, cast
+from typing import Any, Self, TextIO
 
 from tunesmith.errors import StorageError, boundary
 from tunesmith.records.plain import plain
@@ -40,7 +40,7 @@ class JsonLines:
     def write(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(_finite(plain(record)), ensure_ascii=False, allow_nan=False)
         with boundary(StorageError, f"cannot write {self.path}; free space and resume", OSError):
-            if not self._in_place():
+            if not self._is_in_place():
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file.close()
                 self._file = self._open()
@@ -52,7 +52,7 @@ class JsonLines:
     def _open(self) -> TextIO:
         return open(self.path, "a", encoding="utf-8", opener=self._opener)
 
-    def _in_place(self) -> bool:
+    def _is_in_place(self) -> bool:
         """Whether the path still refers to the open file."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
@@ -131,8 +131,8 @@ def keep_lines(path: Path, kept: Callable[[Any], bool]) -> int:
     with boundary(StorageError, f"cannot write {path}", OSError), path.open("r+b") as file:
         lines = size = 0
         for line in takewhile(lambda line: is_whole(line, kept), file):
-            lines = lines + 1
-            size = size + len(line)
+            lines += 1
+            size += len(line)
         file.truncate(size)
     return lines
 
@@ -180,12 +180,9 @@ def is_evaluation(line: Mapping[str, Any]) -> bool:
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """The entries that are finite numbers."""
-    return {
-        name: value
-        for name, value in record.items()
-        if isinstance(value, int | float)
-        and -1e300 < value < 1e300  # an int may be too large for a float
-    }
+    known = {name: value for name, value in record.items() if isinstance(value, int | float)}
+    # An int may be too large for a float.
+    return {name: value for name, value in known.items() if -1e300 < value < 1e300}
 
 
 def rotated(path: Path) -> tuple[Path, Path]:
@@ -207,8 +204,8 @@ def _finite(value: Any) -> Any:
         case float() if not math.isfinite(value):
             return None
         case dict():
-            return {k: _finite(v) for k, v in cast("dict[str, Any]", value).items()}
+            return {k: _finite(v) for k, v in value.items()}
         case list():
-            return [_finite(v) for v in cast("list[Any]", value)]
+            return [_finite(v) for v in value]
         case _:
             return value

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from decimal import Decimal
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.errors import shortened
 
+JsonObject = dict[str, Any]
 DEEPEST = 64
 """Levels of nesting that are converted; deeper values become their ``repr``."""
 LONGEST_REPR = 1000
@@ -37,13 +38,11 @@ def plain(value: Any, depth: int = 0) -> Any:
         if depth >= DEEPEST:
             return shown(value)
         if isinstance(value, Mapping):
-            items = cast("Mapping[Any, Any]", value).items()
-            return {_text(str(key)): plain(item, depth + 1) for key, item in items}
-        if isinstance(value, list | tuple | Set):
-            several = cast("Iterable[Any]", value)
-            if isinstance(value, Set):
-                several = sorted(several, key=shown)
-            return [plain(item, depth + 1) for item in several]
+            return {_text(str(key)): plain(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, Set):
+            return [plain(item, depth + 1) for item in sorted(value, key=shown)]
+        if isinstance(value, list | tuple):
+            return [plain(item, depth + 1) for item in value]
         to_list = getattr(value, "tolist", None)
         if callable(to_list):
             return plain(to_list(), depth + 1)

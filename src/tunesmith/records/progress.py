@@ -107,8 +107,8 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(" " if bar is None else _BARS[bar] for bar in bars)
 
 
-def _eta(left: float | None, at_most: bool) -> list[str]:
-    return [] if left is None else [f"ETA {'at most ' if at_most else ''}{duration(left)}"]
+def _eta(left: float | None, at_most: bool) -> str:
+    return "" if left is None else f"ETA {'at most ' if at_most else ''}{duration(left)}"
 
 
 class Progress:
@@ -161,8 +161,9 @@ class Progress:
         if now - self._reported >= LINE_SECONDS or ended:
             self._reported = now
             parts = [f"{label} {text}" for label, text in _shown(metrics, SAMPLING)]
-            times = [duration(now - self._began), *([] if ended else _eta(left, at_most))]
-            print("  ".join([f"{self._unit} {done:,}/{self.total:,}", *parts, *times]), flush=True)
+            times = [duration(now - self._began), "" if ended else _eta(left, at_most)]
+            line = "  ".join([f"{self._unit} {done:,}/{self.total:,}", *parts, *times])
+            print(line.rstrip(), flush=True)
 
     def note(self, text: str) -> None:
         """Show a message: an evaluation, a checkpoint, a smaller micro-batch."""
@@ -186,9 +187,11 @@ class LivePanel(Progress):
 
         super().__init__(total, start, unit=unit)
         self._metrics: Mapping[str, float] = {}
-        self._columns, self._eta = COLUMNS, list[str]()
+        self._columns = COLUMNS
+        self._eta = ""
         self._watched: str | None = None
-        self._phase, self._since = "starting", time.monotonic()
+        self._phase = "starting"
+        self._since = time.monotonic()
         self._course: deque[float] = deque(maxlen=_HISTORY)
         self._console = console or Console()
         self._live = Live(
@@ -200,12 +203,14 @@ class LivePanel(Progress):
 
     def phase(self, name: str) -> None:
         if name != self._phase:
-            self._phase, self._since = name, time.monotonic()
+            self._phase = name
+            self._since = time.monotonic()
 
     def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         self.done = step
         self._seconds.append(seconds)
-        self._metrics, self._since = metrics, time.monotonic()
+        self._metrics = metrics
+        self._since = time.monotonic()
         self._watched = next((name for name in WATCHED if name in metrics), None)
         if self._watched:
             self._course.append(metrics[self._watched])
@@ -217,7 +222,9 @@ class LivePanel(Progress):
             self._columns = SAMPLING
             self._phase = ""
             self._since = self._began
-        self.done, self._metrics, self._eta = done, metrics, _eta(left, at_most)
+        self.done = done
+        self._metrics = metrics
+        self._eta = _eta(left, at_most)
 
     def note(self, text: str) -> None:
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
@@ -228,7 +235,7 @@ class LivePanel(Progress):
         from rich.table import Table
         from rich.text import Text
 
-        left = "".join(self._eta) if self.remaining is None else f"{duration(self.remaining)} left"
+        left = self._eta if self.remaining is None else f"{duration(self.remaining)} left"
         busy = f"{self._phase} {duration(time.monotonic() - self._since)}".lstrip()
         top = Table.grid(padding=(0, 1))
         top.add_row(
@@ -287,10 +294,10 @@ def time_table(totals: Mapping[str, float]) -> list[str]:
     """
     whole = sum(totals.values())
     longest = sorted(totals.items(), key=lambda row: -row[1])
-    rows = [(name, s) for name, s in longest if s > 0 and s >= 0.0005 * whole]
-    width = max((len(name) for name, _ in rows), default=0)
+    rows = {name: s for name, s in longest if s > 0 and s >= 0.0005 * whole}
+    width = max(map(len, rows), default=0)
     lines: list[str] = []
-    for name, seconds in rows:
+    for name, seconds in rows.items():
         part = seconds / whole
         bar = "█" * round(_LONGEST_BAR * part)
         lines.append(f"{name:{width}}  {duration(seconds):>7}  {share(part):>5}  {bar}".rstrip())

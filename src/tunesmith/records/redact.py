@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 HIDDEN = "***"
 
@@ -34,13 +34,14 @@ def redact(text: str) -> str:
         'http://***@host:80/r?key=*** is down'
     """
     text = _WITH_SPACES.sub(f"{HIDDEN}@", text)
-    text = _URL.sub(lambda url: _without_values(_USER.sub(f"{HIDDEN}@", url[0])), text)
+    text = _URL.sub(_without_secrets, text)
     text = _BEARER.sub(rf"\1 {HIDDEN}", text)
     return _TOKEN.sub(rf"\1{HIDDEN}", text)
 
 
-def _without_values(url: str) -> str:
-    return _QUERY.sub(rf"\1={HIDDEN}", _BARE_QUERY.sub(HIDDEN, url))
+def _without_secrets(url: re.Match[str]) -> str:
+    text = _USER.sub(f"{HIDDEN}@", url[0])
+    return _QUERY.sub(rf"\1={HIDDEN}", _BARE_QUERY.sub(HIDDEN, text))
 
 
 def redact_values(value: Any, name: str = "") -> Any:
@@ -52,11 +53,10 @@ def redact_values(value: Any, name: str = "") -> Any:
     if isinstance(value, str):
         return HIDDEN if value and _SECRET_NAME.search(name) else redact(value)
     if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
         hides = name == "env_vars"
-        return {k: redact_values(item, "secret" if hides else str(k)) for k, item in items}
+        return {k: redact_values(v, "secret" if hides else str(k)) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [redact_values(item, name) for item in cast("Sequence[Any]", value)]
+        return [redact_values(item, name) for item in value]
     return value
 
 

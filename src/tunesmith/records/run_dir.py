@@ -32,7 +32,6 @@ import stat
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -60,27 +59,15 @@ _locked_here: set[Path] = set()
 them."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunDir:
     """An existing run directory, locked by this process."""
 
-    path: Path
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def traces(self) -> Path:
-        return self.path / "trace"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.rollouts = path / "rollouts.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.traces = path / "trace"
 
 
 @contextmanager
@@ -117,18 +104,15 @@ def open_run_dir(
         except BaseException as error:
             newest = newest_checkpoint(path)
             begun = newest or (isinstance(error, Interrupted) and holds_run(path))
-            if (begun or _goes_on(path, error)) and not isinstance(error, CheckpointError):
+            # A command that answers prompts continues where it ended.
+            goes_on = read_standing(path) is not None and not isinstance(error, UserError)
+            if (begun or goes_on) and not isinstance(error, CheckpointError):
                 if newest and isinstance(error, StorageError) and not error.names_checkpoint:
                     error.add_note(f"the last good checkpoint is {newest}")
                 how = how_to_continue(path)
                 if how not in getattr(error, "__notes__", ()):  # by a run inside this one
                     error.add_note(how)
             raise
-
-
-def _goes_on(path: Path, error: BaseException) -> bool:
-    """Whether the command that failed answers prompts, and continues where it ended."""
-    return read_standing(path) is not None and not isinstance(error, UserError)
 
 
 def how_to_continue(path: Path) -> str:
@@ -172,39 +156,33 @@ def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
             f"checkpoint.resume = true: there is no run to resume: {run_dir} is not a directory",
             keys=("checkpoint.resume", "run_dir"),
         )
-    with boundary(
-        ConfigError, f"run_dir = '{run_dir}' cannot be used", (OSError, ValueError, RuntimeError)
-    ):
+    setting = f"run_dir = '{run_dir}'"
+    with boundary(ConfigError, f"{setting} cannot be used", (OSError, ValueError, RuntimeError)):
         above = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.exists())
         if not above.is_dir():
-            raise ConfigError(
-                f"run_dir = '{run_dir}' cannot be a directory: {above} is a file", keys=("run_dir",)
-            )
+            raise _unusable(f"{setting} cannot be a directory: {above} is a file")
         if not os.access(above, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"run_dir = '{run_dir}' cannot be written: {above} is not writable for this user",
-                keys=("run_dir",),
-            )
+            raise _unusable(f"{setting} cannot be written: this user cannot write to {above}")
         _refuse_another_run(run_dir.resolve(), resume)
+
+
+def _unusable(text: str) -> ConfigError:
+    return ConfigError(text, keys=("run_dir",))
 
 
 def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> None:
     inside = isinstance(resume, Path) and resume.resolve().is_relative_to(path)
     continued = inside or resume in (True, "auto")
     if not continued and holds_run(path):
-        raise ConfigError(
-            f"{path} already holds a run. Continue it with checkpoint.resume=true, choose another "
-            "run_dir, or delete it",
-            keys=("run_dir",),
-        )
+        choices = "Continue it with checkpoint.resume=true, choose another run_dir, or delete it"
+        raise _unusable(f"{path} already holds a run. {choices}")
     if continued or os.path.lexists(path / LOCK):
         return
-    found = [name for name in _OURS if os.path.lexists(path / name)]
-    if found or (path / "model").is_symlink():
-        raise ConfigError(
-            f"{path} has {', '.join(found or ['a link model'])}, which no run wrote there, and a "
-            "run would write over; choose another run_dir",
-            keys=("run_dir",),
+    there = [name for name in _OURS if os.path.lexists(path / name)]
+    if there or (path / "model").is_symlink():
+        raise _unusable(
+            f"{path} has {', '.join(there or ['a link model'])}, which no run wrote there, and a "
+            "run would write over; choose another run_dir"
         )
 
 
@@ -230,11 +208,8 @@ def newest_checkpoint(path: Path) -> Path | None:
 def holds_run(path: Path) -> bool:
     """Whether a directory has metrics, a checkpoint or answers."""
     metrics = path / "metrics.jsonl"
-    return (
-        (path / STATE_FILE).exists()
-        or newest_checkpoint(path) is not None
-        or (metrics.exists() and metrics.stat().st_size > 0)
-    )
+    has_metrics = metrics.exists() and metrics.stat().st_size > 0
+    return has_metrics or (path / STATE_FILE).exists() or newest_checkpoint(path) is not None
 
 
 def numbered_directory(parent: Path, name: str) -> Path:
@@ -292,11 +267,8 @@ def _open_lock(lock: Path) -> int:
     if content is None or not (content == b"" or content.startswith(b"process ")):
         if handle is not None:
             os.close(handle)
-        raise ConfigError(
-            f"{lock} is there already and is not the lock of a run; choose another run_dir, or "
-            "remove it",
-            keys=("run_dir",),
-        )
+        what = f"{lock} is there already and is not the lock of a run"
+        raise _unusable(f"{what}; choose another run_dir, or remove it")
     assert handle is not None
     return handle
 
@@ -318,14 +290,12 @@ def _locked(path: Path) -> Generator[None]:
         owner = os.pread(handle, 200, 0).decode(errors="replace").strip()
         os.close(handle)
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise ConfigError(
-                f"{path} is in use by {owner or 'another process'}: wait for it to end, stop it, "
-                "or choose another run_dir",
-                keys=("run_dir",),
+            choices = "wait for it to end, stop it, or choose another run_dir"
+            raise _unusable(
+                f"{path} is in use by {owner or 'another process'}: {choices}"
             ) from None
-        raise StorageError(
-            f"cannot lock {lock}: {error}. Choose a run_dir on a local disk."
-        ) from error
+        advice = "Choose a run_dir on a local disk."
+        raise StorageError(f"cannot lock {lock}: {error}. {advice}") from error
     with boundary(StorageError, f"cannot write {lock}", OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -65,8 +66,8 @@ def progress_of(path: Path, settings: Mapping[str, Any], step: int) -> RunProgre
         return RunProgress(seen.state, max(step, seen.answered), seen.total, seen.command)
     steps = settings.get("train.steps")
     total = steps if isinstance(steps, int) else None
-    state = "running" if running else "done" if total is not None and step >= total else "stopped"
-    return RunProgress(state, step, total)
+    done = total is not None and step >= total
+    return RunProgress("running" if running else "done" if done else "stopped", step, total)
 
 
 def find_runs(directory: Path) -> list[RunSummary]:
@@ -77,7 +78,7 @@ def find_runs(directory: Path) -> list[RunSummary]:
     """
     with boundary(ConfigError, f"cannot read {directory}", OSError):
         inside = list(directory.iterdir()) if directory.is_dir() else []
-    paths = [path for path in inside if not path.is_symlink() and _may_hold_run(path)]
+    paths = [path for path in inside if not path.is_symlink() and _holds_run(path)]
     if not paths:
         raise ConfigError(
             f"{directory} holds no runs. Name a directory with: tunesmith runs list DIRECTORY"
@@ -85,11 +86,10 @@ def find_runs(directory: Path) -> list[RunSummary]:
     return [_listed(path) for path in sorted(paths, key=_changed, reverse=True)]
 
 
-def _may_hold_run(path: Path) -> bool:
-    try:
+def _holds_run(path: Path) -> bool:
+    with suppress(OSError):
         return holds_run(path)
-    except OSError:
-        return False
+    return False
 
 
 def _listed(path: Path) -> RunSummary:

@@ -35,10 +35,9 @@ class Standing:
     def seen(self, *, running: bool) -> Standing:
         """As seen from outside, where ``running`` is whether a process works on the run: a killed
         one has stopped."""
-        state: State = (
-            "running" if running else "stopped" if self.state == "running" else self.state
-        )
-        return replace(self, state=state)
+        if running:
+            return replace(self, state="running")
+        return replace(self, state="stopped") if self.state == "running" else self
 
 
 def read_standing(run_dir: Path) -> Standing | None:
@@ -59,21 +58,21 @@ def recorded(run_dir: Path, command: str, count: Callable[[], tuple[int, int]]) 
     Args:
         count: returns the answered prompts and all prompts of the run.
     """
-    before, (began_with, total) = read_standing(run_dir), count()
+    before = read_standing(run_dir)
+    began_with = count()[0]
 
     def write(state: State, error: str | None = None) -> None:
         write_json(run_dir / STATE_FILE, asdict(Standing(command, state, *count(), error)))
 
-    write_json(run_dir / STATE_FILE, asdict(Standing(command, "running", began_with, total)))
+    write("running")
     try:
         yield
         write("done")
     except BaseException as error:
         with suppress(StorageError):
             if before and isinstance(error, UserError) and count()[0] == began_with:
-                write_json(
-                    run_dir / STATE_FILE, asdict(before)
-                )  # it was refused, and nothing has changed
+                # It was refused, and nothing has changed.
+                write_json(run_dir / STATE_FILE, asdict(before))
             elif isinstance(error, KeyboardInterrupt):
                 write("stopped")
             else:

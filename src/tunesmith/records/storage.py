@@ -15,9 +15,10 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.records.children import is_alive
 from tunesmith.records.redact import open_private
 
 _LEFTOVER = re.compile(r"(\d+)-[0-9a-f]{8}\.unfinished")
@@ -89,19 +90,17 @@ def check_output(path: Path, option: str, mark: str | None, *, streams: bool = T
         ConfigError: names the option.
     """
     with boundary(ConfigError, f"{option} {path} cannot be written", OSError):
-        found = _status(path)
-        if found is not None and stat.S_ISDIR(found.st_mode):
+        status = _status(path)
+        if status is not None and stat.S_ISDIR(status.st_mode):
             raise ConfigError(f"{option} {path} is a directory; name a file")
-        if found is not None and not stat.S_ISREG(found.st_mode):
-            if not (streams and _is_stream(found)):
+        if status is not None and not stat.S_ISREG(status.st_mode):
+            if not (streams and _is_stream(status)):
                 raise ConfigError(f"{option} {path} is a device, a pipe or a socket; name a file")
             return
         folder = Path(os.path.realpath(path)).parent
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            raise ConfigError(
-                f"{option} {path}: {folder} is not a directory that this user can write to"
-            )
-        if found is None or _own_descriptor(found) is not None:
+            raise ConfigError(f"{option} {path}: this user cannot write to {folder}")
+        if status is None or _own_descriptor(status) is not None:
             return
         with path.open("rb") as file:
             beginning = file.read(_MARKED_BYTES)
@@ -123,15 +122,15 @@ def write_output(path: Path, content: bytes, *, private: bool) -> None:
         StorageError: it cannot be written.
     """
     with boundary(StorageError, f"cannot write {path}", OSError):
-        found = _status(path)
-        own = None if found is None else _own_descriptor(found)
-        if own is not None or (found is not None and _is_stream(found)):
+        status = _status(path)
+        own = None if status is None else _own_descriptor(status)
+        if own is not None or (status is not None and _is_stream(status)):
             with open(path if own is None else os.dup(own), "wb") as file:
                 file.write(content)
-        else:
-            opener = open_private if private else None
-            with replacing(path) as unfinished, open(unfinished, "wb", opener=opener) as file:
-                file.write(content)
+            return
+        opener = open_private if private else None
+        with replacing(path) as unfinished, open(unfinished, "wb", opener=opener) as file:
+            file.write(content)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -153,10 +152,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     damaged = (OSError, ValueError, RecursionError)
     with boundary(StorageError, f"cannot read {path}", damaged), open_file(path) as file:
-        found = json.loads(file.read().decode("utf-8"))
-        if not isinstance(found, dict):
+        value = json.loads(file.read().decode("utf-8"))
+        if not isinstance(value, dict):
             raise ValueError("it holds no JSON object")
-        return cast("dict[str, Any]", found)
+        return value
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -178,16 +177,16 @@ def _status(path: Path) -> os.stat_result | None:
         return None
 
 
-def _is_stream(found: os.stat_result) -> bool:
-    return stat.S_ISCHR(found.st_mode) or stat.S_ISFIFO(found.st_mode)
+def _is_stream(status: os.stat_result) -> bool:
+    return stat.S_ISCHR(status.st_mode) or stat.S_ISFIFO(status.st_mode)
 
 
-def _own_descriptor(found: os.stat_result) -> int | None:
-    """Standard output or standard error, if that is what was found: opened again, its file would be
+def _own_descriptor(status: os.stat_result) -> int | None:
+    """Standard output or standard error, if that is there: opened again, its file would be
     emptied."""
     for descriptor in (1, 2):
         with suppress(OSError):
-            if os.path.samestat(found, os.fstat(descriptor)):
+            if os.path.samestat(status, os.fstat(descriptor)):
                 return descriptor
     return None
 
@@ -199,19 +198,9 @@ def _unfinished(target: Path) -> Path:
     if target.parent.is_dir():
         for name in os.listdir(target.parent):
             left = _LEFTOVER.fullmatch(name.removeprefix(stem)) if name.startswith(stem) else None
-            if left and not _is_running(int(left[1])):
+            if left and not is_alive(int(left[1])):
                 _remove(target.with_name(name))
     return target.with_name(f"{stem}{os.getpid()}-{secrets.token_hex(4)}.unfinished")
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        pass
-    return True
 
 
 def _put(unfinished: Path, target: Path) -> None:

@@ -55,7 +55,9 @@ class ReadPosition:
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            start, self.read, self.ending = self.read, self.read + len(line), line[-_ENDING:]
+            start = self.read
+            self.read += len(line)
+            self.ending = line[-_ENDING:]
             yield start, line
 
 

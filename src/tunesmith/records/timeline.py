@@ -53,7 +53,8 @@ class Timeline:
         *,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._directory, self._steps = directory, frozenset(steps)
+        self._directory = directory
+        self._steps = frozenset(steps)
         self.now = now
         self._lock = threading.Lock()
         self._spans: list[Span] = []

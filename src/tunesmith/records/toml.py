@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.records.redact import redact, redact_values
 
@@ -26,10 +26,9 @@ def toml_data(value: Any) -> Any:
         case str() | int() | float():
             return value
         case list() | tuple():
-            return [toml_data(item) for item in cast("Sequence[object]", value)]
+            return [toml_data(item) for item in value]
         case Mapping():
-            table = cast("Mapping[object, object]", value)
-            return {str(k): toml_data(item) for k, item in table.items() if item is not None}
+            return {str(k): toml_data(item) for k, item in value.items() if item is not None}
         case _:
             raise TypeError(f"TOML has no {type(value).__name__}")
 

@@ -12,15 +12,7 @@ from dataclasses import replace
 from tunesmith.errors import ConfigError
 from tunesmith.guide.migrate.given import ForeignLaunch, Given
 from tunesmith.guide.migrate.programs import ForeignProgram, find_program
-from tunesmith.guide.migrate.script.data import (
-    Data,
-    Held,
-    Splits,
-    Step,
-    Unknown,
-    all_data,
-    whole,
-)
+from tunesmith.guide.migrate.script.data import Data, Held, Splits, Step, Unknown, all_data, whole
 from tunesmith.guide.migrate.script.statements import Flow
 from tunesmith.guide.migrate.script.values import Function, Named, Object
 

@@ -10,7 +10,15 @@ from typing import Any
 
 from tunesmith.records.doctor.columns import UNKNOWN, span
 from tunesmith.records.doctor.record import RunRecord
-from tunesmith.records.doctor.rules import Change, Evidence, Finding, Rules, applied, worst_first
+from tunesmith.records.doctor.rules import (
+    Change,
+    Evidence,
+    Finding,
+    Rules,
+    applied,
+    explains,
+    worst_first,
+)
 from tunesmith.records.doctor.signs import Signs, times
 from tunesmith.records.wilson import wilson
 
@@ -99,11 +107,8 @@ def run_stopped(run: Answers) -> Evidence:
         yield run.done
 
 
-@ROUND.add(
-    "problem",
-    Change[SampledRound]("sampling.n", lambda this: this.samples_for(this.batch)),
-    explains="low_yield",
-)
+@ROUND.add("problem", Change[SampledRound]("sampling.n", lambda this: this.samples_for(this.batch)))
+@explains("low_yield")
 def few_kept(this: SampledRound) -> Evidence:
     """This is less than one batch to learn from: training only repeats it.
 
@@ -113,10 +118,8 @@ def few_kept(this: SampledRound) -> Evidence:
     """
     kept, solved, questions = (this.counts[name] for name in ("kept", "solved", "questions"))
     if kept < this.batch:  # an epoch over it is one optimizer step
-        yield (
-            f"{this.counted}{_shown(this.right)}; {kept} answers to {solved} of {questions} "
-            f"questions are kept, and train.batch_size is {this.batch}"
-        )
+        counted = f"{this.counted}{_shown(this.right)}; {kept} answers to {solved} of {questions}"
+        yield f"{counted} questions are kept, and train.batch_size is {this.batch}"
 
 
 @ROUND.add(
@@ -130,10 +133,8 @@ def low_yield(this: SampledRound) -> Evidence:
     (rft.sampler).
     """
     if this.right[2] * this.per_question < 1:
-        yield (
-            f"{this.counted}{_shown(this.right)}, which is less than one per question; "
-            f"{this.counts['solved']} of {this.counts['questions']} questions are solved"
-        )
+        solved = f"{this.counts['solved']} of {this.counts['questions']} questions are solved"
+        yield f"{this.counted}{_shown(this.right)}, less than one per question; {solved}"
 
 
 @ROUND.add("note")
@@ -176,10 +177,8 @@ def greedy_answers_differ(run: Answers) -> Evidence:
     is learned.
     """
     if run.before[0] - run.sampled >= 0.25:
-        yield (
-            f"before training greedy answers were right in {run.before[0]:.1%}, samples in "
-            f"{run.sampled:.1%}"
-        )
+        shares = f"{run.before[0]:.1%} of greedy answers and {run.sampled:.1%} of samples"
+        yield f"before training {shares} were right"
 
 
 @RUN.add("warning")

@@ -129,12 +129,12 @@ class Column:
     @cached_property
     def jumps(self) -> list[Jump]:
         pairs = [(value, step) for value, step in self.pairs if value > 0]
-        found: list[Jump] = []
+        jumps: list[Jump] = []
         for index in range(BEFORE, len(pairs)):
             usual = median(value for value, _ in pairs[index - BEFORE : index])
             value, step = pairs[index]
-            found.append(Jump(value / usual, step, Figure(usual), Figure(value)))
-        return found
+            jumps.append(Jump(value / usual, step, Figure(usual), Figure(value)))
+        return jumps
 
 
 class Columns:
@@ -151,18 +151,15 @@ class Columns:
 
     def __getitem__(self, name: str) -> Column:
         if name not in self._columns:
-            self._columns[name] = self._column(name)
+            self._columns[name] = Column()
+            for lines, width in reversed(self._tables):
+                pairs = [(line[name], line["step"]) for line in lines if name in line]
+                if pairs:
+                    self._columns[name] = Column(pairs, width or window(len(pairs)))
         return self._columns[name]
-
-    def _column(self, name: str) -> Column:
-        for lines, width in self._tables:
-            pairs = [(line[name], line["step"]) for line in lines if name in line]
-            if pairs:
-                return Column(pairs, width or window(len(pairs)))
-        return Column()
 
     def names(self, pattern: str) -> list[str]:
         """The part in parentheses of each metric's name that fits the pattern, in the order of the
         lines."""
         names = dict.fromkeys(name for lines, _ in self._tables for line in lines for name in line)
-        return [found[1] for name in names if (found := re.fullmatch(pattern, name))]
+        return [match[1] for match in (re.fullmatch(pattern, name) for name in names) if match]

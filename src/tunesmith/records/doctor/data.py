@@ -6,23 +6,20 @@ from __future__ import annotations
 import math
 
 from tunesmith.records.doctor.columns import UNKNOWN
-from tunesmith.records.doctor.rules import Change, Evidence, Rules, put
+from tunesmith.records.doctor.rules import Change, Evidence, Rules, explains
 from tunesmith.records.doctor.signs import Signs
 
 RULES = Rules[Signs]()
 
 
-@RULES.add("warning", put('data.too_long = "truncate_left"'))
+@RULES.add("warning", 'data.too_long = "truncate_left"')
 def too_long_left_out(run: Signs) -> Evidence:
     """data.too_long = "skip" drops the long examples, which are the hardest, from training.
 
     They stay, shortened; a higher limit keeps them whole.
     """
     if run.facts.too_long > 0.05:
-        yield (
-            f"{run.facts.too_long:.0%} of the training data's lines were left out because they "
-            "are too long"
-        )
+        yield f"{run.facts.too_long:.0%} of the training data was left out because it is too long"
 
 
 @RULES.add("warning")
@@ -32,15 +29,10 @@ def bad_lines_left_out(run: Signs) -> Evidence:
     Repaired, they count.
     """
     if run.facts.bad > 0.05:
-        yield (
-            f"{run.facts.bad:.0%} of the training data's lines were left out because they cannot "
-            "be used"
-        )
+        yield f"{run.facts.bad:.0%} of the training data was left out because it cannot be used"
 
 
-@RULES.add(
-    "note", put('data.train = [{ path = "...", weight = 1.0 }, { path = "...", weight = 1.0 }]')
-)
+@RULES.add("note", 'data.train = [{ path = "...", weight = 1.0 }, { path = "...", weight = 1.0 }]')
 def one_source_dominates(run: Signs) -> Evidence:
     """The others hardly count: the sources' weights, or their sizes where they have none.
 
@@ -61,7 +53,8 @@ def seen_in_training(run: Signs) -> Evidence:
         yield f"{run.facts.seen:.0%} of the held-out data is in the training data"
 
 
-@RULES.add("note", explains="seen_in_training")
+@RULES.add("note")
+@explains("seen_in_training")
 def evaluated_on_training(run: Signs) -> Evidence:
     """The evaluation shows how well these are learned, not how the policy does on others.
 
@@ -81,7 +74,7 @@ def repeated_data(run: Signs) -> Evidence:
         yield f"{run.facts.repeated:.0%} of the training data are duplicates"
 
 
-@RULES.add("note", put("train.epochs = 3"))
+@RULES.add("note", "train.epochs = 3")
 def many_epochs(run: Signs) -> Evidence:
     """Supervised training memorises after a few epochs.
 
@@ -105,7 +98,5 @@ def eval_too_small(run: Signs) -> Evidence:
     variance = max(accuracy.mean * (1 - accuracy.mean), 1 / size)
     error = 2 * math.sqrt(2 * variance / size)  # two standard errors of a difference
     if accuracy.count >= 2 and error > 0.1:
-        yield (
-            f"with {size} held-out prompts an accuracy of {accuracy.last:.2f} differs by up to "
-            f"{error:.2f} by chance"
-        )
+        chance = f"differs by up to {error:.2f} by chance"
+        yield f"with {size} held-out prompts an accuracy of {accuracy.last:.2f} {chance}"

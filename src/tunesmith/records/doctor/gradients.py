@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunesmith.records.doctor.columns import ratio
-from tunesmith.records.doctor.rules import Change, Evidence, Rules, put
+from tunesmith.records.doctor.rules import Change, Evidence, Rules, explains
 from tunesmith.records.doctor.signs import Signs, times
 
 JUMP = 20
@@ -14,12 +14,8 @@ twice_the_usual_norm = Change[Signs](
 )
 
 
-@RULES.add(
-    "problem",
-    times("train.lr", 0.3),
-    put('model.dtype = "float32"'),
-    explains="steps_dropped spikes spike",
-)
+@RULES.add("problem", times("train.lr", 0.3), 'model.dtype = "float32"')
+@explains("steps_dropped spikes spike")
 def not_finite(run: Signs) -> Evidence:
     """The gradient is not finite: the learning rate is too high, or the number format overflows.
 
@@ -27,10 +23,8 @@ def not_finite(run: Signs) -> Evidence:
     format.
     """
     if run.dropped > 0.05:
-        yield (
-            f"{run.dropped:.0%} of the optimizer steps were dropped "
-            f"({run['skipped_steps'].sum:.0f})"
-        )
+        count = run["skipped_steps"].sum
+        yield f"{run.dropped:.0%} of the optimizer steps were dropped ({count:.0f})"
 
 
 @RULES.add("warning", times("train.lr", 0.5))
@@ -52,13 +46,12 @@ def tokens_not_finite(run: Signs) -> Evidence:
     """
     tokens = run["nonfinite_tokens"]
     if tokens.mean > 0:
-        yield (
-            f"{tokens.mean} tokens per step had a log-probability that is not finite "
-            f"(most in step {tokens.max_step:.0f})"
-        )
+        number = f"{tokens.mean} tokens per step, most in step {tokens.max_step:.0f},"
+        yield f"{number} had a log-probability that is not finite"
 
 
-@RULES.add("warning", twice_the_usual_norm, times("train.lr", 0.5), explains="spike")
+@RULES.add("warning", twice_the_usual_norm, times("train.lr", 0.5))
+@explains("spike")
 def spikes(run: Signs) -> Evidence:
     """Some batches are unlike the others: outliers in rewards or data, or the learning rate is at
     its edge.
@@ -68,11 +61,9 @@ def spikes(run: Signs) -> Evidence:
     norm = run["grad_norm"]
     count = sum(jump.times > JUMP for jump in norm.jumps)
     if count >= 3 and count / norm.count > 0.02:
-        yield (
-            f"the gradient's norm was more than {JUMP} times that of the steps before in {count} "
-            "steps, and "
-            f"{norm.jump.value} in step {norm.jump.step:.0f}, where {norm.jump.usual} was usual"
-        )
+        jump = norm.jump
+        largest = f"most in step {jump.step:.0f}, {jump.value} after {jump.usual}"
+        yield f"the gradient's norm was {JUMP} times the usual one in {count} steps, {largest}"
 
 
 @RULES.add("note", twice_the_usual_norm)
@@ -83,10 +74,7 @@ def spike(run: Signs) -> Evidence:
     """
     jump = run["grad_norm"].jump
     if jump.times > JUMP:
-        yield (
-            f"the gradient's norm was {jump.value} in step {jump.step:.0f}, and {jump.usual} in "
-            "the steps before"
-        )
+        yield f"the gradient's norm was {jump.value} in step {jump.step:.0f}, usually {jump.usual}"
 
 
 @RULES.add("note", twice_the_usual_norm)

@@ -3,7 +3,7 @@ evaluation shows."""
 
 from __future__ import annotations
 
-from tunesmith.records.doctor.rules import Change, Evidence, Rules, put
+from tunesmith.records.doctor.rules import Change, Evidence, Rules, explains
 from tunesmith.records.doctor.signs import Signs, times
 
 RULES = Rules[Signs]()
@@ -14,12 +14,8 @@ def _best_step(run: Signs) -> str | None:
     return f"{step:.0f}" if step else None
 
 
-@RULES.add(
-    "warning",
-    Change("train.steps", _best_step),
-    put('eval.metric = "eval/loss"'),
-    explains="many_epochs",
-)
+@RULES.add("warning", Change("train.steps", _best_step), 'eval.metric = "eval/loss"')
+@explains("many_epochs")
 def overfitting(run: Signs) -> Evidence:
     """The model memorises the training data.
 
@@ -29,18 +25,13 @@ def overfitting(run: Signs) -> Evidence:
     held_out = run["eval/loss"]
     rise = held_out.last - held_out.min
     if held_out.count >= 3 and rise > max(0.02, 0.05 * held_out.min) and loss.rise < 0:
-        yield (
-            f"the held-out loss rose from {held_out.min} (step {held_out.min_step:.0f}) to "
-            f"{held_out.last}, while the training loss fell to {loss.last}"
-        )
+        best = f"{held_out.min} (step {held_out.min_step:.0f})"
+        rise = f"the held-out loss rose from {best} to {held_out.last}"
+        yield f"{rise}, while the training loss fell to {loss.last}"
 
 
-@RULES.add(
-    "warning",
-    times("train.lr", 0.5),
-    put("train.warmup_ratio = 0.05"),
-    explains="spike spikes loss_does_not_fall",
-)
+@RULES.add("warning", times("train.lr", 0.5), "train.warmup_ratio = 0.05")
+@explains("spike spikes loss_does_not_fall")
 def loss_spike(run: Signs) -> Evidence:
     """A learning rate at its edge, or a batch of broken data.
 
@@ -51,9 +42,8 @@ def loss_spike(run: Signs) -> Evidence:
         yield f"the loss jumped from {jump.usual} to {jump.value} in step {jump.step:.0f}"
 
 
-@RULES.add(
-    "warning", times("train.lr", 3), explains="overfitting loss_flat eval_too_small", over_last=True
-)
+@RULES.add("warning", times("train.lr", 3), over_last=True)
+@explains("overfitting loss_flat eval_too_small")
 def no_preference(run: Signs) -> Evidence:
     """The learning rate is too low, or the labels are noise.
 
@@ -62,10 +52,8 @@ def no_preference(run: Signs) -> Evidence:
     held_out = run["eval/accuracy"]
     judged = held_out.last if held_out.count else run["accuracy"].last
     if not run.rl and run.steps >= 20 and judged < 0.55 and run["margin"].count:
-        yield (
-            f"{judged:.0%} of the pairs are judged rightly, after {run.last_step} steps (held-out "
-            "ones, if any)"
-        )
+        where = "held-out" if held_out.count else "training"
+        yield f"{judged:.0%} of the {where} pairs are judged rightly, after {run.last_step} steps"
 
 
 @RULES.add("note", times("train.lr", 0.5))
@@ -78,13 +66,10 @@ def chosen_unlikelier(run: Signs) -> Evidence:
     chosen = run["rewards/chosen"]
     rejected = run["rewards/rejected"]
     if not run.rl and chosen.last < -1 and chosen.rise < -1 and run["margin"].last > 0:
-        yield (
-            f"the reward of chosen answers fell to {chosen.last}, that of rejected ones to "
-            f"{rejected.last}"
-        )
+        yield f"the reward of chosen answers fell to {chosen.last}, of others to {rejected.last}"
 
 
-@RULES.add("note", put("eval.samples = 4"), put("eval.pass_at = [1]"))
+@RULES.add("note", "eval.samples = 4", "eval.pass_at = [1]")
 def greedy_differs(run: Signs) -> Evidence:
     """The evaluation is greedy, and training learns from samples at rollout.temperature, which are
     more varied.
@@ -97,13 +82,11 @@ def greedy_differs(run: Signs) -> Evidence:
     greedy = run["eval/accuracy"].first
     sampled = run.right.first
     if greedy - sampled >= 0.25 and run.number("eval.samples") == 1:
-        yield (
-            f"greedy answers to held-out prompts were right in {greedy:.1%}, samples in training "
-            f"in {sampled:.1%}"
-        )
+        shares = f"{greedy:.1%} of greedy held-out answers and {sampled:.1%} of training samples"
+        yield f"at first {shares} were right"
 
 
-@RULES.add("note", put("checkpoint.resume = true"))
+@RULES.add("note", "checkpoint.resume = true")
 def stopped_early(run: Signs) -> Evidence:
     """It was interrupted, or reached eval.target.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tunesmith.records.doctor.rules import Evidence, Rules, put
+from tunesmith.records.doctor.rules import Evidence, Rules
 from tunesmith.records.doctor.signs import Signs
 
 RULES = Rules[Signs]()
 
 
-@RULES.add("note", put("system.gradient_checkpointing = true"))
+@RULES.add("note", "system.gradient_checkpointing = true")
 def memory_retries(run: Signs) -> Evidence:
     """system.max_tokens_per_microbatch is more than the device holds.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tunesmith.records.doctor.columns import Columns
-from tunesmith.records.doctor.rules import Evidence, Rules
+from tunesmith.records.doctor.rules import Evidence, Rules, explains
 from tunesmith.records.facts import Metrics, RunFacts
 
 STEPS = 3
@@ -42,15 +42,13 @@ class Recent(Columns):
 
     def _rollouts_teach_nothing(self, step: Metrics) -> bool:
         facts = self.facts
-        if step["step"] <= facts.frozen_steps:
-            return False
-        if _without_gradient(step):
-            return True
+        is_frozen = step["step"] <= facts.frozen_steps
+        if is_frozen or _without_gradient(step):
+            return not is_frozen
         if not (facts.rewarded and facts.from_total) or step.get("rollouts", 0) < 2:
             return False
-        return step.get("reward/std") == 0 or (
-            facts.compares_group and step.get("groups_equal") == 1
-        )
+        equal = facts.compares_group and step.get("groups_equal") == 1
+        return equal or step.get("reward/std") == 0
 
 
 def _skipped(step: Metrics) -> bool:
@@ -58,11 +56,8 @@ def _skipped(step: Metrics) -> bool:
 
 
 def _without_gradient(step: Metrics) -> bool:
-    return (
-        step.get("optimizer_steps") == 0
-        or _skipped(step)
-        or step.get("grad_norm", 1.0) <= NO_GRADIENT
-    )
+    is_zero = step.get("grad_norm", 1.0) <= NO_GRADIENT
+    return is_zero or step.get("optimizer_steps") == 0 or _skipped(step)
 
 
 HARMFUL = Rules[Recent]()
@@ -73,7 +68,8 @@ AT_THE_END = Rules[Recent]()
 """Looked for when the run has ended."""
 
 
-@HARMFUL.add("problem", explains="reward_flat loss_flat no_preference")
+@HARMFUL.add("problem")
+@explains("reward_flat loss_flat no_preference")
 def lr_without_effect(run: Recent) -> Evidence:
     """Nothing is learned: the learning rate is far too low.
 
@@ -83,19 +79,16 @@ def lr_without_effect(run: Recent) -> Evidence:
     # AdamW moves a weight by about the learning rate per step: reach is the learning rate times the
     # optimizer steps.
     if run.facts.reach < 1e-6:
-        yield (
-            f"the learning rate {run.facts.lr:g} moves no weight by more than about "
-            f"{run.facts.reach:.1g} in the whole run, and weights are about 0.02"
-        )
+        reach = f"no weight by more than about {run.facts.reach:.1g} in the whole run"
+        yield f"train.lr = {run.facts.lr:g} moves {reach}, and weights are about 0.02"
 
 
-@HARMFUL.add(
-    "problem",
-    explains="not_finite steps_dropped tokens_not_finite spikes spike loss_spike always_clipped "
-    "large_updates "
-    "much_clipped entropy_explosion entropy_collapse truncated no_answer_found overfitting "
-    "policy_drifts "
-    "length_explosion no_preference",
+@HARMFUL.add("problem")
+@explains(
+    "not_finite steps_dropped tokens_not_finite spikes spike loss_spike "
+    "always_clipped large_updates much_clipped entropy_explosion entropy_collapse "
+    "truncated no_answer_found overfitting policy_drifts length_explosion "
+    "no_preference"
 )
 def lr_too_high(run: Recent) -> Evidence:
     """Nothing is learned: the learning rate is far too high.
@@ -105,17 +98,16 @@ def lr_too_high(run: Recent) -> Evidence:
     kl = run["policy_kl"]
     first = run.history[0].get("loss")
     if kl.count >= STEPS and kl.min > 1:
-        yield (
-            f"with train.lr = {run.facts.lr:g} the policy moves by {kl.mean} nats per token "
-            "within a step"
-        )
+        moves = f"the policy moves by {kl.mean} nats per token within a step"
+        yield f"with train.lr = {run.facts.lr:g} {moves}"
     if run.facts.rollouts or first is None or len(run.history) < 2 * STEPS:
         return
     if run.loss > first + max(1.0, abs(first) / 2):
         yield f"with train.lr = {run.facts.lr:g} the loss has risen from {first:.3g} to {run.loss}"
 
 
-@NOTHING.add("problem", explains="rollouts_fail some_rollouts_fail eval_too_small")
+@NOTHING.add("problem")
+@explains("rollouts_fail some_rollouts_fail eval_too_small")
 def failing(run: Recent) -> Evidence:
     """Nothing is learned: too many rollouts fail.
 
@@ -134,19 +126,15 @@ def not_finite(run: Recent) -> Evidence:
     cause.
     """
     if all(map(_skipped, run.last)):
-        yield (
-            "the gradient was not finite and every optimizer step was dropped (train.lr = "
-            f"{run.facts.lr:g})"
-        )
+        yield f"no gradient was finite, so every step was dropped (train.lr = {run.facts.lr:g})"
 
 
-@NOTHING.add(
-    "problem",
-    explains="length_explosion length_is_rewarded longer_scores_higher critic_useless "
-    "critic_explains_nothing "
-    "large_updates much_clipped tokens_not_finite spikes spike truncated no_answer_found "
-    "few_contrasts "
-    "entropy_collapse entropy_explosion reward_hacking policy_drifts always_clipped",
+@NOTHING.add("problem")
+@explains(
+    "length_explosion length_is_rewarded longer_scores_higher critic_useless "
+    "critic_explains_nothing large_updates much_clipped tokens_not_finite spikes "
+    "spike truncated no_answer_found few_contrasts entropy_collapse entropy_explosion "
+    "reward_hacking policy_drifts always_clipped"
 )
 def ruined(run: Recent) -> Evidence:
     """Nothing is learned: training has ruined the policy.
@@ -173,13 +161,11 @@ def unknown_prompts(run: Recent) -> Evidence:
     Use the tokenizer that belongs to the data's language and characters, or another model.
     """
     if run.facts.unknown >= 0.5:
-        yield (
-            f"{run.facts.unknown:.0%} of the prompts' tokens are unknown to the tokenizer, so "
-            "prompts look alike"
-        )
+        yield f"{run.facts.unknown:.0%} of the prompts' tokens are unknown to the tokenizer"
 
 
-@NOTHING.add("problem", explains="reward_flat saturated_reward too_easy solved")
+@NOTHING.add("problem")
+@explains("reward_flat saturated_reward too_easy solved")
 def always_right(run: Recent) -> Evidence:
     """There is nothing left to learn from these prompts.
 
@@ -201,13 +187,11 @@ def truncated(run: Recent) -> Evidence:
     cut = run["truncated"].mean
     rewarded = run.reward > 0 and run.correct != 0
     if cut >= 0.9 and not rewarded:
-        yield (
-            f"{cut:.0%} of the answers reach the limit of {run.facts.max_new_tokens} tokens "
-            "before they end"
-        )
+        yield f"{cut:.0%} of the answers are cut off at {run.facts.max_new_tokens} tokens"
 
 
-@NOTHING.add("problem", explains="constant_reward reward_flat")
+@NOTHING.add("problem")
+@explains("constant_reward reward_flat")
 def always_wrong(run: Recent) -> Evidence:
     """Nothing is learned: the prompts are too hard, or the reward misjudges the answers.
 
@@ -215,13 +199,12 @@ def always_wrong(run: Recent) -> Evidence:
     (tunesmith sft), give easier prompts, raise rollout.group_size, or reward partial success.
     """
     if run.reward == 0 and not run.correct > 0:
-        yield (
-            f"no answer to any prompt is right (reward 0 for all {run['rollouts'].last:.0f} "
-            "rollouts of a step)"
-        )
+        count = run["rollouts"].last
+        yield f"no answer to any prompt is right (reward 0 for all {count:.0f} rollouts of a step)"
 
 
-@NOTHING.add("problem", explains="saturated_reward reward_flat")
+@NOTHING.add("problem")
+@explains("saturated_reward reward_flat")
 def constant_reward(run: Recent) -> Evidence:
     """Nothing is learned: the reward does not tell answers apart.
 
@@ -231,7 +214,8 @@ def constant_reward(run: Recent) -> Evidence:
         yield f"every rollout has the same reward, {run.reward}"
 
 
-@NOTHING.add("problem", explains="reward_flat entropy_collapse")
+@NOTHING.add("problem")
+@explains("reward_flat entropy_collapse")
 def equal_answers(run: Recent) -> Evidence:
     """Nothing is learned: the policy always gives the same answer.
 
@@ -240,10 +224,8 @@ def equal_answers(run: Recent) -> Evidence:
     """
     if run.always("groups_equal", 1) and (run.facts.temperature < 0.1 or run.entropy < 0.01):
         known = f", entropy {run.entropy:.2g} nats per token" if run["entropy"].count else ""
-        yield (
-            "the answers to a prompt are all the same (rollout.temperature "
-            f"{run.facts.temperature:.3g}{known})"
-        )
+        sampled = f"rollout.temperature {run.facts.temperature:.3g}{known}"
+        yield f"the answers to a prompt are all the same ({sampled})"
 
 
 @NOTHING.add("problem")
@@ -267,7 +249,8 @@ def no_samples(run: Recent) -> Evidence:
         yield "no rollout reached the loss"
 
 
-@NOTHING.add("problem", explains="many_epochs always_clipped spike spikes")
+@NOTHING.add("problem")
+@explains("many_epochs always_clipped spike spikes")
 def known(run: Recent) -> Evidence:
     """The model knows the data.
 
@@ -288,7 +271,8 @@ def no_gradient(run: Recent) -> Evidence:
     yield f"the gradient is {size if run.facts.rollouts else f'zero at a loss of {run.loss}'}"
 
 
-@AT_THE_END.add("problem", explains="no_preference loss_flat always_clipped")
+@AT_THE_END.add("problem")
+@explains("no_preference loss_flat always_clipped")
 def loss_does_not_fall(run: Recent) -> Evidence:
     """Nothing is learned: the model knew the data, or train.lr is too low or too high.
 
@@ -297,10 +281,8 @@ def loss_does_not_fall(run: Recent) -> Evidence:
     quarter = max(1, sum("loss" in step for step in run.history) // 4)
     loss = Columns((run.history, quarter))["loss"]
     if not run.facts.rollouts and loss.count >= 20 and loss.rise >= 0:
-        yield (
-            f"the loss has not fallen: {loss.first} in the first {quarter} steps, {loss.last} in "
-            f"the last {quarter}"
-        )
+        ends = f"{loss.first} in the first {quarter} steps, {loss.last} in the last {quarter}"
+        yield f"the loss has not fallen: {ends}"
 
 
 RULES = [*HARMFUL, *NOTHING, *AT_THE_END]

@@ -6,23 +6,18 @@ from __future__ import annotations
 import math
 
 from tunesmith.records.doctor.columns import UNKNOWN, Column, ratio
-from tunesmith.records.doctor.rules import Evidence, Rules, put
-from tunesmith.records.doctor.signs import Signs, times
+from tunesmith.records.doctor.rules import Evidence, Rules, explains
+from tunesmith.records.doctor.signs import Signs, quarter_for_overlong, times
 
 RULES = Rules[Signs]()
-quarter_for_overlong = times("algorithm.overlong.buffer", 0.25, of="rollout.max_new_tokens")
 
 
 def _change(column: Column) -> str:
     return f"from {column.first} to {column.last}"
 
 
-@RULES.add(
-    "problem",
-    put("algorithm.loss.clip_high = 0.28"),
-    times("train.lr", 0.5),
-    explains="few_contrasts equal_answers",
-)
+@RULES.add("problem", "algorithm.loss.clip_high = 0.28", times("train.lr", 0.5))
+@explains("few_contrasts equal_answers")
 def entropy_collapse(run: Signs) -> Evidence:
     """The policy has become certain before it is right, and no longer explores.
 
@@ -34,7 +29,7 @@ def entropy_collapse(run: Signs) -> Evidence:
         yield f"the entropy fell {_change(entropy)} nats per token"
 
 
-@RULES.add("warning", times("train.lr", 0.3), put("algorithm.entropy_coef = 0.0"))
+@RULES.add("warning", times("train.lr", 0.3), "algorithm.entropy_coef = 0.0")
 def entropy_explosion(run: Signs) -> Evidence:
     """The policy becomes random: steps too large, an entropy bonus too large, or rewards without
     meaning.
@@ -47,7 +42,8 @@ def entropy_explosion(run: Signs) -> Evidence:
         yield f"the entropy rose {_change(entropy)} nats per token"
 
 
-@RULES.add("warning", put('algorithm.name = "dr_grpo"'), quarter_for_overlong, explains="truncated")
+@RULES.add("warning", 'algorithm.name = "dr_grpo"', quarter_for_overlong)
+@explains("truncated")
 def length_explosion(run: Signs) -> Evidence:
     """The loss or the reward favours length.
 
@@ -62,17 +58,12 @@ def length_explosion(run: Signs) -> Evidence:
 def _correlation(run: Signs) -> str:
     """Said of length and reward."""
     tokens = run["completion_tokens"]
-    return (
-        f"within groups length and reward correlate by {run.length_correlation:.2f}; "
-        f"completions grew {_change(tokens)} tokens"
-    )
+    growth = f"completions grew {_change(tokens)} tokens"
+    return f"within groups length and reward correlate by {run.length_correlation:.2f}; {growth}"
 
 
-@RULES.add(
-    "warning",
-    quarter_for_overlong,
-    explains="truncated length_explosion longer_scores_higher entropy_explosion spike spikes",
-)
+@RULES.add("warning", quarter_for_overlong)
+@explains("truncated length_explosion longer_scores_higher entropy_explosion spike spikes")
 def length_is_rewarded(run: Signs) -> Evidence:
     """Longer answers score higher, and the policy writes until it is cut off.
 
@@ -93,7 +84,7 @@ def longer_scores_higher(run: Signs) -> Evidence:
         yield _correlation(run)
 
 
-@RULES.add("problem", put("algorithm.kl.coef = 0.005"), put('eval.metric = "eval/reward"'))
+@RULES.add("problem", "algorithm.kl.coef = 0.005", 'eval.metric = "eval/reward"')
 def reward_hacking(run: Signs) -> Evidence:
     """The reward is gamed, or the prompts are memorised.
 
@@ -107,18 +98,12 @@ def reward_hacking(run: Signs) -> Evidence:
     fall = ratio(held_out.max - newest, run["reward/std"].first)
     fall_in_errors = fall * math.sqrt((run.facts.eval_size or 0) / 2)
     if held_out.count >= 3 and run.reward_rise > 0.5 and fall > 0.2 and fall_in_errors > 3:
-        yield (
-            f"the reward rose {_change(reward)}, while on held-out prompts it fell from "
-            f"{held_out.max} (step {held_out.max_step:.0f}) to {held_out.last}"
-        )
+        fall = f"{held_out.max} (step {held_out.max_step:.0f}) to {held_out.last}"
+        yield f"the reward rose {_change(reward)}, and on held-out prompts fell from {fall}"
 
 
-@RULES.add(
-    "warning",
-    put("algorithm.kl.coef = 0.01"),
-    times("train.lr", 0.5),
-    explains="entropy_explosion length_explosion",
-)
+@RULES.add("warning", "algorithm.kl.coef = 0.01", times("train.lr", 0.5))
+@explains("entropy_explosion length_explosion")
 def policy_drifts(run: Signs) -> Evidence:
     """Nothing holds the policy near its start: expect mixed languages and broken formats.
 
@@ -129,12 +114,8 @@ def policy_drifts(run: Signs) -> Evidence:
         yield f"the policy is {kl.last} nats per token from the reference, {kl.first} at first"
 
 
-@RULES.add(
-    "warning",
-    times("train.lr", 0.3),
-    put("train.passes_per_batch = 1"),
-    explains="much_clipped entropy_explosion",
-)
+@RULES.add("warning", times("train.lr", 0.3), "train.passes_per_batch = 1")
+@explains("much_clipped entropy_explosion")
 def large_updates(run: Signs) -> Evidence:
     """Steps too large: the policy has left its rollouts behind before the batch is used up.
 
@@ -142,13 +123,11 @@ def large_updates(run: Signs) -> Evidence:
     """
     kl = run["policy_kl"]
     if run.steps >= 3 and 0.1 < kl.mean <= 1:
-        yield (
-            f"the policy moves by {kl.mean} nats per token within a step, {kl.max} at most (step "
-            f"{kl.max_step:.0f})"
-        )
+        most = f"{kl.max} at most (step {kl.max_step:.0f})"
+        yield f"the policy moves by {kl.mean} nats per token within a step, {most}"
 
 
-@RULES.add("warning", times("train.lr", 0.5), put("train.passes_per_batch = 1"))
+@RULES.add("warning", times("train.lr", 0.5), "train.passes_per_batch = 1")
 def much_clipped(run: Signs) -> Evidence:
     """The policy moves far within one batch, so many tokens teach nothing.
 
@@ -160,11 +139,8 @@ def much_clipped(run: Signs) -> Evidence:
         yield f"{clipped:.0%} of the tokens are clipped"
 
 
-@RULES.add(
-    "problem",
-    put("system.canary = true"),
-    explains="sampler_disagrees large_updates much_clipped lr_too_high entropy_explosion",
-)
+@RULES.add("problem", "system.canary = true")
+@explains("sampler_disagrees large_updates much_clipped lr_too_high entropy_explosion")
 def stale_weights(run: Signs) -> Evidence:
     """The sampler does not get the new weights: the difference grows with every step.
 
@@ -172,18 +148,12 @@ def stale_weights(run: Signs) -> Evidence:
     """
     kl = run["policy_kl"]
     if run.on_policy and kl.last > 0.02 and kl.min < 0.002:
-        yield (
-            f"sampler and trainer differ by {kl.last} nats per token, {kl.first} at first, "
-            "before any optimizer step on the batch"
-        )
+        growth = f"{kl.last} nats per token, {kl.first} at first, before any step on the batch"
+        yield f"sampler and trainer differ by {growth}"
 
 
-@RULES.add(
-    "warning",
-    put('algorithm.correction = "token_truncate"'),
-    put('model.dtype = "float32"'),
-    explains="large_updates much_clipped",
-)
+@RULES.add("warning", 'algorithm.correction = "token_truncate"', 'model.dtype = "float32"')
+@explains("large_updates much_clipped")
 def sampler_disagrees(run: Signs) -> Evidence:
     """Engine and trainer compute with different kernels, number formats or settings.
 
@@ -192,13 +162,10 @@ def sampler_disagrees(run: Signs) -> Evidence:
     """
     kl = run["policy_kl"].median
     if run.on_policy and run.steps >= 3 and kl > 0.005:
-        yield (
-            f"sampler and trainer differ by {kl} nats per token before any optimizer step on the "
-            "batch"
-        )
+        yield f"sampler and trainer differ by {kl} nats per token before any step on the batch"
 
 
-@RULES.add("note", put("rollout.max_staleness = 1"))
+@RULES.add("note", "rollout.max_staleness = 1")
 def too_stale(run: Signs) -> Evidence:
     """Rollouts wait at the limit: sampling is faster than training.
 
@@ -210,7 +177,7 @@ def too_stale(run: Signs) -> Evidence:
         yield f"tokens are {age:.1f} versions old on average, of {allowed} allowed"
 
 
-@RULES.add("warning", times("critic.lr", 3), put("critic.freeze_actor_steps = 20"), over_last=True)
+@RULES.add("warning", times("critic.lr", 3), "critic.freeze_actor_steps = 20", over_last=True)
 def critic_useless(run: Signs) -> Evidence:
     """The critic has not learned, and its advantages are noise.
 
@@ -221,7 +188,7 @@ def critic_useless(run: Signs) -> Evidence:
         yield f"the critic explains {explained:.2f} of the returns' variance; a constant explains 0"
 
 
-@RULES.add("note", times("critic.lr", 3), put('algorithm.name = "grpo"'), over_last=True)
+@RULES.add("note", times("critic.lr", 3), 'algorithm.name = "grpo"', over_last=True)
 def critic_explains_nothing(run: Signs) -> Evidence:
     """The critic does not learn: its learning rate is too low, or returns are unpredictable.
 
@@ -229,7 +196,4 @@ def critic_explains_nothing(run: Signs) -> Evidence:
     """
     explained = run["value_explained"].last
     if run.steps >= 20 and -0.1 <= explained < 0.02:
-        yield (
-            f"the critic explains {explained:.2f} of the returns' variance, as little as a "
-            "constant does"
-        )
+        yield f"the critic explains {explained:.2f} of the returns' variance; a constant explains 0"

@@ -49,9 +49,8 @@ def read_record(path: Path) -> RunRecord:
     check_holds(path, ["metrics.jsonl", STATE_FILE])
     standing = read_standing(path)
     running = is_running(path)
-    finite = [numbers(line) for line in newest_objects(path / "metrics.jsonl", MOST_BYTES)]
-    finite = [line for line in finite if "step" in line]
-    evaluations = [line for line in finite if is_evaluation(line)]
+    lines = map(numbers, newest_objects(path / "metrics.jsonl", MOST_BYTES))
+    finite = [line for line in lines if "step" in line]
     steps = [line for line in finite if not is_evaluation(line)]
     rollouts = newest_objects(path / "rollouts.jsonl", MOST_BYTES)
     if not steps and not standing:
@@ -60,7 +59,7 @@ def read_record(path: Path) -> RunRecord:
         path=path,
         settings=read_settings(path),
         steps=steps,
-        evaluations=evaluations,
+        evaluations=[line for line in finite if is_evaluation(line)],
         rollouts=[row for row in rollouts if row.get("kind") == "train"],
         facts=read_facts(path),
         running=running,
@@ -70,12 +69,13 @@ def read_record(path: Path) -> RunRecord:
 
 
 def _read_rounds(path: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    rounds: dict[str, dict[str, Any]] = {}
     folders = [path / "base", *sorted(path.glob("round-*"), key=lambda p: (len(p.name), p.name))]
     for folder in folders:
         parts: dict[str, Any] = {}
         for name in ("yield", "evaluation"):
             with suppress(StorageError):
                 parts[name] = read_json(folder / f"{name}.json")
-        found |= {folder.name: parts} if parts else {}
-    return found
+        if parts:
+            rounds[folder.name] = parts
+    return rounds

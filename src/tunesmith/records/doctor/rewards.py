@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from tunesmith.records.doctor.rules import Evidence, Rules, put
-from tunesmith.records.doctor.signs import Signs, times
+from tunesmith.records.doctor.rules import Evidence, Rules, explains
+from tunesmith.records.doctor.signs import Signs, quarter_for_overlong, times
 
 RULES = Rules[Signs]()
 
 
-@RULES.add("problem", explains="some_rollouts_fail")
+@RULES.add("problem")
+@explains("some_rollouts_fail")
 def rollouts_fail(run: Signs) -> Evidence:
     """The reward, the environment or the engine raises errors; the field error in rollouts.jsonl
     has each.
@@ -32,9 +33,8 @@ def some_rollouts_fail(run: Signs) -> Evidence:
         yield f"{failed:.1%} of the rollouts failed ({run.failures})"
 
 
-@RULES.add(
-    "warning", put('reward.isolation = "process"'), explains="some_rollouts_fail", over_last=True
-)
+@RULES.add("warning", 'reward.isolation = "process"', over_last=True)
+@explains("some_rollouts_fail")
 def reward_threads_hang(run: Signs) -> Evidence:
     """A reward function hangs, or is slower than its time limit.
 
@@ -45,12 +45,8 @@ def reward_threads_hang(run: Signs) -> Evidence:
         yield f"{calls:.0f} calls of reward functions exceeded reward.timeout and still run"
 
 
-@RULES.add(
-    "warning",
-    put('reward.pattern = "..."'),
-    explains="always_wrong equal_rewards few_contrasts reward_flat",
-    over_last=True,
-)
+@RULES.add("warning", 'reward.pattern = "..."', over_last=True)
+@explains("always_wrong equal_rewards few_contrasts reward_flat")
 def no_answer_found(run: Signs) -> Evidence:
     """The prompt does not say how to end, or the pattern does not fit what the model writes.
 
@@ -61,12 +57,7 @@ def no_answer_found(run: Signs) -> Evidence:
         yield f"the reward finds an answer in {answered:.0%} of the completions"
 
 
-@RULES.add(
-    "warning",
-    times("rollout.max_new_tokens", 2),
-    times("algorithm.overlong.buffer", 0.25, of="rollout.max_new_tokens"),
-    over_last=True,
-)
+@RULES.add("warning", times("rollout.max_new_tokens", 2), quarter_for_overlong, over_last=True)
 def truncated(run: Signs) -> Evidence:
     """Answers are cut off, and are rewarded as if they were wrong.
 
@@ -75,13 +66,12 @@ def truncated(run: Signs) -> Evidence:
     cut = run["truncated"]
     if cut.last > 0.3:
         limit = run.shown("rollout.max_new_tokens")
-        yield (
-            f"{cut.last:.0%} of the completions end at rollout.max_new_tokens = {limit} "
-            f"({cut.first:.0%} at first)"
-        )
+        shares = f"{cut.last:.0%} of the completions, {cut.first:.0%} at first,"
+        yield f"{shares} end at rollout.max_new_tokens = {limit}"
 
 
-@RULES.add("warning", explains="saturated_reward reward_flat")
+@RULES.add("warning")
+@explains("saturated_reward reward_flat")
 def constant_reward(run: Signs) -> Evidence:
     """The function gives every rollout 0.
 
@@ -106,17 +96,11 @@ def saturated_reward(run: Signs) -> Evidence:
 def _equal_groups(run: Signs) -> str:
     equal = run["groups_equal"].last
     right = run.right.last
-    return (
-        f"in {equal:.0%} of the groups all rollouts have the same reward; {right:.0%} of the "
-        "answers are right"
-    )
+    return f"all rewards are equal in {equal:.0%} of the groups; {right:.0%} of answers are right"
 
 
 @RULES.add(
-    "warning",
-    times("rollout.group_size", 2),
-    put("algorithm.dynamic_filter = true"),
-    over_last=True,
+    "warning", times("rollout.group_size", 2), "algorithm.dynamic_filter = true", over_last=True
 )
 def few_contrasts(run: Signs) -> Evidence:
     """Most prompts are too hard: no rollout of the group succeeds.
@@ -127,7 +111,7 @@ def few_contrasts(run: Signs) -> Evidence:
         yield _equal_groups(run)
 
 
-@RULES.add("warning", put("algorithm.dynamic_filter = true"), over_last=True)
+@RULES.add("warning", "algorithm.dynamic_filter = true", over_last=True)
 def too_easy(run: Signs) -> Evidence:
     """Most prompts were solved every time before training.
 
@@ -137,7 +121,7 @@ def too_easy(run: Signs) -> Evidence:
         yield f"{_equal_groups(run)}, {run.right.first:.0%} at first"
 
 
-@RULES.add("note", put("eval.target = 0.95"), over_last=True)
+@RULES.add("note", "eval.target = 0.95", over_last=True)
 def solved(run: Signs) -> Evidence:
     """The run has learned its prompts, and most no longer teach anything.
 

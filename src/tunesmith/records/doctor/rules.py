@@ -61,26 +61,39 @@ class Rule(Generic[ReadBy]):
     evidence: Callable[[ReadBy], Evidence]
 
 
+_explained: dict[Callable[..., Evidence], tuple[str, ...]] = {}
+
+
+def explains(keys: str) -> Callable[[Callable[[Read], Evidence]], Callable[[Read], Evidence]]:
+    """The keys, separated by spaces, of findings that follow from the decorated one."""
+
+    def noted(evidence: Callable[[Read], Evidence]) -> Callable[[Read], Evidence]:
+        _explained[evidence] = tuple(keys.split())
+        return evidence
+
+    return noted
+
+
 class Rules(list[Rule[Read]]):
     """The rules of a file, in their order."""
 
     def add(
-        self, severity: Severity, *change: Change[Read], explains: str = "", over_last: bool = False
+        self, severity: Severity, *change: Change[Read] | str, over_last: bool = False
     ) -> Callable[[Callable[[Read], Evidence]], Callable[[Read], Evidence]]:
         """Add the decorated function. Its docstring says the cause and, in a second paragraph, the
         effect.
 
         Args:
-            explains: keys of findings, separated by spaces.
+            change: a text ``key = value`` is a fixed value.
         """
 
         def added(evidence: Callable[[Read], Evidence]) -> Callable[[Read], Evidence]:
             cause, _, effect = (getdoc(evidence) or "").partition("\n\n")
             cause, effect = (" ".join(text.split()).removesuffix(".") for text in (cause, effect))
-            keys = tuple(explains.split())
-            self.append(
-                Rule(evidence.__name__, severity, cause, effect, change, keys, over_last, evidence)
-            )
+            changes = tuple(put(each) if isinstance(each, str) else each for each in change)
+            keys = _explained.get(evidence, ())
+            name = evidence.__name__
+            self.append(Rule(name, severity, cause, effect, changes, keys, over_last, evidence))
             return evidence
 
         return added

@@ -34,10 +34,7 @@ class Signs(Columns):
     def number(self, key: str) -> Figure:
         """A setting; unknown if it is None or not a number, because another version or a person may
         have written it."""
-        value = self.settings.get(key)
-        return (
-            Figure(value) if isinstance(value, int | float) and -1e300 < value < 1e300 else UNKNOWN
-        )
+        return Figure(numbers(self.settings).get(key, UNKNOWN))
 
     def shown(self, key: str) -> str:
         value = self.settings.get(key)
@@ -59,20 +56,13 @@ class Signs(Columns):
         """Whether the sampler's log-probabilities are those of the trained policy over all
         tokens."""
         settings = self.settings
-        uncut = settings.get("rollout.top_p") in (None, 1.0) and settings.get("rollout.top_k") in (
-            None,
-            0,
-            -1,
+        decoupled = settings.get("algorithm.decoupled") or self.number("rollout.max_staleness") > 0
+        cut = (
+            settings.get("rollout.top_p") not in (None, 1.0)
+            or settings.get("rollout.top_k") not in (None, 0, -1)
+            or self.number("rollout.min_p") > 0
         )
-        fresh = (
-            not settings.get("algorithm.decoupled") and not self.number("rollout.max_staleness") > 0
-        )
-        return (
-            self["optimizer_steps"].max == 1
-            and uncut
-            and fresh
-            and not self.number("rollout.min_p") > 0
-        )
+        return self["optimizer_steps"].max == 1 and not decoupled and not cut
 
     @cached_property
     def right(self) -> Column:
@@ -92,24 +82,16 @@ class Signs(Columns):
     @property
     def failures(self) -> str:
         """Kinds of failed rollouts, the most frequent first."""
-        sums = {
-            kind: self[f"rollouts/{kind}"].sum
-            for kind in self.names("rollouts/(.+)")
-            if kind != "failed"
-        }
-        return ", ".join(
-            kind for kind in sorted(sums, key=lambda kind: -sums[kind]) if sums[kind] > 0
-        )
+        sums = {kind: self[f"rollouts/{kind}"].sum for kind in self.names("rollouts/(.+)")}
+        failed = [kind for kind in sums if sums[kind] > 0 and kind != "failed"]
+        return ", ".join(sorted(failed, key=lambda kind: -sums[kind]))
 
     def constant_rewards(self, *, zero: bool) -> str:
         """Those of several rewards in which rollouts never differ, and that are always 0 or not."""
         names = self.names("reward/(.+)/std")
-        constant = [
-            name for name in names if not any(self[f"reward/{name}/std"].values) and len(names) > 1
-        ]
-        return ", ".join(
-            name for name in constant if zero != any(self[f"reward/{name}/mean"].values)
-        )
+        constant = [name for name in names if not any(self[f"reward/{name}/std"].values)]
+        those = [name for name in constant if zero != any(self[f"reward/{name}/mean"].values)]
+        return ", ".join(those) if len(names) > 1 else ""
 
     @property
     def length_correlation(self) -> Figure:
@@ -117,9 +99,9 @@ class Signs(Columns):
         tell."""
         groups: defaultdict[tuple[float, float], list[tuple[float, float]]] = defaultdict(list)
         for row in self.record.rollouts:
-            found = numbers(row)
-            if found.keys() >= {"tokens", "reward", "step", "group"}:
-                groups[found["step"], found["group"]].append((found["tokens"], found["reward"]))
+            known = numbers(row)
+            if known.keys() >= {"tokens", "reward", "step", "group"}:
+                groups[known["step"], known["group"]].append((known["tokens"], known["reward"]))
         lengths: list[float] = []
         rewards: list[float] = []
         for pairs in groups.values():
@@ -143,3 +125,6 @@ def times(key: str, factor: float, of: str | None = None) -> Change[Signs]:
         return None
 
     return Change(key, value)
+
+
+quarter_for_overlong = times("algorithm.overlong.buffer", 0.25, of="rollout.max_new_tokens")

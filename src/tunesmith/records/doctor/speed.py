@@ -4,7 +4,7 @@ anything back."""
 from __future__ import annotations
 
 from tunesmith.records.doctor.columns import Figure, ratio
-from tunesmith.records.doctor.rules import Change, Evidence, Rules, put
+from tunesmith.records.doctor.rules import Change, Evidence, Rules, explains
 from tunesmith.records.doctor.signs import Signs, times
 
 RULES = Rules[Signs]()
@@ -32,10 +32,7 @@ def far_from_limit(run: Signs) -> Evidence:
 
 
 @RULES.add(
-    "note",
-    put("rollout.max_staleness = 1"),
-    put("rollout.partial = true"),
-    put("rollout.over_generation = 1.25"),
+    "note", "rollout.max_staleness = 1", "rollout.partial = true", "rollout.over_generation = 1.25"
 )
 def stragglers(run: Signs) -> Evidence:
     """A few long completions hold up the step.
@@ -45,10 +42,8 @@ def stragglers(run: Signs) -> Evidence:
     share = _share(run, "rollout")
     longest = ratio(run["completion_tokens_max"].mean, run["completion_tokens"].mean)
     if share > 0.5 and longest > 4 and run.number("rollout.max_staleness") <= 0:
-        yield (
-            f"{share:.0%} of the time is rollouts, and the longest completion is {longest:.1f} "
-            "times the mean"
-        )
+        length = f"the longest completion is {longest:.1f} times the mean"
+        yield f"{share:.0%} of the time is rollouts, and {length}"
 
 
 def _waits(run: Signs, name: str, things: str) -> Evidence:
@@ -58,12 +53,8 @@ def _waits(run: Signs, name: str, things: str) -> Evidence:
         yield f"in {share:.0%} of the time, {seconds:.0f} s, engines and trainer wait for {things}"
 
 
-@RULES.add(
-    "warning",
-    put("rollout.max_staleness = 1"),
-    put('reward.isolation = "process"'),
-    explains="stragglers trainer_waits",
-)
+@RULES.add("warning", "rollout.max_staleness = 1", 'reward.isolation = "process"')
+@explains("stragglers trainer_waits")
 def slow_reward(run: Signs) -> Evidence:
     """The reward is on the critical path.
 
@@ -73,7 +64,8 @@ def slow_reward(run: Signs) -> Evidence:
     yield from _waits(run, "reward", "rewards")
 
 
-@RULES.add("warning", put("rollout.max_staleness = 1"), explains="stragglers trainer_waits")
+@RULES.add("warning", "rollout.max_staleness = 1")
+@explains("stragglers trainer_waits")
 def slow_environment(run: Signs) -> Evidence:
     """They are on the critical path.
 
@@ -82,7 +74,7 @@ def slow_environment(run: Signs) -> Evidence:
     yield from _waits(run, "environment", "tools and environments")
 
 
-@RULES.add("note", put("rollout.max_staleness = 1"), put("system.hybrid = true"))
+@RULES.add("note", "rollout.max_staleness = 1", "system.hybrid = true")
 def engines_idle(run: Signs) -> Evidence:
     """The trainer is the bottleneck, and engines have their own devices.
 
@@ -91,13 +83,10 @@ def engines_idle(run: Signs) -> Evidence:
     share = _share(run, "train")
     idle = run["idle/engine"].mean
     if share > 0.6 and idle > 0.6 and run.settings.get("system.engine_process") is True:
-        yield (
-            f"{share:.0%} of the time is training, and engines are idle {idle:.0%} of the whole "
-            "time"
-        )
+        yield f"{share:.0%} of the time is training, and engines are idle {idle:.0%} of all time"
 
 
-@RULES.add("note", put('system.engine = "vllm"'))
+@RULES.add("note", 'system.engine = "vllm"')
 def trainer_waits(run: Signs) -> Evidence:
     """Sampling is the bottleneck.
 
@@ -124,13 +113,11 @@ def preempted(run: Signs) -> Evidence:
     requests = run["preemptions"]
     memory = run.shown("system.kv_memory")
     if requests.mean > 0.5:
-        yield (
-            f"{requests.sum:.0f} requests were interrupted because the memory for keys and values "
-            f"ran out (system.kv_memory = {memory})"
-        )
+        limit = f"memory for keys and values ran out (system.kv_memory = {memory})"
+        yield f"{requests.sum:.0f} requests were interrupted: {limit}"
 
 
-@RULES.add("note", put("system.vllm.prefix_caching = true"))
+@RULES.add("note", "system.vllm.prefix_caching = true")
 def prompts_not_shared(run: Signs) -> Evidence:
     """Every rollout of a group recomputes its prompt.
 
@@ -143,7 +130,7 @@ def prompts_not_shared(run: Signs) -> Evidence:
         yield f"{share:.0%} of the prompt tokens come from the cache, with groups of {size}"
 
 
-@RULES.add("warning", put("rollout.max_staleness = 1"))
+@RULES.add("warning", "rollout.max_staleness = 1")
 def slow_sync(run: Signs) -> Evidence:
     """Weights travel through files or over a slow link.
 
@@ -154,7 +141,7 @@ def slow_sync(run: Signs) -> Evidence:
         yield f"{share:.0%} of the time is sending weights to engines"
 
 
-@RULES.add("warning", put("checkpoint.minutes = 30"))
+@RULES.add("warning", "checkpoint.minutes = 30")
 def slow_checkpoints(run: Signs) -> Evidence:
     """Checkpoints are frequent, or the disk is slow.
 
@@ -162,10 +149,8 @@ def slow_checkpoints(run: Signs) -> Evidence:
     """
     share = _share(run, "checkpoint")
     if share > 0.15:
-        yield (
-            f"{share:.0%} of the time is writing checkpoints ({run['seconds/checkpoint'].sum:.0f} "
-            "s)"
-        )
+        seconds = run["seconds/checkpoint"].sum
+        yield f"{share:.0%} of the time is writing checkpoints ({seconds:.0f} s)"
 
 
 @RULES.add("note", times("eval.every", 4))
@@ -192,13 +177,10 @@ def too_many_threads(run: Signs) -> Evidence:
     threads = run.number("system.threads")
     per_core = run.facts.threads_per_core
     if per_core > 1.5 and threads > 1:
-        yield (
-            f"{per_core:.1f} threads compute for each processor that the run may use "
-            f"(system.threads = {threads})"
-        )
+        yield f"{per_core:.1f} threads compute per usable processor (system.threads = {threads})"
 
 
-@RULES.add("warning", put("system.draft_model = none"))
+@RULES.add("warning", "system.draft_model = none")
 def drafts_rejected(run: Signs) -> Evidence:
     """Guesses cost more than they save.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tunesmith.records.doctor.columns import ratio, window
-from tunesmith.records.doctor.rules import Change, Evidence, Rules, put
+from tunesmith.records.doctor.rules import Change, Evidence, Rules, explains
 from tunesmith.records.doctor.signs import Signs, times
 
 RULES = Rules[Signs]()
@@ -23,11 +23,9 @@ def reward_flat(run: Signs) -> Evidence:
     rise_in_errors = abs(run.reward_rise) * math.sqrt(window(run.steps) * run["rollouts"].mean / 2)
     change = abs(ratio(entropy.rise, entropy.first))
     if run.rl and run.steps >= 15 and equal < 0.7 and rise_in_errors < 2 and change < 0.03:
-        yield (
-            f"the reward was {reward.first:.3f} at first and is {reward.last:.3f}, the entropy "
-            f"{entropy.first:.3f} and {entropy.last:.3f} nats per token, while only {equal:.0%} of "
-            "the groups lack contrast"
-        )
+        change = f"from {reward.first:.3f} to {reward.last:.3f}"
+        certainty = f"the entropy from {entropy.first:.3f} to {entropy.last:.3f} nats per token"
+        yield f"the reward went {change}, {certainty}; {equal:.0%} of the groups lack contrast"
 
 
 @RULES.add("warning", times("train.lr", 3))
@@ -47,11 +45,8 @@ def _quarter_of_the_rollouts(run: Signs) -> str | None:
     return f"{rollouts // 4:.0f}" if rollouts >= 4 else None
 
 
-@RULES.add(
-    "warning",
-    Change("train.batch_size", _quarter_of_the_rollouts),
-    explains="large_updates much_clipped",
-)
+@RULES.add("warning", Change("train.batch_size", _quarter_of_the_rollouts))
+@explains("large_updates much_clipped")
 def many_small_steps(run: Signs) -> Evidence:
     """train.batch_size counts samples of the whole run, not of a device: most steps use rollouts of
     an outdated policy.
@@ -60,17 +55,13 @@ def many_small_steps(run: Signs) -> Evidence:
     """
     steps = run["optimizer_steps"].mean / max(1, run.number("train.passes_per_batch"))
     if run.rl and steps >= 16:
+        batch = f"{run['rollouts'].mean:.0f} rollouts"
         size = run.shown("train.batch_size")
-        rollouts = run["rollouts"].mean
-        yield (
-            f"{steps:.0f} optimizer steps of {size} samples on each batch of {rollouts:.0f} "
-            "rollouts"
-        )
+        yield f"{steps:.0f} optimizer steps of {size} samples on each batch of {batch}"
 
 
-@RULES.add(
-    "warning", put("train.warmup_ratio = 0.05"), explains="reward_flat loss_flat loss_does_not_fall"
-)
+@RULES.add("warning", "train.warmup_ratio = 0.05")
+@explains("reward_flat loss_flat loss_does_not_fall")
 def long_warmup(run: Signs) -> Evidence:
     """The warm-up was meant for a longer run: most steps are taken at a fraction of train.lr.
 
@@ -79,8 +70,5 @@ def long_warmup(run: Signs) -> Evidence:
     planned = run["optimizer_steps"].sum / run.steps * run.number("train.steps")
     share = ratio(run.number("train.warmup_steps"), planned)
     if planned > 1 and share > 0.5:
-        steps = run.shown("train.warmup_steps")
-        yield (
-            f"the learning rate rises over {share:.0%} of the optimizer steps (train.warmup_steps "
-            f"= {steps})"
-        )
+        warmup = f"train.warmup_steps = {run.shown('train.warmup_steps')}"
+        yield f"the learning rate rises over {share:.0%} of the optimizer steps ({warmup})"

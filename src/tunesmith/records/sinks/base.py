@@ -109,7 +109,7 @@ class Background:
             self._fail(f"{WAITING} records wait for it")
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
+        for call in iter(self._calls.get, None):
             if self._broken:
                 continue
             try:
@@ -142,15 +142,11 @@ def require(module: str) -> Any:
 
 def as_markdown(rows: Sequence[Row]) -> str:
     """Rows as lists of fields, each value in a block, so that it is not interpreted as markup."""
-    return "\n\n---\n\n".join(
-        "\n\n".join(
-            f"**{name}**\n\n" + "\n".join(f"    {line}" for line in _lines(value))
-            for name, value in row.items()
-        )
-        for row in rows
-    )
+    fields = ["\n\n".join(_field(name, value) for name, value in row.items()) for row in rows]
+    return "\n\n---\n\n".join(fields)
 
 
-def _lines(value: Any) -> list[str]:
+def _field(name: str, value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text.splitlines() or [""]
+    lines = [f"    {line}" for line in text.splitlines() or [""]]
+    return "\n".join([f"**{name}**", "", *lines])

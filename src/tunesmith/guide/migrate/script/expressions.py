@@ -9,14 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from tunesmith.guide.migrate.script.data import (
-    Data,
-    Held,
-    Length,
-    Splits,
-    Step,
-    Unknown,
-)
+from tunesmith.guide.migrate.script.data import Data, Held, Length, Splits, Step, Unknown
 from tunesmith.guide.migrate.script.values import (
     Function,
     Named,

@@ -6,16 +6,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 
-from tunesmith.guide.migrate.script.data import (
-    Held,
-    Unknown,
-)
+from tunesmith.guide.migrate.script.data import Held, Unknown
 from tunesmith.guide.migrate.script.expressions import Expressions
-from tunesmith.guide.migrate.script.values import (
-    Named,
-    Object,
-    ScriptClass,
-)
+from tunesmith.guide.migrate.script.values import Named, Object, ScriptClass
 from tunesmith.guide.names.foreign import spelled
 
 PARSERS = ("ArgumentParser", "HfArgumentParser", "TrlParser", "H4ArgumentParser")

@@ -13,12 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from tunesmith.errors import ConfigError
 from tunesmith.guide.migrate.script.calls import Calls
-from tunesmith.guide.migrate.script.data import (
-    Call,
-    Held,
-    Splits,
-    Unknown,
-)
+from tunesmith.guide.migrate.script.data import Call, Held, Splits, Unknown
 from tunesmith.guide.migrate.script.expressions import LONGEST
 from tunesmith.guide.migrate.script.values import (
     Function,

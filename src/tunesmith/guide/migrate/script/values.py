@@ -8,14 +8,7 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tunesmith.guide.migrate.script.data import (
-    Data,
-    Held,
-    Length,
-    RowSpan,
-    Splits,
-    Unknown,
-)
+from tunesmith.guide.migrate.script.data import Data, Held, Length, RowSpan, Splits, Unknown
 from tunesmith.guide.names.foreign import spelled
 
 Scope = ChainMap[str, Held]
