@@ -8,7 +8,7 @@ import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,10 @@ class ProcessPlace:
     environment: dict[str, str]
     """The settings of NCCL, gloo and CUDA."""
 
+    @property
+    def versions_text(self) -> str:
+        return ", ".join(f"{name} {version}" for name, version in self.versions.items())
+
 
 def own_place() -> ProcessPlace:
     machine = read_hardware()
@@ -63,11 +67,7 @@ def own_place() -> ProcessPlace:
         device,
         driver_version() if machine.gpus else "",
         {name: view[name] for name in ("python", *PACKAGES) if name in view},
-        {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_ENVIRONMENT)
-        },
+        {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ENVIRONMENT)},
     )
 
 
@@ -75,11 +75,10 @@ def driver_version() -> str:
     """Of the first GPU."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
+    return done.stdout.strip()
 
 
 def sees(probe: Path, text: str) -> bool:
@@ -112,14 +111,14 @@ class Prober:
         import torch
 
         numbers = torch.ones(num_bytes // 4, device=self.device)
-        found = list[float]()
+        durations = list[float]()
         for _ in range(ROUNDS + 1):
             start = time.perf_counter()
             self.group.sum(numbers)
             if numbers.is_cuda:
                 torch.cuda.synchronize()
-            found.append(time.perf_counter() - start)
-        return statistics.median(found[1:])
+            durations.append(time.perf_counter() - start)
+        return statistics.median(durations[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +144,16 @@ class ClusterReport:
 
     def lines(self) -> list[str]:
         first = self.places[0]
-        found = [", ".join(f"{name} {version}" for name, version in first.versions.items())]
+        lines = [first.versions_text]
         for rank, place in enumerate(self.places):
             driver = f", driver {place.driver}" if place.driver else ""
-            found.append(f"rank {rank}: {place.host} ({place.address}), {place.device}{driver}")
-        found += [f"{name}={value}" for name, value in first.environment.items()]
+            lines.append(f"rank {rank}: {place.host} ({place.address}), {place.device}{driver}")
+        lines += [f"{name}={value}" for name, value in first.environment.items()]
         if self.seconds and self.bandwidth:
-            found.append(f"sum of {SMALL} bytes: {1e3 * self.seconds[0]:.3g} ms")
-            found.append(f"sum of {format_size(LARGE)}: {self.bandwidth / 1e9:.3g} GB/s")
-            found.append(f"shared directory: {self.shared}")
-        return found
+            lines.append(f"sum of {SMALL} bytes: {1e3 * self.seconds[0]:.3g} ms")
+            lines.append(f"sum of {format_size(LARGE)}: {self.bandwidth / 1e9:.3g} GB/s")
+            lines.append(f"shared directory: {self.shared}")
+        return lines
 
     def problems(self, least: float | None = None) -> list[str]:
         """The problems found.
@@ -162,41 +161,29 @@ class ClusterReport:
         Args:
             least: GB/s that the bandwidth has to reach.
         """
-        found = [
-            *self._mixed("devices", lambda place: place.device),
-            *self._mixed("GPU drivers", lambda place: place.driver),
-            *self._mixed(
-                "versions", lambda place: ", ".join(f"{n} {v}" for n, v in place.versions.items())
-            ),
-        ]
-        for name in sorted(
-            {name for place in self.places for name in place.environment} - {"CUDA_VISIBLE_DEVICES"}
-        ):
-            found += self._mixed(
-                name, lambda place, name=name: place.environment.get(name, "(not set)")
-            )
+        compared = {
+            "devices": [place.device for place in self.places],
+            "GPU drivers": [place.driver for place in self.places],
+            "versions": [place.versions_text for place in self.places],
+        }
+        names = {name for place in self.places for name in place.environment}
+        for name in sorted(names - {"CUDA_VISIBLE_DEVICES"}):
+            compared[name] = [place.environment.get(name, "(not set)") for place in self.places]
+        problems: list[str] = []
+        for what, values in compared.items():
+            ranks: dict[str, list[str]] = {}
+            for rank, value in enumerate(values):
+                ranks.setdefault(value, []).append(str(rank))
+            each = [f"{value} (rank {', '.join(of)})" for value, of in ranks.items()]
+            problems += [f"{what} differ: {'; '.join(each)}"] if len(each) > 1 else []
         if self.blind:
             hosts = ", ".join(f"{rank} on {self.places[rank].host}" for rank in self.blind)
-            found.append(
-                f"{self.shared} is not shared: rank {hosts} does not see what rank 0 writes there"
-            )
+            unseen = f"rank {hosts} does not see what rank 0 writes there"
+            problems.append(f"{self.shared} is not shared: {unseen}")
         if least is not None and self.bandwidth is not None and self.bandwidth < least * 1e9:
-            found.append(
-                f"the ranks sum at {self.bandwidth / 1e9:.3g} GB/s, and --bandwidth asks for "
-                f"{least:g}"
-            )
-        return found
-
-    def _mixed(self, what: str, of: Callable[[ProcessPlace], str]) -> list[str]:
-        ranks: dict[str, list[int]] = {}
-        for rank, place in enumerate(self.places):
-            ranks.setdefault(of(place), []).append(rank)
-        if len(ranks) == 1:
-            return []
-        listed = "; ".join(
-            f"{value} (rank {', '.join(map(str, which))})" for value, which in ranks.items()
-        )
-        return [f"{what} differ: {listed}"]
+            speed = f"{self.bandwidth / 1e9:.3g} GB/s"
+            problems.append(f"the ranks sum at {speed}, and --bandwidth asks for {least:g}")
+        return problems
 
 
 def examine(met: Meeting | None, shared: Path) -> ClusterReport:
@@ -221,6 +208,5 @@ def examine(met: Meeting | None, shared: Path) -> ClusterReport:
         small, large = (
             max(gather(far.submit("seconds", size) for far in ranks)) for size in (SMALL, LARGE)
         )
-    return ClusterReport(
-        places, shared, [rank for rank, there in enumerate(seen_by) if not there], (small, large)
-    )
+    blind = [rank for rank, is_seen in enumerate(seen_by) if not is_seen]
+    return ClusterReport(places, shared, blind, (small, large))

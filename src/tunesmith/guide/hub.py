@@ -42,8 +42,8 @@ def open_hub(config: RunConfig, run_dir: RunDir, report: Callable[[str], None]) 
     except Exception as error:
         raise ConfigError(
             f"checkpoint.push_to_hub = '{section.push_to_hub}' cannot be written to: "
-            f"{_one_line(error)}. Log in with "
-            "`hf auth login` or set HF_TOKEN, with the right to write there; or leave the key out",
+            f"{_one_line(error)}. Log in with `hf auth login` or set HF_TOKEN, with the right to "
+            "write there; or leave the key out",
             keys=("checkpoint.push_to_hub",),
         ) from None
     return Hub(api, config, run_dir, report)
@@ -60,9 +60,8 @@ class Hub:
 
     def describe(self, checkpoint: Path) -> None:
         """Write the card next to the model."""
-        (checkpoint / "model" / CARD_FILE).write_text(
-            _card(self.config, self.run_dir) + "\n", encoding="utf-8"
-        )
+        text = f"{_card(self.config, self.run_dir)}\n"
+        (checkpoint / "model" / CARD_FILE).write_text(text, encoding="utf-8")
 
     def publish(self, checkpoint: Path, *, last: bool) -> None:
         """Upload a checkpoint's model; with ``checkpoint.push = "last"``, only the last one's."""
@@ -91,26 +90,19 @@ def _card(config: RunConfig, run_dir: RunDir) -> str:
 
     path = config.model.path
     train = config.data.train
-    sources = [
-        one if isinstance(one, str) else one.path
-        for one in (train if isinstance(train, tuple) else (train,))
-    ]
+    parts = train if isinstance(train, tuple) else (train,)
+    sources = [part if isinstance(part, str) else part.path for part in parts]
     names = [Path(source).name if Path(source).is_absolute() else source for source in sources]
     algorithm = config.algorithm.name if isinstance(config, RLConfig) else None
     command = shown_command([_FOLDERS.sub("", word) for word in own_command() or []])
     local = Path(path).is_absolute()
+    task = "text-classification" if isinstance(config, ScoreConfig) else "text-generation"
     data = ModelCardData(
         base_model=None if local else path,
         library_name="peft" if config.lora.on else "transformers",
-        pipeline_tag="text-classification"
-        if isinstance(config, ScoreConfig)
-        else "text-generation",
+        pipeline_tag=task,
         datasets=[name for name in names if "/" in name and not Path(name).suffix] or None,
-        tags=[
-            "tunesmith",
-            *([algorithm] if algorithm else []),
-            *(["lora"] if config.lora.on else []),
-        ],
+        tags=[tag for tag in ("tunesmith", algorithm, config.lora.on and "lora") if tag],
     )
     facts = {
         "base model": Path(path).name if local else path,
@@ -123,11 +115,8 @@ def _card(config: RunConfig, run_dir: RunDir) -> str:
     lines = read_metrics(run_dir.metrics)
     evaluations = [{k: v for k, v in line.items() if k.startswith("eval/")} for line in lines]
     newest = next((e for e in reversed(evaluations) if e), lines[-1] if lines else {})
-    plain = {
-        k: v
-        for k, v in newest.items()
-        if isinstance(v, int | float) and "/" not in k.removeprefix("eval/")
-    }
+    known = {k: v for k, v in newest.items() if isinstance(v, int | float)}
+    plain = {k: v for k, v in known.items() if "/" not in k.removeprefix("eval/")}
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from tunesmith.errors import CheckpointError, ClusterError, ConfigError, StorageError, boundary
 from tunesmith.run.loop.checkpoint import STATE_FILE, Checkpoints
@@ -21,7 +23,7 @@ commands = typer.Typer()
 def check(
     path: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="PATH|cluster|machine",
             help="A checkpoint, a run's directory, or the word cluster or machine.",
             show_default=False,
@@ -29,14 +31,13 @@ def check(
     ],
     shared: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="cluster: a directory that all machines should share.",
             show_default="the current one",
         ),
     ] = None,
     bandwidth: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="cluster: GB/s that a sum over the ranks has to reach."),
+        float | None, Option(min=0.0, help="cluster: GB/s that a sum over the ranks has to reach.")
     ] = None,
 ) -> None:
     """Compare every file of a checkpoint, or of all checkpoints of a run, with its checksum.
@@ -64,12 +65,11 @@ def check(
     damaged = {checkpoint: damages(checkpoint) for checkpoint in checkpoints}
     for checkpoint, damage in damaged.items():
         print("\n  ".join([f"{checkpoint}: {'damaged' if damage else 'whole'}", *damage]))
-    if any(damaged.values()):
-        whole = next((str(c) for c in reversed(checkpoints) if not damaged[c]), None)
-        raise CheckpointError(
-            f"{sum(map(bool, damaged.values()))} of {len(damaged)} checkpoints are damaged; "
-            + (f"the newest whole one is {whole}" if whole else "none is whole")
-        )
+    whole = [str(checkpoint) for checkpoint in checkpoints if not damaged[checkpoint]]
+    if len(whole) < len(damaged):
+        count = f"{len(damaged) - len(whole)} of {len(damaged)} checkpoints are damaged"
+        newest = f"the newest whole one is {whole[-1]}" if whole else "none is whole"
+        raise CheckpointError(f"{count}; {newest}")
 
 
 def _check_cluster(shared: Path, bandwidth: float | None) -> None:
@@ -83,16 +83,10 @@ def _check_cluster(shared: Path, bandwidth: float | None) -> None:
     print("\n".join(report.lines()), flush=True)
     problems = report.problems(bandwidth)
     if problems:
-        raise ClusterError(
-            "\n  ".join(
-                [f"{len(problems)} problems:" if len(problems) > 1 else "1 problem:", *problems]
-            )
-        )
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}:"
+        raise ClusterError("\n  ".join([count, *problems]))
     if report.seconds is None:
-        print(
-            "one process; start it with torchrun on all machines to compare them and time what is "
-            "between them"
-        )
+        print("one process; start it with torchrun on all machines to compare and time them")
 
 
 def _check_machine() -> None:
@@ -118,13 +112,7 @@ def _measure_cpu(machine: Hardware) -> None:
     from tunesmith.records.progress import share
     from tunesmith.records.text import aligned, shown_path
 
-    found = measure_machine(machine, lambda text: print(text, flush=True))
-    rows = [
-        ["phase", "median error"],
-        *([phase, share(error)] for phase, error in found["median_error"].items()),
-    ]
-    print(
-        *aligned(rows),
-        f"\nof {found['shapes']} small models; kept in {shown_path(found['file'])}",
-        sep="\n",
-    )
+    measured = measure_machine(machine, partial(print, flush=True))
+    errors = [[phase, share(error)] for phase, error in measured["median_error"].items()]
+    print(*aligned([["phase", "median error"], *errors]), sep="\n")
+    print(f"\nof {measured['shapes']} small models; kept in {shown_path(measured['file'])}")

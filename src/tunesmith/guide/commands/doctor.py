@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
+
+if TYPE_CHECKING:
+    from tunesmith.records.doctor.rules import Finding
 
 import tunesmith.records.doctor  # noqa: F401  (no command without its room)
 
@@ -21,11 +26,11 @@ UNHEALTHY = 3
 def doctor(
     run: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="RUN_DIR", help="A run's directory, such as runs/latest.", show_default=False
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what is wrong with a run, which may be going on: the numbers, the cause, and the settings
     to change.
@@ -38,33 +43,26 @@ def doctor(
     record = read_record(run)
     findings = diagnose(record)
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "run": str(run),
-                    "steps": len(record.steps),
-                    "findings": [asdict(f) for f in findings],
-                }
-            )
-        )
+        judged = {"run": str(run), "steps": len(record.steps)}
+        print(json.dumps({**judged, "findings": [asdict(finding) for finding in findings]}))
     else:
-        from rich.console import Console
-        from rich.text import Text
-
-        from tunesmith.records.text import printable
-
-        console = Console()
-        for finding in findings:
-            style = {"problem": "bold red", "warning": "bold yellow"}.get(finding.severity, "bold")
-            text = Text.assemble(
-                (finding.severity, style), f": {finding.key} (steps {finding.steps})\n"
-            )
-            lines = [finding.numbers, finding.cause, *finding.change, finding.effect]
-            console.print(
-                text.append("\n".join(f"  {printable(line)}" for line in lines if line)),
-                soft_wrap=True,
-            )
-        if not findings:
-            console.print(f"nothing is wrong in {len(record.steps)} steps")
+        _print_findings(findings, len(record.steps))
     if any(finding.severity != "note" for finding in findings):
         raise typer.Exit(UNHEALTHY)
+
+
+def _print_findings(findings: Sequence[Finding], steps: int) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from tunesmith.records.text import printable
+
+    console = Console()
+    for finding in findings:
+        style = {"problem": "bold red", "warning": "bold yellow"}.get(finding.severity, "bold")
+        text = Text.assemble((finding.severity, style), f": {finding.key} (steps {finding.steps})")
+        for line in filter(None, (finding.numbers, finding.cause, *finding.change, finding.effect)):
+            text.append(f"\n  {printable(line)}")
+        console.print(text, soft_wrap=True)
+    if not findings:
+        console.print(f"nothing is wrong in {steps} steps")

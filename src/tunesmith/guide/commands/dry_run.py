@@ -55,9 +55,8 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
         check_dry_run(resolved.config)
     print_resolved(layout_of_run(resolved), all_of_it=True)
     prices = {name: price for name, price, _ in planned_devices(draft(resolved.config, facts))}
-    gpus = dry_run(
-        resolve(config, replace(facts, train_size=facts.train_size or ASSUMED_LINES)).config, facts
-    )
+    assumed = replace(facts, train_size=facts.train_size or ASSUMED_LINES)
+    gpus = dry_run(resolve(config, assumed).config, facts)
     waits: dict[str, None] = {}
     for gpu, phases in gpus.items():
         phases.pop("load", None)
@@ -78,17 +77,10 @@ def _rows(gpu: str, price: Price | None, phases: dict[str, DryPhase]) -> list[li
 
     rows = [["memory" if gpu == "trainer" else f"the {gpu}'s GPU", "planned", *phases]]
     for purpose, part in (*PLANNED.items(), (CACHED, None)):
-        amounts = [
-            getattr(price, part) if price and part else 0,
-            *(phase.peak.get(purpose, 0) for phase in phases.values()),
-        ]
+        needed = [phase.peak.get(purpose, 0) for phase in phases.values()]
+        amounts = [getattr(price, part) if price and part else 0, *needed]
         if any(amounts):
             rows.append([purpose, *(format_size(n) if n else "" for n in amounts)])
     total = (price.training if gpu == "trainer" else price.peak) - price.libraries if price else 0
-    return [
-        *rows,
-        [
-            "at most, at once",
-            *(format_size(n) for n in (total, *(p.total for p in phases.values()))),
-        ],
-    ]
+    at_once = [total, *(phase.total for phase in phases.values())]
+    return [*rows, ["at most, at once", *map(format_size, at_once)]]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from tunesmith.errors import ConfigError
 from tunesmith.records.storage import check_output, write_output
@@ -18,7 +19,7 @@ commands = typer.Typer()
 def migrate(
     source: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="SOURCE",
             help="A launch script, a Python script, a notebook, YAML or JSON.",
             show_default=False,
@@ -26,7 +27,7 @@ def migrate(
     ],
     variables: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="[NAME=value]...",
             help="Variables, or arguments such as 1=8.",
             show_default=False,
@@ -34,17 +35,15 @@ def migrate(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The run file to write; left out, it is printed."),
+        Option("--output", "-o", help="The run file to write; left out, it is printed."),
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1, help="Over how many devices the batch was spread, if the source does not say."
         ),
     ] = None,
-    which: Annotated[
-        int, typer.Option(min=1, help="Which program, if the source starts several.")
-    ] = 1,
+    which: Annotated[int, Option(min=1, help="Which program, if the source starts several.")] = 1,
 ) -> None:
     """Write the run file of an OpenRLHF, verl, TRL, transformers, DeepSpeed, accelerate or StateSet
     Agents source.

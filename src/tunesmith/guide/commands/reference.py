@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from tunesmith.errors import ConfigError, nearest
 
@@ -26,7 +27,7 @@ _MOST = 8
 def keys(
     what: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[COMMAND, SECTION or KEY]",
             help="Such as rl, train or train.lr.",
             show_default=False,
@@ -89,7 +90,7 @@ def models() -> None:
 def presets(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Left out, all of them.", show_default=False),
+        Argument(metavar="[NAME]...", help="Left out, all of them.", show_default=False),
     ] = None,
 ) -> None:
     """List the presets of algorithm.name: what each one sets, and where it comes from.
@@ -121,22 +122,17 @@ def wrapped(text: str, indent: int) -> None:
 @commands.command(context_settings={"ignore_unknown_options": True})
 def explain(
     name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="Such as train.lr, entropy or --micro_train_batch_size."
-        ),
+        str, Argument(metavar="NAME", help="Such as train.lr, entropy or --micro_train_batch_size.")
     ],
     run: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="The directory of a run: also print the value there, and why.", show_default=False
         ),
     ] = None,
     verbose: Annotated[
         bool,
-        typer.Option(
-            "--verbose", "-v", help="Also print when to touch it, and what others call it."
-        ),
+        Option("--verbose", "-v", help="Also print when to touch it, and what others call it."),
     ] = False,
 ) -> None:
     """Say what a setting, a metric or a name of another framework is.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 import tunesmith.records.report  # noqa: F401  (no command without its room)
 
@@ -15,7 +16,7 @@ commands = typer.Typer()
 ROLLOUTS = "24MB"
 RunDirs = Annotated[
     list[Path],
-    typer.Argument(
+    Argument(
         metavar="RUN_DIR...", help="Directories of runs, such as runs/latest.", show_default=False
     ),
 ]
@@ -26,7 +27,7 @@ def report(
     runs: RunDirs,
     out: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--out",
             metavar="FILE",
             help="Where to write it.",
@@ -34,9 +35,9 @@ def report(
         ),
     ] = None,
     rollouts: Annotated[
-        str, typer.Option(metavar="SIZE", help="How much of the rollouts the file holds.")
+        str, Option(metavar="SIZE", help="How much of the rollouts the file holds.")
     ] = ROLLOUTS,
-    open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    open_it: Annotated[bool, Option("--open", help="Show it in the browser.")] = False,
 ) -> None:
     """Write what runs did into one HTML file: curves, times, rollouts, evaluations, settings,
     findings.
@@ -61,18 +62,15 @@ def report(
     path = (out or runs[0] / "report.html").absolute()
     check_output(path, "--out", MARK)
     sampled = [embedded_rollouts(run, most) for run in opened]
-    written = time.strftime("%Y-%m-%d %H:%M")
-    document = page(
-        {"live": False, "written": written, "model": model(opened), "rollouts": sampled}
-    )
+    made = {"live": False, "written": time.strftime("%Y-%m-%d %H:%M"), "model": model(opened)}
+    document = page({**made, "rollouts": sampled})
     write_output(path, document, private=True)
-    held = "; ".join(
-        f"{len(groups)} of {len(run.rollouts.groups())} groups of rollouts of "
-        f"{shown_path(run.path)}"
-        for run, groups in zip(opened, sampled, strict=True)
-        if run.rollouts.size
-    )
-    print(f"{shown_path(path)}: {format_size(len(document))}{f', with {held}' if held else ''}")
+    parts = [f"{shown_path(path)}: {format_size(len(document))}"]
+    for run, groups in zip(opened, sampled, strict=True):
+        if run.rollouts.size:
+            share = f"{len(groups)} of {len(run.rollouts.groups())} groups of rollouts"
+            parts.append(f"with {share} of {shown_path(run.path)}")
+    print(", ".join(parts))
     if open_it:
         import webbrowser
 
@@ -82,8 +80,8 @@ def report(
 @commands.command()
 def watch(
     runs: RunDirs,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
-    open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    open_it: Annotated[bool, Option("--open", help="Show it in the browser.")] = False,
 ) -> None:
     """Show runs in the browser while they go on: the page of tunesmith report, with all rollouts.
 

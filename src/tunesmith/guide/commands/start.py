@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from tunesmith.errors import ConfigError
 
@@ -17,13 +18,11 @@ commands = typer.Typer()
 
 @commands.command()
 def demo(
-    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the model, the data and the training.")] = 0,
+    as_json: Annotated[bool, Option("--json", help="End with one line of JSON.")] = False,
+    seed: Annotated[int, Option(help="Of the model, the data and the training.")] = 0,
     directory: Annotated[
         Path | None,
-        typer.Option(
-            "--dir", help="Where to work; left out: runs/demo-<number>.", show_default=False
-        ),
+        Option("--dir", help="Where to work; left out: runs/demo-<number>.", show_default=False),
     ] = None,
 ) -> None:
     """Make a tiny model, teach it arithmetic, and raise its accuracy by reinforcement learning."""
@@ -41,21 +40,16 @@ def demo(
 @commands.command()
 def init(
     task: Annotated[
-        str | None,
-        typer.Argument(metavar="TASK", help="What to learn; left out, the tasks are listed."),
+        str | None, Argument(metavar="TASK", help="What to learn; left out, the tasks are listed.")
     ] = None,
     directory: Annotated[
         Path | None,
-        typer.Argument(metavar="DIR", help="Where to write.", show_default="named after the task"),
+        Argument(metavar="DIR", help="Where to write.", show_default="named after the task"),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A hub name or a directory, for model.path.")
-    ] = None,
+    model: Annotated[str | None, Option(help="A hub name or a directory, for model.path.")] = None,
     tiny_model: Annotated[
         bool,
-        typer.Option(
-            "--tiny-model", help="Also make a tiny untrained model, to try the files offline."
-        ),
+        Option("--tiny-model", help="Also make a tiny untrained model, to try the files offline."),
     ] = False,
 ) -> None:
     """Write a run file to start from, with data and, where the task has them, a reward and tools;
@@ -67,21 +61,16 @@ def init(
 
     complete = examples()
     if task is None:
-        for name, text in [
-            *((name, start.text) for name, start in STARTS.items()),
-            ("", "complete examples:"),
-            *complete.items(),
-        ]:
+        starts = {name: start.text for name, start in STARTS.items()}
+        for name, text in {**starts, "": "complete examples:", **complete}.items():
             print(f"{name:16} {text}".rstrip())
         print("\nWrite one of them with: tunesmith init TASK DIR")
         return
     directory = directory or Path(task)
     if task in complete:
         if model or tiny_model:
-            raise ConfigError(
-                f"'{task}' is an example that makes its own model; leave --model and --tiny-model "
-                "out"
-            )
+            without = "leave --model and --tiny-model out"
+            raise ConfigError(f"'{task}' is an example that makes its own model; {without}")
         for file in copy_example(task, directory):
             print(f"wrote {file}")
         print(f"{directory / 'README.md'} describes how to continue")
@@ -89,7 +78,5 @@ def init(
     for file in write_start(task, directory, model, tiny_model):
         print(f"wrote {file}")
     run = directory / "run.toml"
-    print(
-        f"check it with  tunesmith config {run}\nrun it with    tunesmith {STARTS[task].command} "
-        f"{run}"
-    )
+    print(f"check it with  tunesmith config {run}")
+    print(f"run it with    tunesmith {STARTS[task].command} {run}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from tunesmith.cli.arguments import Overrides, RunFile
 
@@ -26,17 +27,17 @@ NOTHING = (
 def tune(
     run: RunFile,
     overrides: Overrides = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Minutes that it may take.")] = 10.0,
+    minutes: Annotated[float, Option(min=0.1, help="Minutes that it may take.")] = 10.0,
     output: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--output", "-o", help="The run file to write.", show_default="tuned.toml next to it"
         ),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Repeat measurements that earlier calls made.")
+        bool, Option("--again", help="Repeat measurements that earlier calls made.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure which settings of [system] make a run's steps fastest on this machine, and write a
     run file with them.
@@ -80,26 +81,19 @@ def _print_result(result: Result, file: Path, report: Path) -> None:
     from tunesmith.records.toml import toml_value
 
     known = sum(trial.outcome.interval is not None for trial in result.trials)
-    heading = "The gain of each change"
-    if not result.brought:
-        heading = (
-            f"None of {known} measured changes is faster than the run file" if known else NOTHING
-        )
-    print(f"\n{heading}")
+    none = f"None of {known} measured changes is faster than the run file" if known else NOTHING
+    print(f"\n{'The gain of each change' if result.brought else none}")
     for trial in result.brought:
         print(printable(f"  {trial_text(trial)}"))
-    facts = {
-        key: "none" if value is None else toml_value(value) for key, value in result.changed.items()
-    }
+    changed = result.changed.items()
+    facts = {key: "none" if value is None else toml_value(value) for key, value in changed}
     if result.gain:
         facts["all together"] = gain_text(result.gain)
     if result.proof:
-        facts["gradient"] = (
-            f"equal to that of the derived settings within {result.proof.distance:.1e}"
-        )
-    facts["trials"] = (
-        f"{result.measured} in {result.seconds / 60:.1f} minutes, {len(result.trials)} in all calls"
-    )
+        distance = f"{result.proof.distance:.1e}"
+        facts["gradient"] = f"equal to that of the derived settings within {distance}"
+    minutes = f"{result.seconds / 60:.1f} minutes"
+    facts["trials"] = f"{result.measured} in {minutes}, {len(result.trials)} in all calls"
     facts["report"] = shown_path(report)
     if result.better:
         facts["run file"] = shown_path(file)
@@ -110,8 +104,8 @@ def _print_result(result: Result, file: Path, report: Path) -> None:
 def bench(
     run: RunFile,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    steps: Annotated[int, Option(min=1, help="Steps that are measured.")] = 3,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Take a few steps of a run and say where their time goes: seconds and tokens per second of
     each phase, its share of what this machine could do at most, and the largest costs.
@@ -123,29 +117,25 @@ def bench(
 
     from tunesmith.guide.tune.steps import measure_steps
 
-    found = measure_steps(run, overrides or (), steps)
+    measured = measure_steps(run, overrides or (), steps)
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(asdict(measured), indent=2))
     else:
-        _print_steps(found)
+        _print_steps(measured)
 
 
-def _print_steps(found: Measured) -> None:
+def _print_steps(measured: Measured) -> None:
     from tunesmith.records.progress import count, number, share
     from tunesmith.records.text import aligned
 
     rows = [["phase", "seconds", "of the step", "tokens/s", "of the limit"]]
-    for phase in found.phases:
+    for phase in measured.phases:
         speed = "" if phase.tokens_per_second is None else count(phase.tokens_per_second)
         limit = "" if phase.limit_share is None else share(phase.limit_share)
         rows.append([phase.name, number(phase.seconds), share(phase.share), speed, limit])
-    whole = "" if found.limit_share is None else share(found.limit_share)
-    rows.append(["step", number(found.seconds), "100%", "", whole])
-    print(
-        *aligned(rows),
-        f"\nmedian of {found.steps} steps; largest costs of one more, by operation:",
-        sep="\n",
-    )
-    print(
-        *aligned([[f"  {name}", f"{number(seconds)} s"] for name, seconds in found.costs]), sep="\n"
-    )
+    whole = "" if measured.limit_share is None else share(measured.limit_share)
+    rows.append(["step", number(measured.seconds), "100%", "", whole])
+    print(*aligned(rows), sep="\n")
+    print(f"\nmedian of {measured.steps} steps; largest costs of one more, by operation:")
+    costs = [[f"  {name}", f"{number(seconds)} s"] for name, seconds in measured.costs]
+    print(*aligned(costs), sep="\n")

@@ -33,19 +33,15 @@ def advice_about(name: str) -> list[Advice]:
     "kl_cov"```.
     """
     named = re.compile(rf"`{re.escape(name)}(?![\w./])[^`]*`")
-    return [
-        Advice(_plain(text), f"docs/{page}.md")
-        for page, text in _statements()
-        if named.search(text)
-    ]
+    statements = [(page, text) for page, text in _statements() if named.search(text)]
+    return [Advice(_plain(text), f"docs/{page}.md") for page, text in statements]
 
 
 @cache
 def _statements() -> list[tuple[str, str]]:
     names = sorted(path.stem for path in DOCS.glob("*.md") if path.stem not in (*_FIRST, *_LISTS))
-    return [
-        (page, text) for page in (*_FIRST, *names) for text in _of_page(page) if text.count(" ") > 3
-    ]
+    texts = [(page, text) for page in (*_FIRST, *names) for text in _of_page(page)]
+    return [(page, text) for page, text in texts if text.count(" ") > 3]
 
 
 def _of_page(page: str) -> Iterator[str]:
@@ -53,19 +49,16 @@ def _of_page(page: str) -> Iterator[str]:
     text = re.sub(r"^```.*?^```$|^<!--.*?-->$", "", text, flags=re.DOTALL | re.MULTILINE)
     for block in re.split(r"\n\s*\n", text):
         if block.startswith("|"):
-            yield from (_row(line) for line in block.splitlines()[2:] if not _KEY_ROW.match(line))
+            for line in block.splitlines()[2:]:
+                if not _KEY_ROW.match(line):
+                    # "| symptom | cause | what to do |" becomes "symptom: cause: what to do".
+                    cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+                    yield ": ".join(filter(None, cells))
         elif not block.startswith("#"):
             for item in re.split(r"^\s*(?:[-*]|\d+\.) ", block, flags=re.MULTILINE):
                 parts = re.split(r"(?<=[.:;]) (?=[A-Z`*])", " ".join(item.split()))
-                yield from (
-                    part for part in parts if not part.endswith((";", ":"))
-                )  # half a sentence
-
-
-def _row(line: str) -> str:
-    """``| symptom | cause | what to do |`` → ``symptom: cause: what to do``."""
-    cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-    return ": ".join(cell for cell in cells if cell)
+                # A part that ends so is half a sentence.
+                yield from (part for part in parts if not part.endswith((";", ":")))
 
 
 def _plain(text: str) -> str:

@@ -20,6 +20,8 @@ from tunesmith.records.runs import last_lines
 from tunesmith.records.storage import read_json
 from tunesmith.records.toml import toml_value
 
+_SOURCES = {"said": "set by the run file or an override", "default": "the default"}
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -48,9 +50,8 @@ def explain(name: str) -> Explanation:
     metrics = [metric] if metric else [m for m in _all_metrics() if name in m.aliases]
     foreign = tuple(dict.fromkeys(_meant(spelling, meaning) for meaning in known))
     if not (settings or metrics or foreign):
-        raise ConfigError(
-            f"no setting, metric or name in another framework is called '{name}'.{_near(name)}"
-        )
+        known = "setting, metric or name in another framework"
+        raise ConfigError(f"no {known} is called '{name}'.{_near(name)}")
     return Explanation(tuple(settings), tuple(metrics), foreign)
 
 
@@ -86,22 +87,19 @@ def value_in_run(run_dir: Path, key: str) -> str | None:
     file = run_dir / "resolved.json"
     if not run_dir.is_dir() or not file.exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no resolved.json")
-    with boundary(
-        StorageError, f"cannot read {file}", (ValueError, KeyError, TypeError, AttributeError)
-    ):
+    damage = (ValueError, KeyError, TypeError, AttributeError)
+    with boundary(StorageError, f"cannot read {file}", damage):
         entries = read_json(file)["settings"]
-        above = key
-        while above not in entries or (
-            above != key and not isinstance(entries[above]["value"], dict | list)
-        ):
-            above = above.rpartition(".")[0]
-            if not above:
-                return None
-        entry = entries[above]
-        name = "" if above == key else f"{above} = "
-        sources = {"said": "set by the run file or an override", "default": "the default"}
-        why = entry.get("reason") or sources.get(entry["source"], entry["source"])
-        return f"{name}{'none' if entry['value'] is None else toml_value(entry['value'])}: {why}"
+        parts = key.split(".")
+        for length in range(len(parts), 0, -1):
+            above = ".".join(parts[:length])
+            entry = entries.get(above)
+            if entry and (above == key or isinstance(entry["value"], dict | list)):
+                name = "" if above == key else f"{above} = "
+                value = "none" if entry["value"] is None else toml_value(entry["value"])
+                why = entry.get("reason") or _SOURCES.get(entry["source"], entry["source"])
+                return f"{name}{value}: {why}"
+    return None
 
 
 def metric_in_run(run_dir: Path, metric: Metric) -> Iterator[str]:
@@ -111,54 +109,41 @@ def metric_in_run(run_dir: Path, metric: Metric) -> Iterator[str]:
     Raises:
         ConfigError: the run has no ``metrics.jsonl``.
     """
-    file = run_dir / "metrics.jsonl"
-    found = dict[str, list[tuple[int, float]]]()
-    if not file.exists():
+    if not (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
+    points = dict[str, list[tuple[int, float]]]()
     for row in last_lines(run_dir, None):
         for name, value in numbers(row).items():
             if find_metric(name) is metric:
-                found.setdefault(name, []).append((row["step"], value))
-    for name, points in found.items():
-        (first, start), (last, end) = points[0], points[-1]
-        least = min(value for _, value in points)
-        most = max(value for _, value in points)
-        yield (
-            f"{name}: {start:.4g} in step {first}, {end:.4g} in step {last}; from {least:.4g} to "
-            f"{most:.4g}"
-        )
-    if not found:
+                points.setdefault(name, []).append((row["step"], value))
+    for name, each in points.items():
+        first, last = (f"{value:.4g} in step {step}" for step, value in (each[0], each[-1]))
+        values = [value for _, value in each]
+        yield f"{name}: {first}, {last}; from {min(values):.4g} to {max(values):.4g}"
+    if not points:
         yield f"no {metric.name}"
 
 
 def _meant(name: str, meaning: Meaning) -> str:
     """``clip_ratio (verl, StateSet Agents): algorithm.loss.clip_low and
     algorithm.loss.clip_high``."""
-    of = [
-        FRAMEWORKS[f]
-        for f, names in meaning.names.items()
-        if f in FRAMEWORKS and name in map(spelled, names)
-    ]
-    rule = rule_of(meaning)
+    of = [framework for framework, names in meaning.names.items() if name in map(spelled, names)]
+    written = ", ".join(FRAMEWORKS[framework] for framework in of if framework in FRAMEWORKS)
     here = " and ".join(meaning.keys) or f"there is no such setting here: {meaning.why}"
-    return (
-        f"{name} ({', '.join(of) or 'earlier versions'}): "
-        f"{here}{f': {rule}' if rule and meaning.keys else ''}"
-    )
+    rule = f": {rule_of(meaning)}" if meaning.keys and rule_of(meaning) else ""
+    return f"{name} ({written or 'earlier versions'}): {here}{rule}"
 
 
 def meaning_of(metric: Metric) -> str:
     """A metric's meaning without markup; a meaning such as "its maximum" is preceded by what it
     refers to."""
-    text = ""
-    for of in next(metrics for metrics in CATALOGUE.values() if metric in metrics):
-        of_another = of.meaning.startswith(("Its ", "Their ", "The same "))
-        if not of_another:
-            text = of.meaning
-        elif of is metric:
-            text = f"{text} {of.meaning}"
-        if of is metric:
-            break
+    metrics = next(metrics for metrics in CATALOGUE.values() if metric in metrics)
+    before = [one.meaning for one in metrics[: metrics.index(metric)]]
+    relative = ("Its ", "Their ", "The same ")
+    text = metric.meaning
+    if text.startswith(relative):
+        of = next((one for one in reversed(before) if not one.startswith(relative)), "")
+        text = f"{of} {text}"
     return text.replace("`", "")
 
 

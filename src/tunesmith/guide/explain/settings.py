@@ -71,21 +71,16 @@ def _rows() -> dict[str, tuple[str, ...]]:
     """Kind, default and meaning by key, without markup."""
     rows: dict[str, tuple[str, ...]] = {}
     for page in _PAGES:
-        parts = re.split(
-            r"^#+ (.+)$", (DOCS / f"{page}.md").read_text(encoding="utf-8"), flags=re.MULTILINE
-        )
+        text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+        plain = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)
+        parts = re.split(r"^#+ (.+)$", plain, flags=re.MULTILINE)
         for heading, body in zip(parts[1::2], parts[2::2], strict=True):
             section = re.fullmatch(r"\[(.*)\]", heading)
-            body = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", body)
             for prefix in [f"{section[1]}."] if section else _HEADINGS.get(heading, ()):
-                rows |= {
-                    prefix + key: tuple(map(_plain, cells)) for key, *cells in _ROW.findall(body)
-                }
+                for key, *cells in _ROW.findall(body):
+                    unmarked = [cell.replace("`", "").replace("\\|", "|") for cell in cells]
+                    rows[prefix + key] = tuple(unmarked)
     return rows
-
-
-def _plain(cell: str) -> str:
-    return cell.replace("`", "").replace("\\|", "|")
 
 
 def _of_schema(kind: type[BaseModel], key: str) -> tuple[str, ...]:
@@ -93,9 +88,7 @@ def _of_schema(kind: type[BaseModel], key: str) -> tuple[str, ...]:
     type for choices."""
     fields = fields_at(kind, tuple(key.split(".")))
     last = key.rpartition(".")[2]
-    names = [
-        getattr(section, "name", "") if issubclass(section, Choice) else "" for section in fields
-    ]
+    names = [section.name if issubclass(section, Choice) else "" for section in fields]
     kinds = [describe_at(section, (last,)) for section in fields]
     defaults = [_default(field) for field in fields.values()]
     meanings = [_meaning(section, last) for section in fields]
@@ -146,9 +139,7 @@ def _documented(section: type) -> dict[str, str]:
     texts: dict[str, str] = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):
         match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                value=ast.Constant(value=str(text))
-            ):
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
                 texts[name] = " ".join(text.split())
             case _:
                 pass

@@ -40,9 +40,8 @@ class ForeignAnswers(KeyAnswers):
             return answer(kind, option) or "unknown; tunesmith keys lists the settings"
         if not ours.sure:
             return f"did you mean {' or '.join(f'{key}=...' for key in ours.keys)}?"
-        rules = "; or ".join(
-            dict.fromkeys(rule_of(m) for m in ours.meanings if rule_of(m) and not m.value)
-        )
+        named = (rule_of(meaning) for meaning in ours.meanings if not meaning.value)
+        rules = "; or ".join(filter(None, dict.fromkeys(named)))
         value = _value(ours.meanings, values)
         written = [shlex.quote(f"{key}={value}") for key in ours.keys]
         return f"write {' '.join(written)}{f' ({rules})' if rules else ''}"

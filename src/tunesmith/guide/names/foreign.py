@@ -68,16 +68,10 @@ def meanings() -> tuple[Meaning, ...]:
 
 
 def _meaning(entry: Mapping[str, Any], keys: str = "") -> Meaning:
-    names = {
-        framework: tuple(entry[framework].split())
-        for framework in (*FRAMEWORKS, EARLIER)
-        if framework in entry
-    }
-    return Meaning(
-        names,
-        tuple(keys.split()),
-        **{key: value for key, value in entry.items() if key not in names},
-    )
+    frameworks = [framework for framework in (*FRAMEWORKS, EARLIER) if framework in entry]
+    names = {framework: tuple(entry[framework].split()) for framework in frameworks}
+    more = {key: value for key, value in entry.items() if key not in names}
+    return Meaning(names, tuple(keys.split()), **more)
 
 
 def meanings_of(name: str, frameworks: tuple[str, ...] = ()) -> tuple[str, list[Meaning]]:
@@ -99,9 +93,8 @@ def meanings_of(name: str, frameworks: tuple[str, ...] = ()) -> tuple[str, list[
         for end in ends:
             if end in exact:
                 return end, exact[end]
-            fitting = [p for p in patterns if _fits(end, p)]
-            if fitting:
-                best = max(fitting, key=len)
+            best = max((p for p in patterns if _fits(end, p)), key=len, default="")
+            if best:
                 return best, patterns[best]
     return "", []
 
@@ -157,27 +150,19 @@ def foreign_values() -> Mapping[str, Mapping[str, str]]:
     return {key: values for keys, values in _read("values").items() for key in keys.split()}
 
 
+ByName = dict[str, list[Meaning]]
+
+
 @cache
-def _index(
-    frameworks: tuple[str, ...],
-) -> tuple[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]], ...]:
+def _index(frameworks: tuple[str, ...]) -> tuple[tuple[ByName, ByName], tuple[ByName, ByName]]:
     """Meanings by exact name and by name with a ``*``; then the same for fallbacks."""
-    wanted = frameworks or (*FRAMEWORKS, EARLIER)
-    levels: list[tuple[dict[str, list[Meaning]], dict[str, list[Meaning]]]] = []
-    for fallback in (False, True):
-        exact: dict[str, list[Meaning]] = {}
-        patterns: dict[str, list[Meaning]] = {}
-        for meaning in meanings():
-            if meaning.fallback == fallback:
-                for name in {
-                    spelled(name)
-                    for of, names in meaning.names.items()
-                    if of in wanted
-                    for name in names
-                }:
-                    (patterns if "*" in name else exact).setdefault(name, []).append(meaning)
-        levels.append((exact, patterns))
-    return tuple(levels)
+    levels: tuple[tuple[ByName, ByName], tuple[ByName, ByName]] = (({}, {}), ({}, {}))
+    for meaning in meanings():
+        exact, patterns = levels[meaning.fallback]
+        of = [meaning.names.get(framework, ()) for framework in frameworks or meaning.names]
+        for name in {spelled(name) for names in of for name in names}:
+            (patterns if "*" in name else exact).setdefault(name, []).append(meaning)
+    return levels
 
 
 @cache

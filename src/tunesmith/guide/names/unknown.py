@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.config.commands import KINDS, all_keys, commands_with
 from tunesmith.config.reading.answers import valid_keys
@@ -22,22 +22,16 @@ OTHER_SECTION = 0.85
 def explain_unknown(kind: type[RunConfig], path: KeyPath, value: object) -> list[FileProblem]:
     """Problems for a key that ``kind`` lacks, or for each key of a table that it lacks, and what to
     write instead."""
-    if len(path) == 1 and (text := _section_of_others(kind, str(path[0]))):
-        return [FileProblem(path, text, "unknown")]
-    leaves = (
-        list(_leaves(path, cast(Mapping[str, Any], value)))
-        if isinstance(value, Mapping) and value
-        else []
-    )
+    of_others = _section_of_others(kind, str(path[0])) if len(path) == 1 else None
+    if of_others:
+        return [FileProblem(path, of_others, "unknown")]
+    leaves = _leaves(path, value) if isinstance(value, Mapping) and value else ()
     answers = dict(_nearest_known(kind, leaf, len(path)) for leaf in leaves)
-    if any(answers.values()):
-        return [
-            FileProblem(place, text or f"unknown key {dotted(place)}.", "unknown")
-            for place, text in answers.items()
-        ]
-    name = dotted(path)
-    known = None if _is_guess(kind, path) else answer(kind, name)
-    return [FileProblem(path, known or f"unknown key {name}.{_nearly(kind, path)}", "unknown")]
+    if not any(answers.values()):
+        known = None if _is_guess(kind, path) else answer(kind, dotted(path))
+        answers = {path: known or f"unknown key {dotted(path)}.{_nearly(kind, path)}"}
+    texts = {place: text or f"unknown key {dotted(place)}." for place, text in answers.items()}
+    return [FileProblem(place, text, "unknown") for place, text in texts.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +58,29 @@ def find(kind: type[RunConfig] | None, name: str) -> Equivalent:
     any command)."""
     kinds = [kind] if kind else list(KINDS.values())
     keys = list(dict.fromkeys(key for of in kinds for key in all_keys(of)))
-    name, last = spelled(name), spelled(name).rpartition(".")[2]
+    name = spelled(name)
+    last = name.rpartition(".")[2]
     if any(name in all_keys(of, tables=True) for of in kinds):
         return Equivalent((name,))
     meant = tuple(key for key in synonyms(name) if key in keys)
     if meant:
         return Equivalent(meant)
     spelling, known = meanings_of(name)
-    known = [
-        m for m in known if not m.commands or kind is None or kind.command in m.commands.split()
-    ]
+    if kind:
+        known = [m for m in known if not m.commands or kind.command in m.commands.split()]
     here = tuple(m for m in known if any(key in keys for key in m.keys))
     ours = tuple(dict.fromkeys(key for m in here for key in m.keys if key in keys))
     own = _in_its_section(name, ours, keys)
-    if own:
-        return Equivalent(own)
-    same = [key for key in keys if key.rpartition(".")[2] == last]
-    if "." not in spelling and (related := _related(name, same)):
+    same = [] if "." in spelling else [key for key in keys if key.rpartition(".")[2] == last]
+    related = own or _related(name, same)
+    if related:
         return Equivalent(tuple(related))
-    if same and "." not in spelling and not any(key in same for key in ours):
+    if same and not any(key in same for key in ours):
         return Equivalent(tuple(dict.fromkeys([*same, *ours])))
     if here:
         return Equivalent(ours, here)
-    reasons = "; or ".join(m.why for m in known if m.why)
-    return Equivalent(
-        why=reasons, elsewhere=tuple(dict.fromkeys(key for m in known for key in m.keys))
-    )
+    elsewhere = tuple(dict.fromkeys(key for m in known for key in m.keys))
+    return Equivalent(why="; or ".join(m.why for m in known if m.why), elsewhere=elsewhere)
 
 
 def answer(kind: type[RunConfig] | None, name: str) -> str | None:
@@ -97,12 +88,11 @@ def answer(kind: type[RunConfig] | None, name: str) -> str | None:
     ours = find(kind, name)
     name = name.lstrip("+~")
     last = name.rpartition(".")[2]
-    if ours.keys and (
-        not ours.meanings or all(key.rpartition(".")[2] == last for key in ours.keys)
-    ):
+    is_near = not ours.meanings or all(key.rpartition(".")[2] == last for key in ours.keys)
+    if ours.keys and is_near:
         return f"unknown key {name}; did you mean {' or '.join(ours.keys)}?"
     if ours.keys:
-        rules = "; or ".join(dict.fromkeys(rule for m in ours.meanings if (rule := rule_of(m))))
+        rules = "; or ".join(filter(None, dict.fromkeys(map(rule_of, ours.meanings))))
         return f"{name} is called {' and '.join(ours.keys)} here{': ' if rules else ''}{rules}."
     if ours.why:
         return f"there is no {name}: {ours.why}."
@@ -125,7 +115,8 @@ def _in_its_section(name: str, ours: tuple[str, ...], keys: list[str]) -> tuple[
     section = name.partition(".")[0]
     if any(key.startswith(f"{section}.") for key in ours) or name.count(".") != 1:
         return ()
-    return tuple(own for key in ours if (own := f"{section}.{key.rpartition('.')[2]}") in keys)
+    own = [f"{section}.{key.rpartition('.')[2]}" for key in ours]
+    return tuple(key for key in own if key in keys)
 
 
 def _related(name: str, keys: list[str]) -> list[str]:
@@ -136,11 +127,9 @@ def _related(name: str, keys: list[str]) -> list[str]:
     if inside:
         return inside
     commands = commands_with(section)
-    return [
-        key
-        for key in keys
-        if len(commands) == 1 and commands_with(key.partition(".")[0]) == commands
-    ]
+    if len(commands) != 1:
+        return []
+    return [key for key in keys if commands_with(key.partition(".")[0]) == commands]
 
 
 def _is_guess(kind: type[RunConfig], path: KeyPath) -> bool:
@@ -161,19 +150,19 @@ def _section_of_others(kind: type[RunConfig], word: str) -> str | None:
     """The error for a section that only other commands' run files have."""
     if word == "rollout" and "sampling" in kind.model_fields:
         return "[rollout] is called [sampling] here, and its group_size n."
-    if word in kind.model_fields or not (commands := commands_with(word)):
+    commands = commands_with(word)
+    if word in kind.model_fields or not commands:
         return None
+    those = "that command" if len(commands) == 1 else "one of those commands"
     return (
         f"[{word}] has no meaning in a run file of tunesmith {kind.command}: it belongs to "
-        f"{_commands(commands)}. "
-        f"Remove it, or use {'that command' if len(commands) == 1 else 'one of those commands'}."
+        f"{_commands(commands)}. Remove it, or use {those}."
     )
 
 
 def _commands(names: list[str]) -> str:
-    return "tunesmith " + (
-        ", ".join(names[:-1]) + f" or {names[-1]}" if len(names) > 1 else names[0]
-    )
+    *others, last = names
+    return f"tunesmith {', '.join(others)} or {last}" if others else f"tunesmith {last}"
 
 
 def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
@@ -185,15 +174,13 @@ def _nearly(kind: type[RunConfig], path: KeyPath) -> str:
     close = closest(word, valid, OTHER_SECTION if similar else SAME_SECTION)
     if close:
         return f" Did you mean '{close}'?"
+    hint = f" Valid: {', '.join(sorted(valid))}."
+    if similar:
+        return f"{hint} Similar: {', '.join(similar)}."
     words = {key: key.rpartition(".")[2] for key in all_keys(kind)}
-    if not similar and (close := closest(word, words.values(), OTHER_SECTION)):
-        return (
-            " Did you mean "
-            f"{' or '.join(repr(key) for key, last in words.items() if last == close)}?"
-        )
-    return f" Valid: {', '.join(sorted(valid))}." + (
-        f" Similar: {', '.join(similar)}." if similar else ""
-    )
+    close = closest(word, words.values(), OTHER_SECTION)
+    keys = [repr(key) for key, last in words.items() if last == close]
+    return f" Did you mean {' or '.join(keys)}?" if close else hint
 
 
 def _nearest_known(kind: type[RunConfig], leaf: KeyPath, least: int) -> tuple[KeyPath, str | None]:
@@ -208,6 +195,6 @@ def _nearest_known(kind: type[RunConfig], leaf: KeyPath, least: int) -> tuple[Ke
 def _leaves(path: KeyPath, table: Mapping[str, Any]) -> Iterator[KeyPath]:
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves((*path, key), cast(Mapping[str, Any], value))
+            yield from _leaves((*path, key), value)
         else:
             yield (*path, key)

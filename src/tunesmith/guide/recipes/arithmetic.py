@@ -65,10 +65,9 @@ def write_examples(path: Path, lines: Sequence[SumProblem], worked_share: float,
     """Lines with ``prompt`` and ``completion``; ``worked_share`` of the completions show the
     working."""
     rng = random.Random(seed)
-    chosen = [(p, rng.random() < worked_share) for p in lines]
-    return write_lines(
-        path, [{"prompt": p.prompt, "completion": p.worked if w else p.direct} for p, w in chosen]
-    )
+    completions = [p.worked if rng.random() < worked_share else p.direct for p in lines]
+    pairs = zip(lines, completions, strict=True)
+    return write_lines(path, [{"prompt": p.prompt, "completion": text} for p, text in pairs])
 
 
 def write_lines(path: Path, records: Sequence[Mapping[str, object]]) -> Path:

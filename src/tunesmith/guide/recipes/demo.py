@@ -92,11 +92,8 @@ def run_demo(
     pace = measure(directory / "model")
     share = pace.share(sft_steps + RL_COST * rl_steps)
     if share < 1:
-        print(
-            f"A step takes {pace.clock:.2f} s on this machine, which is slow or busy: the demo "
-            f"does {share:.0%} of its"
-        )
-        print("steps, and the accuracy rises less than it would.")
+        print(f"A step takes {pace.clock:.2f} s on this machine, which is slow or busy: the demo")
+        print(f"does {share:.0%} of its steps, and the accuracy rises less than it would.")
     sft_steps = round(share * sft_steps)
     rl_steps = round(share * rl_steps)
     values = {
@@ -165,10 +162,8 @@ def _show(result: DemoResult, outcome: RunResult, directory: Path) -> None:
     print(f"\ncheckpoint  {outcome.checkpoint}")
     print(f"all of it   {result.seconds:.0f} s")
     command = sys.argv[0] if Path(sys.argv[0]).name == "tunesmith" else "tunesmith"
-    print(
-        f"try next    {command} rl {directory / 'rl.toml'} run_dir=rl-dapo algorithm.name=dapo",
-        flush=True,
-    )
+    settings = "run_dir=rl-dapo algorithm.name=dapo"
+    print(f"try next    {command} rl {directory / 'rl.toml'} {settings}", flush=True)
 
 
 def _bar(share: float) -> str:

@@ -94,10 +94,8 @@ def write_start(task: str, directory: Path, model: str | None, tiny: bool) -> li
 def examples() -> dict[str, str]:
     """The names and titles of the examples in the package."""
     readmes = sorted(_EXAMPLES.glob("*/README.md"))
-    return {
-        file.parent.name: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
-        for file in readmes
-    }
+    titles = [file.read_text(encoding="utf-8").partition("\n")[0] for file in readmes]
+    return {f.parent.name: title.lstrip("# ") for f, title in zip(readmes, titles, strict=True)}
 
 
 def copy_example(name: str, directory: Path) -> list[Path]:
@@ -147,19 +145,14 @@ def _line(rng: random.Random) -> Line:
     more = rng.randint(2, 30)
     who = rng.choice(("Ann", "Ben", "Mia", "Tom"))
     what = rng.choice(("apples", "cards", "pens", "shells"))
-    question = (
-        f"{who} has {boxes} boxes of {each} {what} and {more} more {what}. How many {what} are "
-        "there?"
-    )
-    total = boxes * each + more
+    has = f"{who} has {boxes} boxes of {each} {what} and {more} more {what}."
+    inside = boxes * each
+    total = inside + more
     wrong = boxes + each + more
-    good = (
-        f"{boxes} * {each} = {boxes * each}, and {boxes * each} + {more} = {total}. The answer is "
-        f"{total}"
-    )
+    good = f"{boxes} * {each} = {inside}, and {inside} + {more} = {total}. The answer is {total}"
     bad = f"{boxes} + {each} + {more} = {wrong}. The answer is {wrong}"
     return {
-        "prompt": f"{question} End with the number.",
+        "prompt": f"{has} How many {what} are there? End with the number.",
         "answer": str(total),
         "completion": good,
         "chosen": good,

@@ -57,9 +57,8 @@ def question(value: int, unit: str, to: str, factor: Decimal, phrase: str) -> Qu
     """
     answer = _plain(value * factor)
     working = f"1 {unit} is {_plain(factor)} {to}. {value} * {_plain(factor)} = {answer}."
-    return Question(
-        phrase.format(value=value, unit=unit, to=to), answer, f"{working} <answer>{answer}</answer>"
-    )
+    prompt = phrase.format(value=value, unit=unit, to=to)
+    return Question(prompt, answer, f"{working} <answer>{answer}</answer>")
 
 
 def questions(seed: int, *sizes: int) -> list[list[Question]]:
@@ -101,12 +100,10 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     *splits, shown = questions(seed, train, val, test, SHOWN)
     for name, part in zip(("train", "val", "test"), splits, strict=True):
-        write_lines(
-            directory / f"{name}.jsonl", [{"prompt": q.prompt, "answer": q.answer} for q in part]
-        )
-    write_lines(
-        directory / "few_shot.jsonl", [{"prompt": q.prompt, "completion": q.worked} for q in shown]
-    )
+        lines = [{"prompt": q.prompt, "answer": q.answer} for q in part]
+        write_lines(directory / f"{name}.jsonl", lines)
+    examples = [{"prompt": q.prompt, "completion": q.worked} for q in shown]
+    write_lines(directory / "few_shot.jsonl", examples)
     print(f"train.jsonl, val.jsonl, test.jsonl and few_shot.jsonl are in {directory}")
 
 

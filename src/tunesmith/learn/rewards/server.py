@@ -19,7 +19,7 @@ from tunesmith.errors import EpisodeError
 from tunesmith.learn.rewards.batching import Batcher
 from tunesmith.learn.rewards.function import NOT_COLUMNS, text_of
 from tunesmith.learn.rewards.reward_set import RewardSet
-from tunesmith.records.http_server import LIMITS, Limits, guarded, has_token
+from tunesmith.records.http_server import LIMITS, Limits, bearer_of, guarded, is_token
 from tunesmith.types import Prompt, Rollout, Status, Task, text_of_content
 
 
@@ -122,7 +122,7 @@ class RewardService:
 
     async def health(self, request: web.Request) -> web.Response:
         health: dict[str, Any] = {"status": "ok"}
-        if self.token is None or has_token(request, self.token):
+        if self.token is None or is_token(bearer_of(request), self.token):
             health["reward"] = self.rewards.functions[0].reference
             health["requests"] = self.requests
             health["completions"] = self.completions

@@ -67,16 +67,17 @@ class MetricsFile:
         with open_lines(self.path) as file:
             key = identity(file)
             if key != self._file or not self._place.is_in(file):
-                self._restart(key)
+                self._file = key
+                self._place = ReadPosition()
+                self.steps = Table()
+                self.evaluations = Table()
+                self.damaged = []
+                self.lines = 0
             for _, line in self._place.lines(file):
-                self._take(line)
+                self._add(line)
         return before != (self._file, self._place.read)
 
-    def _restart(self, file: Identity | None) -> None:
-        self.steps, self.evaluations, self.damaged = Table(), Table(), []
-        self._file, self._place, self.lines = file, ReadPosition(), 0
-
-    def _take(self, line: bytes) -> None:
+    def _add(self, line: bytes) -> None:
         self.lines += 1
         record = numbers(json_object(line) or {})
         if "step" not in record:
@@ -97,14 +98,13 @@ def curves(table: Table, most: int = POINTS) -> dict[str, Any]:
         return {"step": [], "time": [], "metrics": {}}
     points = min(table.rows, most)
     starts = np.linspace(0, table.rows, points, endpoint=False).astype(np.int64)
+    stops = np.append(starts[1:], table.rows) - 1
     names = sorted(table.columns.keys() - {"step", "time"})
     curves = {name: _points(table.column(name), starts) for name in names}
-    known = {name: c for name, c in curves.items() if any(v is not None for v in c["mean"])}
-    stops = np.append(starts[1:], table.rows) - 1
     return {
         "step": [int(step) for step in table.column("step")[stops]],
         "time": shown(table.column("time")[stops], digits=13),
-        "metrics": known,
+        "metrics": {name: c for name, c in curves.items() if set(c["mean"]) != {None}},
     }
 
 

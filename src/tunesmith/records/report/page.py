@@ -47,9 +47,8 @@ def page(data: Mapping[str, Any]) -> bytes:
 
 def json_bytes(value: Any) -> bytes:
     """JSON in UTF-8; lone surrogates, which UTF-8 cannot encode, are escaped."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(
-        "utf-8", "backslashreplace"
-    )
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
 
 
 def _hash(text: str) -> str:

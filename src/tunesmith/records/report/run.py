@@ -53,8 +53,8 @@ class GrowingRun:
         rows = self.metrics.steps.rows
         if self._judged is None or not self._judged[0] <= rows <= self._judged[0] * 1.02:
             try:
-                found = [asdict(finding) for finding in diagnose(read_record(self.path))]
-                self._judged = rows, found, None
+                findings = [asdict(finding) for finding in diagnose(read_record(self.path))]
+                self._judged = rows, findings, None
             except TunesmithError as error:
                 self._judged = rows, [], str(error)
         return self._judged[1:]
@@ -78,9 +78,9 @@ def names(paths: Sequence[Path]) -> list[str]:
     """A name for each run: as much of the end of its path as distinguishes it."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
-        found = ["/".join(part[-length:]) for part in parts]
-        if len(set(found)) == len(set(parts)):
-            return found
+        ends = ["/".join(part[-length:]) for part in parts]
+        if len(set(ends)) == len(set(parts)):
+            return ends
     return [str(path) for path in paths]
 
 
@@ -90,11 +90,10 @@ def run_json(run: GrowingRun, name: str) -> Json:
     steps = run.metrics.steps
     damaged = run.metrics.damaged
     if damaged:
-        what = f"{len(damaged)} lines of metrics.jsonl are no records and are left out"
-        problems.append(f"{what}: {', '.join(map(str, damaged[:5]))}")
+        numbers = ", ".join(map(str, damaged[:5]))
+        problems.append(f"left out: {len(damaged)} lines of metrics.jsonl, no records: {numbers}")
     if run.rollouts.damaged:
-        what = f"{run.rollouts.damaged} lines of the rollout files are no rollouts"
-        problems.append(f"{what} and are left out")
+        problems.append(f"left out: {run.rollouts.damaged} lines of rollout files, no rollouts")
     if not steps.rows:
         problems.append("no step is complete yet")
     findings, why_none = run.findings()
@@ -149,10 +148,10 @@ def read_plan(path: Path) -> Json | None:
 def evaluations(run: GrowingRun) -> Json:
     """Curves of the evaluations. ``low`` and ``high`` of a share are its 95% interval for the
     number of prompts."""
-    found = curves(run.metrics.evaluations)
+    evaluated = curves(run.metrics.evaluations)
     facts = read_facts(run.path)
     size = facts.eval_size if facts else None
-    for name, curve in found["metrics"].items():
+    for name, curve in evaluated["metrics"].items():
         metric = find(name)
         if size and "low" not in curve and metric and metric.unit == "share":
             shares = [v if v is not None and 0 <= v <= 1 else None for v in curve["mean"]]
@@ -161,7 +160,7 @@ def evaluations(run: GrowingRun) -> Json:
                 [end if end is None else round(end, 4) for end in ends]
                 for ends in zip(*bounds, strict=True)
             )
-    return {**found, "prompts": size}
+    return {**evaluated, "prompts": size}
 
 
 def examples(index: RolloutIndex) -> list[Json]:
@@ -182,10 +181,8 @@ def described(metrics: Sequence[str]) -> dict[str, Json]:
     texts: dict[str, Json] = {}
     for name in metrics:
         metric = find(name)
-        texts[name] = {"group": "other"}
-        if metric:
-            group = kinds[metric.name]
-            texts[name] = {"group": group, "unit": metric.unit, "meaning": metric.meaning}
+        about = {"unit": metric.unit, "meaning": metric.meaning} if metric else {}
+        texts[name] = {"group": kinds[metric.name] if metric else "other", **about}
     return texts
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +11,10 @@ from typing import Any
 
 from aiohttp import web
 
-from tunesmith.records.http_server import LIMITS, guarded
+from tunesmith.records.http_server import LIMITS, Handler, guarded, is_token
 from tunesmith.records.report.page import json_bytes, page
 from tunesmith.records.report.rollouts import Query
-from tunesmith.records.report.run import GrowingRun, group_json, model
+from tunesmith.records.report.run import GrowingRun, Json, group_json, model
 from tunesmith.records.run_dir import is_running
 
 AT_ONCE = 200
@@ -35,10 +34,10 @@ class Watch:
     runs: Sequence[GrowingRun]
     token: str
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _model: dict[str, Any] = field(default_factory=lambda: {"version": 0})
+    _model: Json = field(default_factory=lambda: {"version": 0})
     _running: list[bool] = field(default_factory=list[bool])
 
-    def model(self) -> dict[str, Any]:
+    def model(self) -> Json:
         """The model, with a ``version`` that counts its changes and the ``seconds`` it took to
         build."""
         with self._lock:
@@ -52,23 +51,20 @@ class Watch:
                 self._model["seconds"] = round(time.perf_counter() - begun, 3)
             return self._model
 
-    def groups(self, asked: Mapping[str, str]) -> dict[str, Any]:
+    def groups(self, asked: Mapping[str, str]) -> Json:
         """Matching groups of a run, the newest first; ``next``: the position to continue from."""
-        numbers = {name: int(asked[name]) for name in ("first", "last", "start") if asked.get(name)}
-        query = Query(
-            asked.get("kind", ""),
-            numbers.get("first"),
-            numbers.get("last"),
-            asked.get("status", ""),
-            asked.get("text", ""),
+        texts = {name: asked.get(name, "") for name in ("kind", "status", "text")}
+        first, last, start = (
+            int(asked[name]) if asked.get(name) else None for name in ("first", "last", "start")
         )
+        query = Query(**texts, first=first, last=last)
         with self._lock:
             index = self._run(asked).rollouts
             index.read_on()
-            places, following = index.find(query, numbers.get("start"), AT_ONCE)
+            places, following = index.find(query, start, AT_ONCE)
             return {"groups": [group_json(index, place) for place in places], "next": following}
 
-    def lines(self, asked: Mapping[str, str]) -> dict[str, Any]:
+    def lines(self, asked: Mapping[str, str]) -> Json:
         """The rollouts of a group; none if it is no longer in the files."""
         with self._lock:
             index = self._run(asked).rollouts
@@ -87,26 +83,19 @@ def make_app(watch: Watch) -> web.Application:
     header."""
 
     async def show(request: web.Request) -> web.Response:
-        if not hmac.compare_digest(
-            request.query.get("token", "").encode(errors="replace"), watch.token.encode()
-        ):
-            raise web.HTTPUnauthorized(
-                text="open the address that tunesmith watch printed, with its token"
-            )
+        if not is_token(request.query.get("token", ""), watch.token):
+            how = "open the address that tunesmith watch printed, with its token"
+            raise web.HTTPUnauthorized(text=how)
         document = await asyncio.to_thread(lambda: page({"live": True, "model": watch.model()}))
-        return web.Response(
-            body=document, content_type="text/html", charset="utf-8", headers=HEADERS
-        )
+        headers = {**HEADERS, "Content-Type": "text/html; charset=utf-8"}
+        return web.Response(body=document, headers=headers)
 
     async def show_model(request: web.Request) -> web.Response:
         made = await asyncio.to_thread(watch.model)
-        return (
-            _json(made)
-            if str(made["version"]) != request.query.get("seen")
-            else web.Response(status=204)
-        )
+        seen = request.query.get("seen") == str(made["version"])
+        return web.Response(status=204) if seen else _json(made)
 
-    def answering(answer: Callable[[Mapping[str, str]], dict[str, Any]]) -> Any:
+    def answering(answer: Callable[[Mapping[str, str]], Json]) -> Handler:
         async def handler(request: web.Request) -> web.Response:
             try:
                 return _json(await asyncio.to_thread(answer, request.query))
@@ -116,13 +105,10 @@ def make_app(watch: Watch) -> web.Application:
         return handler
 
     app = web.Application(middlewares=[guarded(LIMITS, watch.token, ("/",))])
-    app.add_routes([web.get("/", show), web.get("/api/model", show_model)])
-    app.add_routes(
-        [
-            web.get("/api/groups", answering(watch.groups)),
-            web.get("/api/lines", answering(watch.lines)),
-        ]
-    )
+    app.router.add_get("/", show)
+    app.router.add_get("/api/model", show_model)
+    app.router.add_get("/api/groups", answering(watch.groups))
+    app.router.add_get("/api/lines", answering(watch.lines))
     return app
 
 

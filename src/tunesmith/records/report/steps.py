@@ -30,11 +30,8 @@ def _timeline(steps: Table, row: int) -> dict[str, Any]:
     of the rollouts, because its actual times are unknown."""
     cells = {name: column[row] for name, column in steps.columns.items()}
     line = {name: value for name, value in cells.items() if not math.isnan(value)}
-    phases = {
-        name.removeprefix("seconds/"): s
-        for name, s in line.items()
-        if name.startswith("seconds/") and s > 0
-    }
+    names = [name for name in line if name.startswith("seconds/") and line[name] > 0]
+    phases = {name.removeprefix("seconds/"): line[name] for name in names}
     lanes: dict[str, list[list[Any]]] = {}
     now = begin = 0.0
     for name in sorted(phases, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
