@@ -41,10 +41,8 @@ def parts(given: Given, there: There) -> Result:
     whole = each * devices * there.number("steps_per_generation", default=steps)
     generated = there.number("generation_batch_size", default=whole)
     if generated % group or generated < group:
-        return by_hand(
-            f"{how} = {batch} completions are not whole groups of {group}: give the number of "
-            "devices (--devices), or set rollout.prompts_per_step and train.batch_size"
-        )
+        choices = "give --devices, or set rollout.prompts_per_step and train.batch_size"
+        return by_hand(f"{how} = {batch} completions are not whole groups of {group}: {choices}")
     prompts = f"{generated} completions / {group} per prompt"
     return [
         Value("rollout.prompts_per_step", generated // group, prompts),
@@ -138,10 +136,8 @@ def length(given: Given, there: There) -> Result:
 def ranks(given: Given, there: There) -> Result:
     """Trainer processes: for supervised training the launch's devices, on one machine."""
     if there.rl:
-        return by_hand(
-            f"{given.value} GPUs there; which of yours train and which sample: "
-            "system.trainer_ranks, system.engines"
-        )
+        keys = "system.trainer_ranks and system.engines"
+        return by_hand(f"{given.value} GPUs there; {keys} say which of yours train and sample")
     nodes = there.number("trainer.nnodes", "nnodes", "num_machines", "num_nodes")
     if nodes > 1:
         count = nodes * given.count
@@ -187,10 +183,7 @@ def engines(given: Given, there: There) -> Result:
 def of_vllm(given: Given, there: There) -> Result:
     """A setting of vLLM, if vLLM samples."""
     if "reward" in given.name or "teacher" in given.name:
-        return by_hand(
-            "a reward model and a teacher are scored by the trainer's code, which plans its own "
-            "memory"
-        )
+        return by_hand("the trainer's code scores reward models and teachers, and plans its memory")
     if given.value is None:
         return OFF
     count = there.number("vllm_num_engines", "vllm.num_engines", default=0)

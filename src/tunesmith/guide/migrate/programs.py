@@ -39,12 +39,9 @@ def find_program(name: str) -> ForeignProgram | None:
     """The program for a module (``verl.trainer.main_ppo``), a script's path, a class, or
     ``trl:sft``."""
     dotted = name.removesuffix(".py").lstrip("./").replace("/", ".")
-    spellings = {name, name.rpartition("/")[2], dotted}
+    spellings = (name, name.rpartition("/")[2], dotted)
     for program in programs():
-        if any(
-            fnmatchcase(spelling, pattern)
-            for pattern in program.match.split()
-            for spelling in spellings
-        ):
-            return program
+        for pattern in program.match.split():
+            if any(fnmatchcase(spelling, pattern) for spelling in spellings):
+                return program
     return None

@@ -62,10 +62,8 @@ def read_source(path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]
         if path.is_dir():
             raise ConfigError(f"{path} is a directory; name a script or a configuration")
         if path.stat().st_size > LARGEST:
-            megabytes = LARGEST // 10**6
-            raise ConfigError(
-                f"{path} has more than {megabytes} MB; name a script or a configuration"
-            )
+            size = f"has more than {LARGEST // 10**6} MB"
+            raise ConfigError(f"{path} {size}; name a script or a configuration")
         text = path.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n")
     launches = read_text(text, path, variables)
     if not launches:
@@ -87,9 +85,8 @@ def read_text(text: str, path: Path, variables: Mapping[str, str]) -> list[Forei
     try:
         launches = _read(text, path, variables)
     except RecursionError:
-        raise ConfigError(
-            f"{path.name} has brackets or quotes that are nested too deeply"
-        ) from None
+        deep = "has brackets or quotes that are nested too deeply"
+        raise ConfigError(f"{path.name} {deep}") from None
     if launches and not any(launch.program.command for launch in launches):
         raise ConfigError(f"{path.name} starts {launches[0].name}: {launches[0].program.why}")
     return [_with_deepspeed(launch, path.parent) for launch in launches if launch.program.command]

@@ -45,16 +45,13 @@ def _fill_in(migration: Migration) -> None:
     entries = migration.entries
     missing = "not in the source: fill it in"
     entries.setdefault("model.path", Entry("MODEL", note=missing))
-    asked = next(
-        (row for row in migration.rows if "data.train" in row.keys and row.kind != "mapped"), None
-    )
-    why = f"{asked.given.text} (line {asked.given.line}): {asked.text}" if asked else missing
-    entries.setdefault("data.train", Entry("DATA", note=why))
+    asked = [row for row in migration.rows if "data.train" in row.keys and row.kind != "mapped"]
+    places = [f"{row.given.text} (line {row.given.line}): {row.text}" for row in asked]
+    entries.setdefault("data.train", Entry("DATA", note=places[0] if places else missing))
     if migration.command == "distill":
         entries.setdefault("teacher.path", Entry("TEACHER", note=missing))
-    if migration.command == "rl" and not any(
-        key.startswith(("reward.", "environment.path")) for key in entries
-    ):
+    has_reward = any(key.startswith(("reward.", "environment.path")) for key in entries)
+    if migration.command == "rl" and not has_reward:
         note = f"{missing}, or name your own file.py:function"
         if migration.launch.program.framework == "verl":
             note = "verl chooses the reward by the data's data_source; math is the nearest one here"
@@ -70,10 +67,8 @@ def _problems(migration: Migration) -> list[Problem]:
         try:
             check(load_config(kind, file, files=False))
         except ConfigError as error:
-            return [
-                replace(each, place=each.place.replace(str(file), file.name))
-                for each in error.problems
-            ]
+            name = str(file)
+            return [replace(p, place=p.place.replace(name, file.name)) for p in error.problems]
     return []
 
 
@@ -85,16 +80,13 @@ def _culprit(problem: Problem, migration: Migration) -> str:
     def importance(key: str) -> tuple[bool, bool]:
         return not key.startswith(_HOW_FAST), bool(entries[key].of and not entries[key].note)
 
-    named = [_entry_of(key, migration) for key in problem.keys]
-    return min((key for key in named if key not in ("", *_KEPT)), key=importance, default="")
-
-
-def _entry_of(key: str, migration: Migration) -> str:
-    """The entry of the run file that sets a key: its own, that of a table around it, or the first
-    one inside."""
-    around = (key, key.partition("[")[0], key.rpartition(".")[0])
-    inside = (name for name in migration.entries if name.startswith(f"{key}."))
-    return next((name for name in (*around, *inside) if name in migration.entries), "")
+    named: list[str] = []
+    for key in problem.keys:
+        # Its own entry, that of a table around it, or the first one inside.
+        inside = [name for name in entries if name.startswith(f"{key}.")]
+        places = (key, key.partition("[")[0], key.rpartition(".")[0], *inside)
+        named += [name for name in places if name in entries][:1]
+    return min((key for key in named if key not in _KEPT), key=importance, default="")
 
 
 def _take_out(migration: Migration, key: str, problem: Problem) -> None:

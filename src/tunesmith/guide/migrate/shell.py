@@ -35,6 +35,8 @@ _ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
+_NAMES = re.compile(r"\$\{?([A-Za-z_]\w*)\}?|(?<![\w.])([A-Za-z_]\w*)")
+"""Variables of an arithmetic expression."""
 _LONGEST = 200_000
 """Maximum length of a value in characters, and of an array in words."""
 _EMPTY = "\x00"
@@ -129,9 +131,7 @@ def _check_size(value: Sized) -> None:
         ConfigError: variables that contain each other make it too long.
     """
     if len(value) > _LONGEST:
-        raise ConfigError(
-            f"a variable of the script becomes longer than {_LONGEST} characters or words"
-        )
+        raise ConfigError(f"a variable gets longer than {_LONGEST} characters or words")
 
 
 def _words(raw: Sequence[Word], script: Script) -> list[Word]:
@@ -256,11 +256,7 @@ def _output(command: str, script: Script) -> str:
 
 def _arithmetic(text: str, script: Script) -> str:
     """The value of a bash expression; the expression itself if part of it is unknown."""
-    filled = re.sub(
-        r"\$\{?([A-Za-z_]\w*)\}?|(?<![\w.])([A-Za-z_]\w*)",
-        lambda m: _variable(m[1] or m[2], script),
-        text,
-    )
+    filled = _NAMES.sub(lambda m: _variable(m[1] or m[2], script), text)
     filled = expand(f'"{filled}"', script)[0]
     try:
         return str(_number(ast.parse(filled.strip(), mode="eval").body))

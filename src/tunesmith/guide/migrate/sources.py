@@ -86,10 +86,8 @@ def rows(given: Given, _there: There) -> Result:
     """``dataset.map(function)`` and what else a script does to its rows."""
     if ".py:" in given.value:
         return Value("data.map", given.value, _MOVE.format("it", "it"))
-    return by_hand(
-        f"{given.text} is not followed: write it as a function of one row that returns its "
-        'columns, or None to leave it out: data.map = "file.py:function"'
-    )
+    how = 'data.map = "file.py:function", which gets a row and returns its columns, or None'
+    return by_hand(f"{given.text} is not followed: write it as {how} to leave the row out")
 
 
 def _listed(value: Any) -> list[str]:
@@ -124,9 +122,7 @@ def functions(given: Given, there: There) -> Result:
         answer = Value("reward.answer", "solution", "the column that it reads there")
         return [Value("reward.functions", known, own), *([answer] if "math" in known else [])]
     if all(item in _MANAGERS for item in items):
-        return without(
-            "the reward manager that calls the functions of the data; none is needed here"
-        )
+        return without("it calls the functions of the data; no manager is needed here")
     names = ", ".join(UNKNOWN.sub(lambda m: m[0][2:-1], item) for item in items)
     return by_hand(f'name each function as "file.py:function" in reward.functions: {names}')
 
@@ -172,9 +168,7 @@ def remote(given: Given, _there: There) -> Result:
         return Value("reward.functions", names, "OpenRLHF's own name of the function")
     if paths and all(path.startswith(("http://", "https://")) for path in paths):
         return Value("reward.remote", [{"urls": paths, "protocol": "openrlhf"}])
-    return by_hand(
-        "write the server's address into reward.remote, or the function into reward.functions"
-    )
+    return by_hand("name the server in reward.remote, or the function in reward.functions")
 
 
 def sinks(given: Given, _there: There) -> Result:
@@ -194,9 +188,7 @@ def sinks(given: Given, _there: There) -> Result:
 
 def samples(given: Given, _there: There) -> Result:
     if given.value is True:
-        return without(
-            "groups of every step are always written to rollouts.jsonl (monitor.samples)"
-        )
+        return without("rollouts.jsonl always has groups of every step (monitor.samples)")
     return Value("monitor.samples", given.count) if given.count else OFF
 
 

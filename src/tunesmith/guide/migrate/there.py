@@ -73,11 +73,7 @@ OFF = without("it is off there")
 
 def is_off(value: Any) -> bool:
     """Whether a value enables nothing: none, false, zero, minus one, an empty text or list."""
-    return (
-        value in (None, False, 0, -1, "", "none", "None", "no", "auto", "default")
-        or value == []
-        or value == {}
-    )
+    return value in (None, False, 0, -1, "", "none", "None", "no", "auto", "default", [], {})
 
 
 class NotKnownError(LookupError):

@@ -34,11 +34,8 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"),
-    list("-+.0123456789"),
-)
+_FLOAT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 def read_tree_text(text: str, name: str) -> Any:
@@ -50,9 +47,8 @@ def read_tree_text(text: str, name: str) -> Any:
     try:
         return _read_json(text) if name.endswith(".json") else _bounded(yaml.load(text, _Loader))
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(
-            f"{name} is not valid: {shortened(' '.join(str(error).split()), 200)}"
-        ) from None
+        why = shortened(" ".join(str(error).split()), 200)
+        raise ConfigError(f"{name} is not valid: {why}") from None
 
 
 def _read_json(text: str) -> Any:

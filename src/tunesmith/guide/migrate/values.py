@@ -106,9 +106,7 @@ def offloaded(given: Given, there: There) -> Result:
     key = there.meanings(given)[0].keys[0]
     optimizer = str(there.get("actor.optim", "optim", "optimizer.type")).lower()
     if key != "system.offload_activations" and "muon" in optimizer:
-        return by_hand(
-            "Muon's products of matrices would run on the CPU: leave it out, or use AdamW"
-        )
+        return by_hand("Muon's matrix products would run on the CPU: leave it out, or use AdamW")
     return Value(key, True)
 
 

@@ -54,11 +54,10 @@ class Calls(Expressions):
     ) -> dict[str, Held]:
         names = [*of.posonlyargs, *of.args]
         rest = [one for one in (of.vararg, of.kwarg) if one]
-        held: dict[str, Held] = {
-            a.arg: Unknown(a.arg, a.lineno) for a in (*names, *of.kwonlyargs, *rest)
-        }
+        every = [*names, *of.kwonlyargs]
+        held: dict[str, Held] = {a.arg: Unknown(a.arg, a.lineno) for a in (*every, *rest)}
         given = {a.arg: value for a, value in zip(names, args, strict=False)}
-        given |= {a.arg: keywords[a.arg] for a in (*names, *of.kwonlyargs) if a.arg in keywords}
+        given |= {a.arg: keywords[a.arg] for a in every if a.arg in keywords}
         with_default = names[len(names) - len(of.defaults) :] + of.kwonlyargs
         defaults = [*of.defaults, *of.kw_defaults]
         for each, default in zip(with_default, defaults, strict=True):

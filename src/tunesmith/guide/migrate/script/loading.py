@@ -52,9 +52,7 @@ def load_dataset(call: Call) -> Held:
     if path in _BUILDERS:
         loaded: Held = _files(call, files, directory)
     elif files is not None or directory is not None:
-        return call.unknown(
-            "a run file names no files inside a data set of the hub; download them, and name them"
-        )
+        return call.unknown("it has files of a data set of the hub: download and name them")
     else:
         origin = Origin(path, subset if isinstance(subset, str) else None)
         loaded = Splits(Data((origin,), call.line, notes=notes))
@@ -76,9 +74,7 @@ def _files(call: Call, files: Held, directory: Held) -> Held:
         if not all(isinstance(name, str) for name in named):
             parts[split] = call.unknown("the names of its files are not known here")
         elif any("://" in name or "*" in name for name in named):
-            parts[split] = call.unknown(
-                "a run file names files and directories of this machine, without *"
-            )
+            parts[split] = call.unknown("a run file names files of this machine, without *")
         else:
             folder = f"{directory.rstrip('/')}/" if isinstance(directory, str) else ""
             origins = tuple(Origin(folder + name, split="train") for name in named)
@@ -130,17 +126,13 @@ def together(call: Call, weights: Held = None) -> Held:
         unknown = next((part for part in other if isinstance(part, Unknown)), None)
         return _because(call, unknown, "one of the data sets")
     if len({tuple((step.text, step.function) for step in part.steps) for part in parts}) > 1:
-        return call.unknown(
-            "its data sets are transformed in different ways; write the rows to files"
-        )
+        return call.unknown("its parts are transformed differently; write the rows to files")
     complete = isinstance(weights, list | tuple) and len(weights) == len(parts)
     if weights is not None and not complete:
         return _because(call, weights, "the shares of the data sets")
-    origins = [
-        replace(origin, weight=float(weights[i])) if weights else origin
-        for i, part in enumerate(parts)
-        for origin in part.origins
-    ]
+    origins: list[Origin] = []
+    for part, weight in zip(parts, weights or [1.0] * len(parts), strict=True):
+        origins += [replace(o, weight=float(weight)) if weights else o for o in part.origins]
     return Data(tuple(origins), call.line, parts[0].steps, any(part.shuffled for part in parts))
 
 
@@ -149,9 +141,7 @@ def _cut(call: Call, data: Held, cut: Cut) -> Held:
         return data
     origin, *others = data.origins
     if others:
-        return call.unknown(
-            "a part of several data sets has no line in a run file; write the rows to a file"
-        )
+        return call.unknown("it is a part of several data sets; write the rows to a file")
     filtered = next((step for step in data.steps if step.name == "filter"), None)
     if filtered and not all(end.endswith("%") for end in (cut.start, cut.stop) if end):
         what = f"{filtered.text} (line {filtered.line})"

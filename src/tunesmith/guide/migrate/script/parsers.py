@@ -32,10 +32,8 @@ def parse(
         return parser  # groups and parsers of commands
     classes = parser.args[0] if parser.args else parser.fields.get("dataclass_types")
     if classes is None:
-        spaces: list[Held] = [
-            Object("Namespace", parser.line, fields=dict(parser.fields), parsed=True)
-        ]
-        return [*spaces, []] if name == "parse_known_args" else spaces[0]
+        space = Object("Namespace", parser.line, fields=dict(parser.fields), parsed=True)
+        return [space, []] if name == "parse_known_args" else space
     listed = classes if isinstance(classes, list) else [classes]
     made = [filled(flow, kind, node) for kind in listed]
     return made[0] if name == "parse" and len(made) == 1 else made

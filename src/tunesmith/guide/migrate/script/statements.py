@@ -56,10 +56,8 @@ class Flow(Calls):
         for statement in body:
             self._statements += 1
             if self._statements > _MOST:
-                raise ConfigError(
-                    f"{self.file} calls its own functions too often to be followed; migrate its "
-                    "parts"
-                )
+                why = "calls its own functions too often to be followed"
+                raise ConfigError(f"{self.file} {why}; migrate its parts")
             result = self._statement(statement, scope)
             if result is not _FALLS:
                 return result
