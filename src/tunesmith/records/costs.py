@@ -11,6 +11,7 @@ from typing import Any
 
 from tunesmith.errors import StorageError, boundary
 
+Event = Mapping[str, Any]
 OPERATION = "cpu_op"
 KERNEL = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -31,21 +32,21 @@ def largest_costs(trace: Path, most: int) -> list[tuple[str, float]]:
     return [(name, micros / 1e6) for name, micros in spent.most_common(most)]
 
 
-def _totals(events: Sequence[Mapping[str, Any]]) -> Counter[str]:
+def _totals(events: Sequence[Event]) -> Counter[str]:
     spent: Counter[str] = Counter()
     for event in events:
         spent[event["name"]] += event["dur"]
     return spent
 
 
-def _own(events: Sequence[Mapping[str, Any]]) -> Counter[str]:
+def _own(events: Sequence[Event]) -> Counter[str]:
     """Self time in microseconds by name: each operation without the operations that it calls."""
     spent = _totals(events)
-    threads = defaultdict[Any, list[Mapping[str, Any]]](list)
+    threads = defaultdict[tuple[int, int], list[Event]](list)
     for event in events:
         threads[event["pid"], event["tid"]].append(event)
     for of_thread in threads.values():
-        callers: list[Mapping[str, Any]] = []
+        callers: list[Event] = []
         for event in sorted(of_thread, key=lambda e: (e["ts"], -e["dur"])):
             while callers and callers[-1]["ts"] + callers[-1]["dur"] <= event["ts"]:
                 callers.pop()

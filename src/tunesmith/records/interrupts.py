@@ -72,9 +72,8 @@ def check() -> None:
         Interrupted: the command was asked to end, and no step is committed or ``GRACE`` seconds are
             over.
     """
-    if _state.asked is not None and (
-        not _state.committed or time.monotonic() - _state.since > GRACE
-    ):
+    waits = _state.committed and time.monotonic() - _state.since <= GRACE
+    if _state.asked is not None and not waits:
         raise Interrupted(_state.asked)
 
 

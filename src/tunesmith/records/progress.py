@@ -48,7 +48,9 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
-COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+Column = tuple[str, Callable[[float], str]]
+"""Label and format of a metric."""
+COLUMNS: Mapping[str, Column] = {
     "reward": ("reward", number),
     "teacher_kl": ("KL(teacher)", number),
     "ref_kl": ("KL(reference)", number),
@@ -61,8 +63,8 @@ COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "grad_norm": ("grad norm", number),
     "lr": ("lr", number),
 }
-"""The metrics shown if a step has them: label and format."""
-SAMPLING: Mapping[str, tuple[str, Callable[[float], str]]] = {
+"""The metrics shown if a step has them."""
+SAMPLING: Mapping[str, Column] = {
     "total_tokens": ("tokens", "{:,.0f}".format),
     "tokens_per_second": ("tok/s", count),
     "limit_share": ("of limit", share),
@@ -86,8 +88,7 @@ def each_once(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _shown(
-    metrics: Mapping[str, float],
-    columns: Mapping[str, tuple[str, Callable[[float], str]]] = COLUMNS,
+    metrics: Mapping[str, float], columns: Mapping[str, Column] = COLUMNS
 ) -> list[tuple[str, str]]:
     """Label and text of every column that the metrics have a value for."""
     known = {name: column for name, column in columns.items() if name in metrics}
@@ -238,12 +239,9 @@ class LivePanel(Progress):
         left = self._eta if self.remaining is None else f"{duration(self.remaining)} left"
         busy = f"{self._phase} {duration(time.monotonic() - self._since)}".lstrip()
         top = Table.grid(padding=(0, 1))
-        top.add_row(
-            Text(f"{self._unit} {self.done:,}/{self.total:,}", style="bold"),
-            ProgressBar(total=self.total, completed=self.done, width=30),
-            Text(f"  {left}  "),
-            Text(busy, style="dim"),
-        )
+        count = Text(f"{self._unit} {self.done:,}/{self.total:,}", style="bold")
+        bar = ProgressBar(total=self.total, completed=self.done, width=30)
+        top.add_row(count, bar, Text(f"  {left}  "), Text(busy, style="dim"))
         numbers = Text()
         for label, shown in _shown(self._metrics, self._columns):
             numbers.append(f"{label}\xa0", style="dim").append(shown, style="bold")

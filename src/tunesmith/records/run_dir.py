@@ -46,6 +46,8 @@ LATEST = "latest"
 """A link in ``runs/`` to the newest directory there."""
 
 LOCK = "run.lock"
+_CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""How a lock is opened: it may be a link or a pipe that somebody else put there."""
 _OURS = (
     "config.toml", "resolved.json", "plan.json", "facts.json", "metrics.jsonl", "rollouts.jsonl",
     "rollouts-older.jsonl", "sinks.json", "skipped.jsonl", "checkpoints", "trace", "profile",
@@ -180,10 +182,8 @@ def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> No
         return
     there = [name for name in _OURS if os.path.lexists(path / name)]
     if there or (path / "model").is_symlink():
-        raise _unusable(
-            f"{path} has {', '.join(there or ['a link model'])}, which no run wrote there, and a "
-            "run would write over; choose another run_dir"
-        )
+        names = ", ".join(there or ["a link model"])
+        raise _unusable(f"{path} has {names}, which no run wrote there; choose another run_dir")
 
 
 def point(link: Path, target: Path) -> None:
@@ -236,7 +236,7 @@ def is_running(path: Path) -> bool:
     if path in _locked_here:  # opening the file here, and closing it, would drop the lock
         return True
     try:
-        lock = os.open(path / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock = os.open(path / LOCK, os.O_RDONLY | _CAREFULLY)
     except OSError:
         return False
     try:
@@ -256,9 +256,7 @@ def _open_lock(lock: Path) -> int:
         ConfigError: it is not a lock.
     """
     try:
-        handle = os.open(
-            lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
-        )
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | _CAREFULLY, 0o600)
         content = os.pread(handle, 200, 0) if stat.S_ISREG(os.fstat(handle).st_mode) else None
     except OSError:
         if not (lock.is_symlink() or (lock.exists() and not lock.is_file())):
@@ -291,9 +289,8 @@ def _locked(path: Path) -> Generator[None]:
         os.close(handle)
         if error.errno in (errno.EACCES, errno.EAGAIN):
             choices = "wait for it to end, stop it, or choose another run_dir"
-            raise _unusable(
-                f"{path} is in use by {owner or 'another process'}: {choices}"
-            ) from None
+            user = owner or "another process"
+            raise _unusable(f"{path} is in use by {user}: {choices}") from None
         advice = "Choose a run_dir on a local disk."
         raise StorageError(f"cannot lock {lock}: {error}. {advice}") from error
     with boundary(StorageError, f"cannot write {lock}", OSError):

@@ -80,9 +80,8 @@ def find_runs(directory: Path) -> list[RunSummary]:
         inside = list(directory.iterdir()) if directory.is_dir() else []
     paths = [path for path in inside if not path.is_symlink() and _holds_run(path)]
     if not paths:
-        raise ConfigError(
-            f"{directory} holds no runs. Name a directory with: tunesmith runs list DIRECTORY"
-        )
+        how = "Name a directory with: tunesmith runs list DIRECTORY"
+        raise ConfigError(f"{directory} holds no runs. {how}")
     return [_listed(path) for path in sorted(paths, key=_changed, reverse=True)]
 
 
@@ -122,15 +121,12 @@ def read_run(path: Path) -> RunSummary:
 def check_holds(path: Path, files: Sequence[str]) -> None:
     """Reject (ConfigError) a path that is not a run's directory: it has none of these files."""
     if not path.is_dir():
-        raise ConfigError(
-            f"{path} is not a directory. Name a run's directory, such as runs/{LATEST}"
-        )
+        raise ConfigError(f"{path} is not a directory. Name a run's, such as runs/{LATEST}")
     if not any((path / name).exists() for name in files):
         inside = sorted({file.parent.name for name in files for file in path.glob(f"*/{name}")})
         choice = f"; it holds the runs {', '.join(inside)}" if inside else ""
-        raise ConfigError(
-            f"{path} has no {' or '.join(files)}, so it is not a run's directory{choice}"
-        )
+        what = f"has no {' or '.join(files)}, so it is not a run's directory"
+        raise ConfigError(f"{path} {what}{choice}")
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -106,9 +106,8 @@ def check_output(path: Path, option: str, mark: str | None, *, streams: bool = T
             beginning = file.read(_MARKED_BYTES)
         if beginning and (mark is None or mark.encode() not in beginning):
             whose = "" if mark is None else ", and was not written by this command"
-            raise ConfigError(
-                f"{option} {path} is there already{whose}; name another file, or remove it"
-            )
+            what = f"is there already{whose}"
+            raise ConfigError(f"{option} {path} {what}; name another file, or remove it")
 
 
 def write_output(path: Path, content: bytes, *, private: bool) -> None:

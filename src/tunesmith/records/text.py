@@ -53,10 +53,8 @@ def beside_or_below(first: str, second: str, columns: int | None) -> str:
     line = f"{first}  {second}"
     if columns is None or len(line) <= columns:
         return line
-    below = textwrap.TextWrapper(
-        columns, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
-    )
-    return f"{first.rstrip()}\n{below.fill(second)}"
+    below = textwrap.fill(second, columns - 4, break_on_hyphens=False)
+    return f"{first.rstrip()}\n{textwrap.indent(below, '    ')}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -24,11 +24,9 @@ def page(data: Mapping[str, Any]) -> bytes:
         data: ``model``; ``live``, or otherwise ``rollouts`` by run and ``written``.
     """
     parts = files("tunesmith.records.report")
-    style, charts, script, document = (
-        parts.joinpath(name).read_text(encoding="utf-8")
-        for name in ("page.css", "charts.js", "page.js", "page.html")
-    )
-    script = charts + script
+    names = ("page.css", "charts.js", "page.js", "page.html")
+    style, charts, own, document = (parts.joinpath(name).read_text("utf-8") for name in names)
+    script = charts + own
     policy = [
         "default-src 'none'",
         f"script-src {_hash(script)}",

@@ -52,18 +52,16 @@ class Query:
 
     def admits(self, group: LineGroup) -> bool:
         """Whether a group matches, apart from its text."""
-        unequal = group.low is not None and group.low != group.high
+        scored = group.low is not None
         of_status = {
             "failed": group.failed > 0,
-            "contrast": unequal,
-            "equal": not unequal and group.low is not None,
+            "contrast": scored and group.low != group.high,
+            "equal": scored and group.low == group.high,
         }
-        return (
-            self.kind in ("", group.kind)
-            and (self.first is None or group.step >= self.first)
-            and (self.last is None or group.step <= self.last)
-            and of_status.get(self.status, True)
-        )
+        after = self.first is None or group.step >= self.first
+        before = self.last is None or group.step <= self.last
+        of_kind = self.kind in ("", group.kind)
+        return after and before and of_kind and of_status.get(self.status, True)
 
 
 @dataclass(slots=True)
@@ -94,7 +92,7 @@ class RolloutIndex:
         Raises:
             StorageError: a file cannot be read.
         """
-        found: dict[Identity, _File] = {}
+        files: dict[Identity, _File] = {}
         self._paths = {}
         for path in rotated(self.path):
             with open_lines(path) as file:
@@ -106,11 +104,11 @@ class RolloutIndex:
                     known = _File()  # a resumed run has truncated it
                 for start, line in known.place.lines(file):
                     _add(known, start, line)
-                found[key] = known
+                files[key] = known
                 self._paths[key] = path
-        gone = [file for key, file in self._files.items() if key not in found]
+        gone = [file for key, file in self._files.items() if key not in files]
         self.dropped += sum(len(file.groups) for file in gone)
-        self._files = found
+        self._files = files
 
     @property
     def damaged(self) -> int:
@@ -143,21 +141,19 @@ class RolloutIndex:
         Returns:
             The positions, and the position to continue from; None at the end.
         """
-        groups = self.groups()
-        found = list[int]()
+        groups = dict(enumerate(self.groups(), self.dropped))
+        matching = list[int]()
         left = SEARCHED
-        last = len(groups) - 1 if start is None else min(len(groups) - 1, start - self.dropped)
-        for place in range(last, -1, -1):
-            if len(found) == most or left < 0:
-                return found, place + self.dropped
-            if not query.admits(groups[place]):
-                continue
-            if query.text:
-                left -= groups[place].stop - groups[place].start
-                if not any(holds(line, query.text) for line in self.lines(place + self.dropped)):
-                    continue
-            found.append(place + self.dropped)
-        return found, None
+        for place in reversed([p for p in groups if start is None or p <= start]):
+            group = groups[place]
+            if len(matching) == most or left < 0:
+                return matching, place
+            if query.admits(group):
+                left -= group.stop - group.start if query.text else 0
+                texts = self.lines(place) if query.text else ()
+                if not query.text or any(holds(line, query.text) for line in texts):
+                    matching.append(place)
+        return matching, None
 
 
 def _add(file: _File, start: int, line: bytes) -> None:
@@ -169,8 +165,7 @@ def _add(file: _File, start: int, line: bytes) -> None:
         return
     step = head["step"]
     kind = str(head.get("kind", "train"))
-    number = head.get("group")
-    number = number if isinstance(number, int) else 0
+    number = head["group"] if isinstance(head.get("group"), int) else 0
     reward = numbers({"reward": head.get("reward")}).get("reward")
     failed = head.get("error") is not None or head.get("status", "ok") != "ok"
     last = file.groups[-1] if file.groups else None

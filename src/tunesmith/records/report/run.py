@@ -156,10 +156,8 @@ def evaluations(run: GrowingRun) -> Json:
         if size and "low" not in curve and metric and metric.unit == "share":
             shares = [v if v is not None and 0 <= v <= 1 else None for v in curve["mean"]]
             bounds = [(None, None) if v is None else wilson(v, size) for v in shares]
-            curve["low"], curve["high"] = (
-                [end if end is None else round(end, 4) for end in ends]
-                for ends in zip(*bounds, strict=True)
-            )
+            ends = [[end and round(end, 4) for end in ends] for ends in zip(*bounds, strict=True)]
+            curve["low"], curve["high"] = ends
     return {**evaluated, "prompts": size}
 
 

@@ -120,10 +120,8 @@ class Background:
     def _fail(self, why: str) -> None:
         if not self._broken:
             self._broken = True
-            self._report(
-                f"monitor.sinks: {self.name} is no longer written: {why}. The run continues; "
-                "metrics.jsonl is whole"
-            )
+            ended = f"monitor.sinks: {self.name} is no longer written: {why}"
+            self._report(f"{ended}. The run continues; metrics.jsonl is whole")
 
 
 def require(module: str) -> Any:
