@@ -93,7 +93,5 @@ def migrate(
 def _assignment(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not (name.isidentifier() or name.isdigit()):
-        raise ConfigError(
-            f"'{text}' is not NAME=value, the value of a shell variable of the source"
-        )
+        raise ConfigError(f"'{text}' is not NAME=value, a value of the source's shell variable")
     return name, value

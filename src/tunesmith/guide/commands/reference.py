@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,9 +50,8 @@ def keys(
         rows = [row for key in ours.keys or ours.elsewhere for row in settings_of(key)]
     if not rows:
         names = [*KINDS, *dict.fromkeys(row.key.partition(".")[0] for row in settings_of())]
-        raise ConfigError(
-            f"there is no command, section or key '{wanted}'.{nearest(wanted, names)}"
-        )
+        hint = nearest(wanted, names)
+        raise ConfigError(f"there is no command, section or key '{wanted}'.{hint}")
     for row in rows:
         print_setting(row, of_command=what in KINDS)
 
@@ -104,18 +102,17 @@ def presets(
         preset = find_preset(name)
         print(name)
         wrapped(preset.text, 4)
-        wrapped(
-            ", ".join(f"{key} = {toml_value(value)}" for key, value in preset.settings.items()), 4
-        )
+        values = [f"{key} = {toml_value(value)}" for key, value in preset.settings.items()]
+        wrapped(", ".join(values), 4)
         wrapped(f"source: {preset.source}", 4)
 
 
 def wrapped(text: str, indent: int) -> None:
     """Print a text in lines as wide as the terminal."""
     width = min(shutil.get_terminal_size().columns, 100) - 1
-    lines: Iterable[str] = textwrap.wrap(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent,
-                                         break_long_words=False, break_on_hyphens=False)  # fmt: skip
-    print("\n".join(lines))
+    room = width - indent
+    lines = textwrap.fill(text, room, break_long_words=False, break_on_hyphens=False)
+    print(textwrap.indent(lines, " " * indent))
 
 
 # --micro_train_batch_size is a name
@@ -142,17 +139,15 @@ def explain(
     from tunesmith.guide.explain.explain import explain as find
     from tunesmith.guide.explain.explain import meaning_of, metric_in_run
 
-    found = find(name)
-    for line in found.foreign:
+    meanings = find(name)
+    for line in meanings.foreign:
         wrapped(line, 0)
-    for setting in found.settings:
+    for setting in meanings.settings:
         _explain_setting(setting, run, verbose=verbose)
-    for metric in found.metrics:
+    for metric in meanings.metrics:
         print(metric.name)
-        wrapped(
-            f"a metric, the {metric.form} of a step{f'; in {metric.unit}' if metric.unit else ''}",
-            4,
-        )
+        unit = f"; in {metric.unit}" if metric.unit else ""
+        wrapped(f"a metric, the {metric.form} of a step{unit}", 4)
         wrapped(meaning_of(metric), 4)
         if metric.aliases:
             wrapped(f"called elsewhere, and in sinks too: {', '.join(metric.aliases)}", 4)

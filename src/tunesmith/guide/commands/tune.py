@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 commands = typer.Typer()
 
-NOTHING = (
-    "Nothing was measured, so this says nothing about faster settings; give it more time with "
-    "--minutes"
-)
+NOTHING = "Nothing was measured, so no setting is known to be faster; give it more --minutes"
 
 
 @commands.command()

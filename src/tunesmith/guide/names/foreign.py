@@ -138,11 +138,8 @@ def synonyms(name: str) -> tuple[str, ...]:
         ('eval.at_start',)
     """
     section, _, word = spelled(name).partition(".")
-    return tuple(
-        key
-        for key, words in _read("synonyms").items()
-        if key.startswith(f"{section}.") and word in words.split()
-    )
+    known = {key: words.split() for key, words in _read("synonyms").items()}
+    return tuple(k for k, words in known.items() if k.startswith(f"{section}.") and word in words)
 
 
 def foreign_values() -> Mapping[str, Mapping[str, str]]:
