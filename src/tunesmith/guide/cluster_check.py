@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from tunesmith.config.system import Role
 from tunesmith.config.values import format_size
 from tunesmith.errors import TrainerLostError
-from tunesmith.learn.usercode.far import gather
+from tunesmith.learn.usercode.far import Far, gather
 from tunesmith.plan.devices import visible_names
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.run.placement.base import Seat
@@ -121,6 +121,27 @@ class Prober:
         return statistics.median(durations[1:])
 
 
+def meet(ranks: Sequence[Far]) -> None:
+    """Let processes find each other, and make what sums over them.
+
+    Raises:
+        ConfigError, TrainerLostError: they do not come together.
+    """
+    gather(far.make(partial(PartHost, ProberSpec(), launched_address)) for far in ranks)
+    build(ranks, len(ranks))
+
+
+def seconds_of_sum(ranks: Sequence[Far], num_bytes: int) -> float:
+    """Seconds of an all-reduce on the slowest rank."""
+    return max(gather(far.submit("seconds", num_bytes) for far in ranks))
+
+
+def bus_rate(world: int, seconds: float) -> float:
+    """Bytes per second over each rank's connection in a large all-reduce (``nccl-tests``, "bus
+    bandwidth")."""
+    return 2 * (world - 1) / world * LARGE / seconds
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterReport:
     """The findings about all ranks.
@@ -137,10 +158,8 @@ class ClusterReport:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second over each rank's connection in a large all-reduce (``nccl-tests``, "bus
-        bandwidth")."""
-        world = len(self.places)
-        return None if self.seconds is None else 2 * (world - 1) / world * LARGE / self.seconds[1]
+        """That of ``bus_rate`` in a large all-reduce; None for a single process."""
+        return None if self.seconds is None else bus_rate(len(self.places), self.seconds[1])
 
     def lines(self) -> list[str]:
         first = self.places[0]
@@ -200,13 +219,10 @@ def examine(met: Meeting | None, shared: Path) -> ClusterReport:
     seen: dict[Role, list[tuple[str]]] = {"actor": [(name,) for name in own]} if own else {}
     with LaunchedProcesses(met, seen) as processes:
         ranks = [processes.spawn("actor", TrainerLostError) for _ in range(world)]
-        gather(far.make(partial(PartHost, ProberSpec(), launched_address)) for far in ranks)
+        meet(ranks)
         places: list[ProcessPlace] = gather(far.submit("run", own_place) for far in ranks)
         with written_probe(shared) as (probe, text):
             seen_by = gather(far.submit("run", partial(sees, probe, text)) for far in ranks)
-        build(ranks, world)
-        small, large = (
-            max(gather(far.submit("seconds", size) for far in ranks)) for size in (SMALL, LARGE)
-        )
+        small, large = (seconds_of_sum(ranks, size) for size in (SMALL, LARGE))
     blind = [rank for rank, is_seen in enumerate(seen_by) if not is_seen]
     return ClusterReport(places, shared, blind, (small, large))

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from tunesmith.config.values import format_size
-from tunesmith.guide.cluster_check import LARGE, ProberSpec, driver_version
+from tunesmith.guide.cluster_check import LARGE, bus_rate, driver_version, meet, seconds_of_sum
 from tunesmith.plan.facts.hardware import Gpu, Hardware
 from tunesmith.plan.facts.machines import kind_of
 from tunesmith.plan.rules.vllm import version_problem
@@ -228,20 +227,15 @@ def _host_rate(device: str) -> float:
 def _between(gpus: Sequence[Gpu]) -> MachineLine:
     """The speed of a sum over all GPUs, with a process for each."""
     from tunesmith.errors import TrainerLostError
-    from tunesmith.learn.usercode.far import gather
     from tunesmith.plan.devices import visible_names
-    from tunesmith.run.placement.host import PartHost, build
     from tunesmith.run.processes.local import LocalProcesses
-    from tunesmith.run.processes.torchrun import launched_address
 
     world = len(gpus)
     places = [(name,) for name in visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), world)]
     with LocalProcesses({"actor": places}) as processes:
         ranks = [processes.spawn("actor", TrainerLostError) for _ in range(world)]
-        gather(far.make(partial(PartHost, ProberSpec(), launched_address)) for far in ranks)
-        build(ranks, world)
-        seconds = max(gather(far.submit("seconds", LARGE) for far in ranks))
-    rate = 2 * (world - 1) / world * LARGE / seconds
+        meet(ranks)
+        rate = bus_rate(world, seconds_of_sum(ranks, LARGE))
     kind = kind_of(gpus[0])
     slow = kind is not None and rate < LEAST_LINK * kind.link
     return MachineLine(
