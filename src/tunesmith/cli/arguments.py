@@ -32,7 +32,8 @@ DryRun = Annotated[
     str | None,
     typer.Option(
         metavar="MACHINE",
-        help="Train nothing: take two steps on such a machine, which need not be there (8xH100-80GB).",
+        help="Train nothing: take two steps on such a machine, which need not be there "
+        "(8xH100-80GB).",
         show_default=False,
     ),
 ]

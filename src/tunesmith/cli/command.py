@@ -48,7 +48,8 @@ class Command(TyperCommand):
         run = ctx.params.get("run")
         if run is not None and "=" in str(run) and not run.exists():
             ctx.fail(
-                f"the run file is missing before {run}: tunesmith {self.name} RUN.toml {shlex.quote(str(run))}"
+                f"the run file is missing before {run}: tunesmith {self.name} RUN.toml "
+                f"{shlex.quote(str(run))}"
             )
         return rest
 

@@ -21,8 +21,8 @@ from tunesmith.records.text import printable
 
 P = ParamSpec("P")
 _OF_THE_SYSTEM = {
-    errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE,
-    errno.EACCES, errno.EPERM,
+    errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
+    errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM,
 }  # fmt: skip
 """Errors that a path of the user or the machine causes, wherever they rise: a full disk, no
 permission."""

@@ -34,7 +34,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 OWN: list[Callable[..., None]] = [
-    rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, show_config, plan, serve_reward, launch, runs,
+    rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge,
+    show_config, plan, serve_reward, launch, runs,
 ]  # fmt: skip
 NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 COMMANDS = Door[typer.Typer](

@@ -29,7 +29,8 @@ def runs(
         list[Path] | None,
         typer.Argument(
             metavar="[PATH...]",
-            help="list: a directory of runs (runs); compare: two runs or more; tail: a run (runs/latest).",
+            help="list: a directory of runs (runs); compare: two runs or more; "
+            "tail: a run (runs/latest).",
             show_default=False,
         ),
     ] = None,

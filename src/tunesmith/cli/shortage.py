@@ -53,16 +53,17 @@ def _limited_memory() -> str:
     if most == resource.RLIM_INFINITY:
         return ""
     return (
-        f"This shell limits the addresses of a process to {most / 1e9:.3g} GB, of which loading PyTorch takes one or "
-        "more, and every thread some: raise the limit (ulimit -v unlimited)"
+        f"This shell limits the addresses of a process to {most / 1e9:.3g} GB, of which loading "
+        "PyTorch takes one or more, and every thread some: raise the limit (ulimit -v unlimited)"
     )
 
 
 def _limited_processes() -> str:
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if most == resource.RLIM_INFINITY:
-        return "A container's limit of processes may be reached (pids.max): raise it, or end other processes"
+        reached = "A container's limit of processes may be reached (pids.max)"
+        return f"{reached}: raise it, or end other processes"
     return (
-        f"This user may have {most} processes and threads (ulimit -u): raise the limit, end other processes, or set "
-        "system.threads = 1 and OMP_NUM_THREADS=1"
+        f"This user may have {most} processes and threads (ulimit -u): raise the limit, end other "
+        "processes, or set system.threads = 1 and OMP_NUM_THREADS=1"
     )

@@ -48,7 +48,8 @@ def open_standard_streams() -> None:
             os.set_inheritable(number, True)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (as long as the process)
+            nowhere = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  (until the end)
+            setattr(sys, name, nowhere)
 
 
 class LastingOutput:

@@ -178,7 +178,8 @@ def load_object(reference: str, base_dir: Path) -> Any:
             if callable(value) and not name.startswith("_")
         ]
         raise ConfigError(
-            f"{location.place} has no function '{location.function}'.{nearest(location.function, names)}"
+            f"{location.place} has no function "
+            f"'{location.function}'.{nearest(location.function, names)}"
         ) from None
 
 
@@ -222,7 +223,8 @@ def _find_module(reference: str, name: str, search: tuple[str, ...]) -> Path | N
         spec = PathFinder.find_spec(full, path)
         if spec is None:
             raise ConfigError(
-                f"'{reference}': there is no module '{full}' in {', '.join(search)} or among the installed packages."
+                f"'{reference}': there is no module '{full}' in {', '.join(search)} or among the "
+                "installed packages."
             )
         path = list(spec.submodule_search_locations or [])
     return Path(spec.origin) if spec and spec.origin else None

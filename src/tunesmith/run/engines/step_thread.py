@@ -109,7 +109,8 @@ class StepThread:
                 if not self._calls:
                     end_team()
                     return
-                self.wait_for_callers()  # nothing was running: the first request must not start alone
+                # nothing was running: the first request must not start alone
+                self.wait_for_callers()
             for _ in range(len(self._calls)):  # later calls wait for others that arrive with them
                 work, done = self._calls.popleft()
                 try:

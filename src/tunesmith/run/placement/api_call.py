@@ -74,11 +74,12 @@ class ApiCall:
             splits = cast("dict[str, Any]", data)
             if type(splits).__module__.startswith("datasets"):
                 raise ConfigError(
-                    f"{key} has the splits {', '.join(splits)}; give one of them, as in data['train']"
+                    f"{key} has the splits {', '.join(splits)}; give one of them, as in "
+                    "data['train']"
                 )
             raise ConfigError(
-                f"the keyword {key} is the data: a path, rows, or a table with a path. Settings of [{key}] are written "
-                f"{key}__{next(iter(splits), 'key')}=..."
+                f"the keyword {key} is the data: a path, rows, or a table with a path. Settings of "
+                f"[{key}] are written {key}__{next(iter(splits), 'key')}=..."
             )
         if (
             isinstance(data, list | tuple)
@@ -156,9 +157,9 @@ class ApiCall:
         isolation = f"{section}.isolation"
         if self._settings.get(isolation, "thread") != "thread":
             raise ConfigError(
-                f"{isolation} = '{self._settings[isolation]}' needs functions that another process can import, and "
-                f"'{list(self._objects)[-1].rpartition(':')[2]}' exists in this program only. Move it into a module, "
-                f"or leave {isolation} out"
+                f"{isolation} = '{self._settings[isolation]}' needs functions that another process "
+                f"can import, and '{list(self._objects)[-1].rpartition(':')[2]}' exists in this "
+                f"program only. Move it into a module, or leave {isolation} out"
             )
         if isolation not in self._settings:
             self._settings[isolation] = "thread"
@@ -177,7 +178,8 @@ class ApiCall:
             return [self._reference(key, item) for item in cast("Sequence[Any]", value)]
         if not callable(value):
             raise ConfigError(
-                f"{key}: {value!r} is not a function; give one, 'file.py:function' or a built-in name"
+                f"{key}: {value!r} is not a function; give one, 'file.py:function' or a built-in "
+                "name"
             )
         name = getattr(value, "__name__", type(value).__name__)
         module = sys.modules.get(getattr(value, "__module__", None) or "")
@@ -245,7 +247,8 @@ def _checked(key: str, rows: Rows) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(cast("Iterable[Any]", rows), 1):
         if not isinstance(row, Mapping):
             raise DataError(
-                f"row {number} of {key} is of type {type(row).__name__}; each row is a dict of columns"
+                f"row {number} of {key} is of type {type(row).__name__}; each row is a dict of "
+                "columns"
             )
         line: dict[str, Any] = {}
         for column, value in cast("Mapping[Any, Any]", row).items():
@@ -253,8 +256,9 @@ def _checked(key: str, rows: Rows) -> Iterator[dict[str, Any]]:
                 line |= _json({column: value})
             except (ValueError, OverflowError) as error:
                 raise DataError(
-                    f"row {number} of {key}, column {column!r}: {error}, which JSON does not keep. Write text, finite "
-                    "numbers, True, False, None, dates, lists, or dicts whose keys are text; or leave the column out"
+                    f"row {number} of {key}, column {column!r}: {error}, which JSON does not keep. "
+                    "Write text, finite numbers, True, False, None, dates, lists, or dicts whose "
+                    "keys are text; or leave the column out"
                 ) from error
         yield line
 

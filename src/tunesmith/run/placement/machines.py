@@ -86,15 +86,16 @@ def check_machines(ranks: Sequence[Far], model: str, run_dir: Path) -> None:
     for rank, found in enumerate(others, start=1):
         if found.probe != text:
             raise ConfigError(
-                f"run_dir = '{run_dir}' is not the same directory everywhere: rank {rank} on {found.host} does not see "
-                f"what rank 0 wrote there on {first.host}. Every rank writes its part of a checkpoint, so set run_dir "
-                "to a directory that all machines share under one path",
+                f"run_dir = '{run_dir}' is not the same directory everywhere: rank {rank} on "
+                f"{found.host} does not see what rank 0 wrote there on {first.host}. Every rank "
+                "writes its part of a checkpoint, so set run_dir to a directory that all "
+                "machines share under one path",
                 keys=("run_dir",),
             )
         different = differences(first.files, found.files)
         if different:
             raise ModelError(
-                f"model.path = '{model}' is not the same model everywhere: on {first.host} (rank 0) and {found.host} "
-                f"(rank {rank}) {'; '.join(different)}",
+                f"model.path = '{model}' is not the same model everywhere: on {first.host} (rank "
+                f"0) and {found.host} (rank {rank}) {'; '.join(different)}",
                 keys=("model.path",),
             )

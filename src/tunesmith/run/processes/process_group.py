@@ -1,7 +1,8 @@
 """Process groups besides torch.distributed's own: made for one purpose, over a given store and
 address."""
 
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import os

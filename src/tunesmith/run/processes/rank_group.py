@@ -145,7 +145,8 @@ class RankGroup:
         self.sum(total, over)
         if int(total[0]) != int(total[1]) * digest:
             raise ModelError(
-                "the ranks of a trainer have different weights: the model has to be the same on every machine"
+                "the ranks of a trainer have different weights: the model has to be the same on "
+                "every machine"
             )
 
     def sum(self, tensor: Tensor, over: Any = None) -> Tensor:
@@ -164,13 +165,16 @@ class RankGroup:
 
     @contextmanager
     def _lost(self, what: str) -> Generator[None]:
-        who = f"rank {self.rank} of the trainer's {self.world} {what} another one, which is gone or did not answer"
+        who = f"rank {self.rank} of the trainer's {self.world}"
         try:
             yield
         except RuntimeError as error:
             if isinstance(error, TunesmithError | torch.OutOfMemoryError):
                 raise  # memory is short here; no rank is lost
-            raise TrainerLostError(f"{who} for {self.patience:g} s: {error}") from error
+            gone = "which is gone or did not answer"
+            raise TrainerLostError(
+                f"{who} {what} another one, {gone} for {self.patience:g} s: {error}"
+            ) from error
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

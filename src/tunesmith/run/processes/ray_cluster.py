@@ -157,8 +157,8 @@ class RayCluster(Starter):
         wanted = {"CPU": cpus, "GPU": gpus}
         if any(free.get(unit, 0.0) < n for unit, n in wanted.items()):
             raise EngineError(
-                f"no room for another {NAMES[role]}: it needs {_in_words(wanted)}; the cluster has {_in_words(free)} "
-                "free"
+                f"no room for another {NAMES[role]}: it needs {_in_words(wanted)}; the cluster has "
+                f"{_in_words(free)} free"
             )
         return {"num_cpus": cpus, "num_gpus": gpus}
 
@@ -190,8 +190,9 @@ def check_machines(bundles: Sequence[Bundle], machines: Mapping[int, str]) -> No
     }
     if found["actor"] and set(found["rollout"]) - {found["actor"][0]}:
         raise ClusterError(
-            'system.weight_plane = "memory" is for engines on the trainer\'s machine, and the cluster has places for '
-            'them on others: set system.weight_plane = "gloo", or "disk" with a system.engine_directory that all '
+            'system.weight_plane = "memory" is for engines on the trainer\'s machine, and the '
+            'cluster has places for them on others: set system.weight_plane = "gloo", or "disk" '
+            "with a system.engine_directory that all "
             "machines see"
         )
 
@@ -269,15 +270,17 @@ def _open(system: SystemSection, processes: int, address: str | None) -> bool:
         "log_to_driver": True,
     }
     if address is not None:
-        cure = "Start it (ray start --head), correct system.ray_address or RAY_ADDRESS, or leave them out"
-        with boundary(ClusterError, f"there is no Ray cluster at {address}. {cure}", Exception):
+        missing = (
+            f"there is no Ray cluster at {address}. Start it (ray start --head), correct "
+            "system.ray_address or RAY_ADDRESS, or leave them out"
+        )
+        with boundary(ClusterError, missing, Exception):
             _reach(address)
-        token = "Where it asks for a token (as `ray start` says), set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN"
-        with boundary(
-            ClusterError,
-            f"the Ray cluster at {address} does not let this run in. {token}",
-            Exception,
-        ):
+        closed = (
+            f"the Ray cluster at {address} does not let this run in. Where it asks for a token "
+            "(as `ray start` says), set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN"
+        )
+        with boundary(ClusterError, closed, Exception):
             ray.init(address=address, **common)
         return True
     # Processes may share cores, so that a small machine is large enough.
@@ -321,7 +324,8 @@ def _environment(said: Mapping[str, Any] | None) -> dict[str, Any] | None:
     unknown = sorted(said.keys() - RuntimeEnv.known_fields)
     if unknown:
         raise ConfigError(
-            f"system.ray_runtime_env: Ray knows no '{unknown[0]}'.{nearest(unknown[0], RuntimeEnv.known_fields)}",
+            "system.ray_runtime_env: Ray knows no "
+            f"'{unknown[0]}'.{nearest(unknown[0], RuntimeEnv.known_fields)}",
             keys=("system.ray_runtime_env",),
         )
     refused = "system.ray_runtime_env: Ray refuses it"
@@ -343,8 +347,8 @@ def _reserve(bundles: Sequence[Bundle]) -> Any:
         ray.util.remove_placement_group(group)
         wanted = "; ".join(_in_words(bundle.resources) for bundle in bundles)
         raise ClusterError(
-            f"the cluster had no room within {PLACING:g} s: wanted, each on one machine, {wanted}; free are {free}. "
-            "Wait for other runs to end, or take less with system.placement"
+            f"the cluster had no room within {PLACING:g} s: wanted, each on one machine, {wanted}; "
+            f"free are {free}. Wait for other runs to end, or take less with system.placement"
         )
     return group
 

@@ -61,7 +61,8 @@ class Launch:
         wrong = [f"{name}={value}" for name, value in said.items() if not value.isdecimal()]
         if wrong:
             raise ConfigError(
-                f"the environment has {wrong[0]}, and a launcher such as torchrun sets a number there"
+                f"the environment has {wrong[0]}, and a launcher such as torchrun sets a number "
+                "there"
             )
         world = int(said.get("WORLD_SIZE", "1"))
         if world <= 1 or "RANK" not in said:
@@ -211,8 +212,8 @@ class Meeting:
                 different = differences(own_view(), view)
                 if different:
                     raise ConfigError(
-                        f"the machines of this launch differ: rank 0 on {socket.gethostname()} and rank {number} on "
-                        f"{machine} have {'; '.join(different)}. Make them equal"
+                        f"the machines of this launch differ: rank 0 on {socket.gethostname()} and "
+                        f"rank {number} on {machine} have {'; '.join(different)}. Make them equal"
                     )
         if (role, rank) not in self._connected:
             raise TrainerLostError(

@@ -133,7 +133,8 @@ class SglangEngine:
         if altered:
             settings = ", ".join(f"{name} = {value:g}" for name, value in altered.items())
             raise UserError(
-                f"sampling: {settings}: {KIND.unaltered_only}; leave out what alters the distribution"
+                f"sampling: {settings}: {KIND.unaltered_only}; leave out what alters the "
+                "distribution"
             )
         state = self._state
         if state != "awake":
@@ -182,7 +183,8 @@ class SglangEngine:
         del level  # the server keeps its memory
         if self._running:
             raise EngineError(
-                f"{len(self._running)} requests are in flight: an engine sleeps when they have ended"
+                f"{len(self._running)} requests are in flight: an engine sleeps when they have "
+                "ended"
             )
         self._state = "asleep"
 
@@ -241,8 +243,9 @@ class SglangEngine:
             )
         if model.get("model_type", served.model_type) != served.model_type:
             raise UserError(
-                f"{self.name} serves a '{model['model_type']}' ({model.get('model_path')}); the run's model is a "
-                f"'{served.model_type}' ({served.path}). Start the server with that one"
+                f"{self.name} serves a '{model['model_type']}' ({model.get('model_path')}); the "
+                f"run's model is a '{served.model_type}' ({served.path}). Start the server with "
+                "that one"
             )
         if not server.get("enable_deterministic_inference"):
             self._report(
@@ -267,9 +270,10 @@ class SglangEngine:
         # A low-precision server returns only three digits.
         if type(logprob) not in (int, float) or abs(logprob + math.log(size)) > 0.1:
             raise UserError(
-                f"{self.name} does not serve this model: at a temperature of {HOT:g} a token of a vocabulary of {size} "
-                f"has the log-probability {-math.log(size):.2f}, and it answered {logprob!r}. Either its vocabulary is "
-                "another one, or its log-probabilities are not those after the temperature"
+                f"{self.name} does not serve this model: at a temperature of {HOT:g} a token of a "
+                f"vocabulary of {size} has the log-probability {-math.log(size):.2f}, and it "
+                f"answered {logprob!r}. Either its vocabulary is another one, or its "
+                "log-probabilities are not those after the temperature"
             )
 
     async def _complete(self, request: _Request) -> None:
@@ -307,8 +311,9 @@ class SglangEngine:
                 spoiled += 1
             if spoiled > SPOILED:
                 raise EngineError(
-                    f"{self.name}: another client aborts its requests or changes its weights (it has '{answer.tag}' "
-                    f"instead of '{self._weights.tag}'). A server can be used by one run at a time"
+                    f"{self.name}: another client aborts its requests or changes its weights (it "
+                    f"has '{answer.tag}' instead of '{self._weights.tag}'). A server can be used "
+                    "by one run at a time"
                 )
             if weights is None:
                 await self._load_again(sent, answer.tag)

@@ -114,7 +114,8 @@ class SglangServer:
         if not answer["success"] or current != tag:
             message = one_line(str(answer.get("message")))
             raise EngineError(
-                f"the SGLang server {self.url} did not load the weights '{tag}': it has '{current}': {message}"
+                f"the SGLang server {self.url} did not load the weights '{tag}': it has "
+                f"'{current}': {message}"
             )
 
     async def go_on(self, patience: float | None = None) -> None:
@@ -155,7 +156,8 @@ class SglangServer:
                 if time.monotonic() + seconds - since > patience:
                     reason = str(error) or type(error).__name__
                     raise EngineLostError(
-                        f"the server {self.url} cannot be used ({failures} attempts in {patience:g} s): {reason}"
+                        f"the server {self.url} cannot be used ({failures} attempts in "
+                        f"{patience:g} s): {reason}"
                     ) from error
                 await asyncio.sleep(seconds)
 

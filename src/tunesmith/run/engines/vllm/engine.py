@@ -156,7 +156,8 @@ class VllmEngine:
     async def sleep(self, level: int = 1) -> None:
         if self._requests:
             raise EngineError(
-                f"{len(self._requests)} requests are in flight: an engine sleeps when they have ended"
+                f"{len(self._requests)} requests are in flight: an engine sleeps when they have "
+                "ended"
             )
 
         def give_away() -> None:
@@ -195,8 +196,8 @@ class VllmEngine:
         check_sampling(sampling)
         if 0 < sampling.temperature < (least := KIND.least_temperature):
             raise UserError(
-                f"sampling.temperature = {sampling.temperature:g}: vLLM would raise it to {least:g}; use 0 (greedy), "
-                "or at least as much",
+                f"sampling.temperature = {sampling.temperature:g}: vLLM would raise it to "
+                f"{least:g}; use 0 (greedy), or at least as much",
                 keys=("sampling.temperature",),
             )
         if not 0 < prompt < self._context:
@@ -206,8 +207,8 @@ class VllmEngine:
             )
         if self._shortened and prompt + sampling.max_new_tokens > self._context:
             raise UserError(
-                f"a prompt of {prompt} tokens and {sampling.max_new_tokens} new ones do not fit the KV memory "
-                f"of {self._context} tokens: raise system.kv_memory",
+                f"a prompt of {prompt} tokens and {sampling.max_new_tokens} new ones do not fit "
+                f"the KV memory of {self._context} tokens: raise system.kv_memory",
                 keys=("sampling.max_new_tokens", "system.kv_memory"),
             )
         if self._state != "awake":
@@ -294,9 +295,9 @@ def _reload(worker: Any, *, weights: NamedTensors) -> None:
 
 
 def _parameters(sampling: Sampling) -> Any:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm import sampling_params as vllm  # pyright: ignore[reportMissingImports]
 
-    return SamplingParams(
+    return vllm.SamplingParams(
         max_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -312,5 +313,5 @@ def _parameters(sampling: Sampling) -> Any:
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         include_stop_str_in_output=True,
-        output_kind=RequestOutputKind.DELTA,
+        output_kind=vllm.RequestOutputKind.DELTA,
     )
