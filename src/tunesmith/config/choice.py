@@ -86,7 +86,7 @@ class Choice(Section):
             return value
         if not isinstance(value, str | Mapping):
             raise PydanticCustomError("choice_value", "neither a name nor a table")
-        table = {"type": value} if isinstance(value, str) else {**cast(Mapping[str, Any], value)}
+        table = {"type": value} if isinstance(value, str) else {**value}
         name: Any = table.pop("type", None)
         kind = cls.typed(name or (usual if usual not in ("", "none") else cls.usual))
         try:

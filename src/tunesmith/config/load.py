@@ -11,7 +11,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -149,13 +149,13 @@ def _problems_of(
 ) -> list[FileProblem]:
     problems: list[FileProblem] = []
     for error in errors:
-        path = _path_in(data, error["loc"])
+        path, value = _located(data, error["loc"])
         context = error.get("ctx", {})
         last = ("", *error["loc"])[-1]
         problem_kind: ProblemKind = "unknown" if error["type"] == "choice_key" else "invalid"
         match error["type"]:
             case "extra_forbidden":
-                problems += answers().unknown_key(kind, path, _at(data, path))
+                problems += answers().unknown_key(kind, path, value)
                 continue
             case "missing" if isinstance(last, str):
                 path = (*path, last)
@@ -167,16 +167,14 @@ def _problems_of(
                 if not text:
                     end = "" if error["msg"].endswith("?") else "."
                     text = f"{dotted(path)}: {error['msg']}{end}"
-            case "choice_field" if context[
-                "missing"
-            ]:  # what a choice's key may be depends on the type
-                text = (
-                    f"{dotted((*path, last))} is missing: {describe_at(context['kind'], (last,))}"
-                )
+            case "choice_field" if context["missing"]:
+                # what a choice's key may be depends on the type
+                valid = describe_at(context["kind"], (last,))
+                text = f"{dotted((*path, last))} is missing: {valid}"
             case "choice_field":
-                text = _wrong_value(context["kind"], path, _at(data, path), path[-1:])
+                text = _wrong_value(context["kind"], path, value, path[-1:])
             case _:
-                text = _wrong_value(kind, path, _at(data, path))
+                text = _wrong_value(kind, path, value)
         problems.append(FileProblem(path, text, problem_kind))
     return problems
 
@@ -186,7 +184,7 @@ def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath 
     hint = ""
     inner = inner or path
     if isinstance(value, dict) and "type" in value:
-        value = cast(Tree, value)["type"]
+        value = value["type"]
     why = answers().why_refused(dotted(path), value)
     ours = answers().our_value(dotted(path), value)
     if ours:
@@ -202,25 +200,17 @@ def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath 
     return f"{dotted(path)} is {show(value)}; it must be {describe_at(kind, inner)}.{hint}"
 
 
-def _path_in(data: Tree, location: tuple[int | str, ...]) -> KeyPath:
-    """pydantic's location without the names of union branches."""
+def _located(data: Tree, location: tuple[int | str, ...]) -> tuple[KeyPath, Any]:
+    """pydantic's location without the names of union branches, and the value there."""
     node: Any = data
     path: list[int | str] = []
     for part in location:
-        if isinstance(node, dict) and part in node:
-            node = cast(Tree, node)[cast(str, part)]
-        elif isinstance(node, list) and isinstance(part, int) and part < len(cast(list[Any], node)):
-            node = cast(list[Any], node)[part]
-        else:
+        try:
+            node = node[part]
+        except (LookupError, TypeError):  # the name of a branch
             continue
         path.append(part)
-    return tuple(path)
-
-
-def _at(data: Any, path: KeyPath) -> Any:
-    for part in path:
-        data = data[part]
-    return data
+    return tuple(path), node
 
 
 def _deepest(problems: Sequence[FileProblem]) -> list[FileProblem]:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from tunesmith.config.reading.problems import FileProblem, KeyPath, dotted, leaves
 from tunesmith.config.reading.user_functions import check_defined
@@ -184,7 +184,7 @@ def same_path(value: Any) -> Any:
     """A setting's value for comparisons: resolves links and ``..`` in existing paths (also in
     ``file.py:name``)."""
     if isinstance(value, list):
-        return [same_path(item) for item in cast(list[Any], value)]
+        return [same_path(item) for item in value]
     if not isinstance(value, str) or "/" not in value or "\0" in value:
         return value
     path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")

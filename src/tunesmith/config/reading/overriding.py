@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import tomllib
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.config.commands import KINDS
 from tunesmith.config.reading.describe import choices_at, field_at, names_of, show, tables_of
@@ -52,7 +52,8 @@ def apply_overrides(data: Tree, overrides: Sequence[Override], origins: Origins)
     ]
     # a table before the keys in it
     for keys, value, text_of_it in sorted(parsed, key=lambda one: len(one[0])):
-        if value == UNSET and text_of_it.endswith(UNSET) and not _takes_none(keys):
+        takes_none = any(UNSET in choices_at(kind, keys) for kind in KINDS.values())
+        if value == UNSET and text_of_it.endswith(UNSET) and not takes_none:
             _remove(data, keys)
             origins.unset.append(keys)
             continue
@@ -63,9 +64,7 @@ def apply_overrides(data: Tree, overrides: Sequence[Override], origins: Origins)
             continue
         blocked = _put(data, keys, value)
         if blocked:
-            in_the_way = show(_at(data, blocked))
-            text = f"{dotted(blocked)} is {in_the_way}, so it has no key {keys[len(blocked)]}"
-            origins.problems.append(FileProblem(keys, text, "unknown"))
+            origins.problems.append(FileProblem(keys, blocked, "unknown"))
     _displace(data, origins)
 
 
@@ -116,10 +115,6 @@ def _typed(key: str, value: Any) -> tuple[tuple[str, ...], Any, str]:
     return _keys(key, text), data, text
 
 
-def _takes_none(keys: tuple[str, ...]) -> bool:
-    return any(UNSET in choices_at(kind, keys) for kind in KINDS.values())
-
-
 def _displace(data: Tree, origins: Origins) -> None:
     """Leave out settings of the file that overrides displace."""
     overridden = {dotted(path) for path in origins.overrides}
@@ -134,32 +129,26 @@ def _remove(data: Tree, keys: KeyPath) -> bool:
     """Remove a key, if it is there."""
     node: Any = data
     for key in keys[:-1]:
-        node = cast(Tree, node).get(cast(str, key)) if isinstance(node, dict) else None
-    return isinstance(node, dict) and cast(Tree, node).pop(cast(str, keys[-1]), None) is not None
+        node = node.get(key) if isinstance(node, dict) else None
+    return isinstance(node, dict) and node.pop(keys[-1], None) is not None
 
 
-def _at(data: Any, path: KeyPath) -> Any:
-    for part in path:
-        data = data[part]
-    return data
-
-
-def _put(data: Tree, keys: tuple[str, ...], value: Any) -> tuple[str, ...] | None:
-    """Set a key, adding the tables above it; return the path of a blocking value, if any."""
+def _put(data: Tree, keys: tuple[str, ...], value: object) -> str:
+    """Set a key, adding the tables above it; return which value is in the way, if one is."""
     node = data
     for depth, key in enumerate(keys[:-1], start=1):
-        inner: Any = node.setdefault(key, {})
+        inner = node.setdefault(key, {})
         if not isinstance(inner, dict):
             table = _opened(keys[:depth], inner)
             if table is None:
-                return keys[:depth]
+                return f"{dotted(keys[:depth])} is {show(inner)}, so it has no key {keys[depth]}"
             inner = node[key] = table
-        node = cast(Tree, inner)
+        node = inner
     node[keys[-1]] = value
-    return None
+    return ""
 
 
-def _opened(path: tuple[str, ...], value: Any) -> Tree | None:
+def _opened(path: tuple[str, ...], value: object) -> Tree | None:
     """The table that a choice's name or a boolean table switch stands for; None for any other
     value."""
     field = field_at(RLConfig, path)

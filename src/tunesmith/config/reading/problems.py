@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from tunesmith.errors import ConfigError, Problem, ProblemKind
 from tunesmith.records.toml import without_secrets
@@ -85,11 +85,7 @@ class Origins:
 def leaves(node: Any, above: KeyPath = ()) -> Iterator[tuple[Any, KeyPath, Any]]:
     """Every value that is no table or list, or is empty or nested too deeply, with its container
     and path."""
-    items = (
-        cast(dict[str, Any], node).items()
-        if isinstance(node, dict)
-        else enumerate(cast(list[Any], node))
-    )
+    items = node.items() if isinstance(node, dict) else enumerate(node)
     for key, value in items:
         path = (*above, key)
         if isinstance(value, dict | list) and value and len(path) < DEEPEST:
@@ -183,8 +179,8 @@ def _only_path(tree: dict[str, Any]) -> tuple[str, ...]:
     node: Any = tree
     while isinstance(node, dict | list) and node:
         if isinstance(node, dict):
-            key, node = next(iter(cast(dict[str, Any], node).items()))
+            key, node = next(iter(node.items()))
             path.append(key)
         else:
-            node = cast(list[Any], node)[0]
+            node = node[0]
     return tuple(path)

@@ -15,7 +15,7 @@ from decimal import Decimal
 from inspect import isclass, isfunction
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from tunesmith.config.objects import PROGRAM, handed_over
 from tunesmith.config.schema import Source
@@ -71,27 +71,21 @@ class ApiCall:
         if isinstance(data, str | Path) or _is_source(data):
             return data
         if isinstance(data, dict):
-            splits = cast("dict[str, Any]", data)
-            if type(splits).__module__.startswith("datasets"):
+            if type(data).__module__.startswith("datasets"):
                 raise ConfigError(
-                    f"{key} has the splits {', '.join(splits)}; give one of them, as in "
-                    "data['train']"
+                    f"{key} has the splits {', '.join(data)}; give one of them, as in data['train']"
                 )
             raise ConfigError(
                 f"the keyword {key} is the data: a path, rows, or a table with a path. Settings of "
-                f"[{key}] are written {key}__{next(iter(splits), 'key')}=..."
+                f"[{key}] are written {key}__{next(iter(data), 'key')}=..."
             )
-        if (
-            isinstance(data, list | tuple)
-            and data
-            and all(map(_is_source, cast("list[Any]", data)))
-        ):
+        if isinstance(data, list | tuple) and data and all(map(_is_source, data)):
             return data
         if not isinstance(data, Iterable):
             raise ConfigError(
                 f"{key} is of type {type(data).__name__}; give a path, a Dataset or a list of dicts"
             )
-        self._rows[key] = cast("Rows", data)
+        self._rows[key] = data
         return ""
 
     @contextmanager
@@ -170,12 +164,9 @@ class ApiCall:
         if isinstance(value, str):
             return value
         if isinstance(value, Mapping):
-            return {
-                name: self._reference(key, item)
-                for name, item in cast("Mapping[str, Any]", value).items()
-            }
+            return {name: self._reference(key, item) for name, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self._reference(key, item) for item in cast("Sequence[Any]", value)]
+            return [self._reference(key, item) for item in value]
         if not callable(value):
             raise ConfigError(
                 f"{key}: {value!r} is not a function; give one, 'file.py:function' or a built-in "
@@ -221,10 +212,7 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if isinstance(value, Mapping) and "." not in key:
-            flat |= {
-                f"{key}.{inner.replace('__', '.')}": v
-                for inner, v in cast("Mapping[str, Any]", value).items()
-            }
+            flat |= {f"{key}.{inner.replace('__', '.')}": v for inner, v in value.items()}
         else:
             flat[key] = value
     return {key: value for key, value in flat.items() if value is not None}
@@ -237,21 +225,21 @@ def _is_source(value: Any) -> bool:
     return type(value) is dict and "path" in value and value.keys() <= Source.model_fields.keys()
 
 
-def _checked(key: str, rows: Rows) -> Iterator[dict[str, Any]]:
+def _checked(key: str, rows: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Rows as they are stored in a file of JSON lines.
 
     Raises:
         DataError: one is not a row, or has a value that JSON cannot hold; the message has its
             number and column.
     """
-    for number, row in enumerate(cast("Iterable[Any]", rows), 1):
+    for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
             raise DataError(
                 f"row {number} of {key} is of type {type(row).__name__}; each row is a dict of "
                 "columns"
             )
         line: dict[str, Any] = {}
-        for column, value in cast("Mapping[Any, Any]", row).items():
+        for column, value in row.items():
             try:
                 line |= _json({column: value})
             except (ValueError, OverflowError) as error:
@@ -271,6 +259,7 @@ def _json(value: Any, depth: int = 0) -> Any:
     """
     if value is None or (isinstance(value, int | float) and abs(value) < LARGEST_INTEGER):
         return value
+    array: Any = value
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     match value:
         case str():
@@ -278,25 +267,22 @@ def _json(value: Any, depth: int = 0) -> Any:
             return str.__str__(value)
         case date() | time() if value == value:  # pandas' NaT does not equal itself
             return value.isoformat()
-        case _ if (
-            kind == "M" and (cast(Any, value) == value).all()
-        ):  # tolist() would give nanoseconds as whole numbers
-            return cast(Any, value).astype(str).tolist()
+        case _ if kind == "M" and (array == array).all():
+            return array.astype(str).tolist()  # otherwise nanoseconds as whole numbers
         case Integral() if kind != "m" and abs(number := int(value)) < LARGEST_INTEGER:
             return number
         case Real() | Decimal() if kind != "m" and math.isfinite(number := float(value)):
             return number
         case list() | tuple() if depth < DEEPEST:
-            return [_json(item, depth + 1) for item in cast("Sequence[Any]", value)]
+            return [_json(item, depth + 1) for item in value]
         case Mapping() if depth < DEEPEST:
-            pairs = cast("Mapping[Any, Any]", value)
-            others = [name for name in pairs if not isinstance(name, str)]
+            others = [name for name in value if not isinstance(name, str)]
             if others:
                 raise ValueError(f"the key {others[0]!r} is of type {type(others[0]).__name__}")
-            return {_json(name): _json(item, depth + 1) for name, item in pairs.items()}
+            return {_json(name): _json(item, depth + 1) for name, item in value.items()}
         case list() | tuple() | Mapping():
             raise ValueError(f"it has more than {DEEPEST - 1} levels")
         case _ if depth < DEEPEST and kind not in ("M", "m") and hasattr(value, "tolist"):
-            return _json(cast(Any, value).tolist(), depth + 1)
+            return _json(array.tolist(), depth + 1)
         case _:
             raise ValueError(f"{shortened(str(plain(value)))} is of type {type(value).__name__}")

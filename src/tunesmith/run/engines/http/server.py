@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -67,7 +67,7 @@ class SglangServer:
             raise EngineError(
                 f"{self.url}/{name} answered {one_line(str(answer))}, which is not a JSON object"
             )
-        return cast("dict[str, Any]", answer)
+        return answer
 
     async def generate(self, input_ids: Sequence[int], settings: dict[str, Any]) -> Continuation:
         """The server's continuation of these tokens; cancelling aborts it there."""
