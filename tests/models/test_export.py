@@ -381,7 +381,8 @@ def weights_that_are_shared_without_being_tied(_: Path, monkeypatch: pytest.Monk
     def shared(*args: Any, **options: Any) -> Any:
         model = load(*args, **options)
         layers = model.module.model.layers
-        layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+        layers[1].mlp.down_proj.weight = layers[0].mlp.down_proj.weight
+        model.runner.bind()
         return model
 
     monkeypatch.setattr(CausalLM, "load", classmethod(shared))

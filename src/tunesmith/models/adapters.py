@@ -115,7 +115,7 @@ def _fresh(model: Decoder, section: LoraSection, kind: str) -> PeftModel:
         fan_in_fan_out=any(isinstance(m, Conv1D) for m in linear.values()),
     )
     with boundary(ModelError, "lora: peft cannot adapt this model", ANY_OF_PEFT):
-        return cast(PeftModel, get_peft_model(model.module, config))
+        return get_peft_model(model.module, config)
 
 
 def _continued(
@@ -134,8 +134,9 @@ def _continued(
     _check_embeddings(path, model)
     config.lora_dropout = section.dropout
     with boundary(ModelError, f"the adapter {path} does not fit the model", ANY_OF_PEFT):
-        name = {"adapter_name": TRAINED, "is_trainable": not frozen}
-        peft = PeftModel.from_pretrained(model.module, path, config=config, **cast(Any, name))
+        peft = PeftModel.from_pretrained(
+            model.module, path, config=config, adapter_name=TRAINED, is_trainable=not frozen
+        )
         check_weights(path, peft)
         _check_adapted(path, peft)
         if frozen:
@@ -202,7 +203,7 @@ def check_targets(
         config = load_config(base, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        choose_targets(linear_modules(cast(Any, module).base_model), section.targets)
+        choose_targets(linear_modules(module.base_model), section.targets)
 
 
 def linear_modules(decoder: nn.Module) -> dict[str, nn.Module]:

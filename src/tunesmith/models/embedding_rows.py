@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tunesmith.errors import DataError, ModelError, boundary
 from tunesmith.types import Tokenizer
@@ -115,10 +115,10 @@ def texts_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for each in cast("Mapping[str, Any]", value).values():
+        for each in value.values():
             yield from texts_in(each)
     elif isinstance(value, list | tuple):
-        for each in cast("Sequence[Any]", value):
+        for each in value:
             yield from texts_in(each)
 
 

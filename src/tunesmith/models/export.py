@@ -67,11 +67,11 @@ def set_ends(
         return None
     config, changes = mended(saved or module.generation_config)
     tokens, texts = _split(tokenizer, [*ends(config)[1], *strings])
-    eos = cast("int | None", tokenizer.eos_token_id)
+    eos = tokenizer.eos_token_id
     own = [token for token in (eos, end_of_turn) if token is not None]
     found = list(dict.fromkeys([*ends(config)[0], *own, *tokens, *token_ids]))
-    config.eos_token_id = cast(Any, found[0] if len(found) == 1 else found or None)
-    config.stop_strings = cast(Any, texts or None)
+    config.eos_token_id = found[0] if len(found) == 1 else found or None
+    config.stop_strings = texts or None
     cast(
         Any, config
     )._from_model_config = False  # else transformers 4 replaces it by config.json's values
@@ -184,13 +184,13 @@ def read_back(
         if (directory / ADAPTER_CONFIG).is_file():
             from peft import PeftConfig
 
-            cast(Any, PeftConfig).from_pretrained(str(directory))
+            PeftConfig.from_pretrained(str(directory))
         else:
             AutoConfig.from_pretrained(directory, **options)
         if (directory / GENERATION_FILE).is_file():
             GenerationConfig.from_pretrained(directory)
         found: Any = AutoTokenizer.from_pretrained(directory, **options)
-    ours = cast(Any, tokenizer)
+    ours = tokenizer
     probe = _PROBE + "".join(str(token) for token in tokenizer.all_special_tokens)
     for what, one, other in (
         ("chat template", ours.chat_template, found.chat_template),

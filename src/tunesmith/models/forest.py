@@ -13,9 +13,9 @@ Shape legend: ``T`` tokens, ``N`` predictions (loss tokens), ``S`` samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,18 +72,17 @@ class Forest:
     def to(self, device: torch.device) -> Forest:
         """The same forest with its tensors on ``device``."""
 
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+        def there(values: Mapping[str, Any]) -> dict[str, Any]:
+            tensors = {name: t for name, t in values.items() if isinstance(t, Tensor)}
+            return {name: t.to(device, non_blocking=True) for name, t in tensors.items()}
 
-        own = {
-            f.name: moved(value)
-            for f in fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        columns = {name: moved(column) for name, column in self.columns.items()}
-        per_sample = {name: moved(column) for name, column in self.per_sample.items()}
-        part = None if self.own is None else self.own.to(device)
-        return replace(self, **cast(Any, own), columns=columns, per_sample=per_sample, own=part)
+        return replace(
+            self,
+            **there({f.name: getattr(self, f.name) for f in fields(self)}),
+            columns=there(self.columns),
+            per_sample=there(self.per_sample),
+            own=self.own and self.own.to(device),
+        )
 
     def padding(self) -> Forest:
         """One token without predictions: the micro-batch of a rank that has none left while others

@@ -101,7 +101,7 @@ def _read(path: str | Path, load: Callable[..., Any], differences: Differences) 
         loaded, info = load(
             use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    module = cast(PreTrainedModel, loaded)
+    module = loaded
     check_shapes(path, info["mismatched_keys"])
     check_names(f"model '{path}'", info["missing_keys"], info["unexpected_keys"], differences)
     check_values(
@@ -148,7 +148,7 @@ def _without_weights(
             places.enter_context(torch.device(device))
         else:
             places.enter_context(init_empty_weights(include_buffers=False))
-        module = cast(PreTrainedModel, make())
+        module = make()
     module.tie_weights()
     if not trains:
         module.requires_grad_(False)
@@ -196,12 +196,12 @@ def read_shards(
     missing = [name for name in wanted - files.names if not name.startswith(differences[0])]
     unexpected = [name for name in files.names - known if not name.startswith(differences[1])]
     if not missing and not unexpected:  # else the module's weights are made of others
-        stored = {
-            name: (weight.shape, shape)
+        shapes = [
+            (name, files.weights[name].shape, shape)
             for name, shape in shapes_of(module)
-            if (weight := files.weights.get(name))
-        }
-        check_shapes(path, [(name, *both) for name, both in stored.items() if both[0] != both[1]])
+            if name in files.weights
+        ]
+        check_shapes(path, [each for each in shapes if each[1] != each[2]])
     with boundary(ModelError, f"cannot read the weights of model '{path}'", ANY_ERROR):
         if missing or unexpected:
             load = read or partial(type(module).from_pretrained, path, dtype=module.config.dtype)

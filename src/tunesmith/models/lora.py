@@ -76,8 +76,8 @@ class LoraAdapter:
     @torch.inference_mode(False)
     def merged(self) -> PreTrainedModel:
         """A frozen float32 copy of the model with the adapter merged in."""
-        whole = cast(Any, copy.deepcopy(self.peft).float()).merge_and_unload()
-        return cast(PreTrainedModel, whole.requires_grad_(False).eval())
+        whole = copy.deepcopy(self.peft).float().merge_and_unload()
+        return whole.requires_grad_(False).eval()
 
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The trained weights, under their names in the module."""
@@ -185,7 +185,7 @@ def merge_into(module: PreTrainedModel, adapter: Path) -> PreTrainedModel:
         check_weights(adapter, peft)
         _separate(peft)
     with boundary(ModelError, f"the adapter {adapter} cannot be merged", ANY_OF_PEFT):
-        merged = cast(PreTrainedModel, cast(Any, peft).merge_and_unload(safe_merge=True))
+        merged = cast(PreTrainedModel, peft.merge_and_unload(safe_merge=True))
     _repeat_layers(merged, config.layer_replication)
     if tied:
         one, other = (
@@ -299,7 +299,7 @@ def read_config(path: Path) -> Any:
     if not (path / ADAPTER_CONFIG).is_file():
         raise ModelError(f"{path} holds no LoRA adapter: it has no {ADAPTER_CONFIG}")
     with boundary(ModelError, f"cannot read {path / ADAPTER_CONFIG}", ANY_OF_PEFT):
-        config = cast(Any, PeftConfig.from_pretrained(str(path)))
+        config = PeftConfig.from_pretrained(str(path))
     if not isinstance(config, LoraConfig):
         raise ModelError(
             f"{path} is an adapter of type {config.peft_type}; only LoRA adapters work here"

@@ -64,7 +64,7 @@ class ScoreModel(Decoder):
         ):  # transformers needs it to find a sequence's last token
             pad = self.tokenizer.pad_token_id
             eos = self.tokenizer.eos_token_id
-            self.module.config.pad_token_id = cast("int | None", eos if pad is None else pad)
+            self.module.config.pad_token_id = eos if pad is None else pad
 
     @property
     def head(self) -> nn.Linear:

@@ -30,7 +30,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """
     check_directory(path)
     with boundary(ModelError, f"cannot read the configuration of model '{path}'", ANY_ERROR):
-        config = cast(Any, AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         check_family(config, [name for kind in KINDS.rooms for name in kind.layer_types])
     return config
 
@@ -53,7 +53,7 @@ def load_tokenizer(
         return cast(PreTrainedTokenizerBase, NoTokenizer())
     with boundary(ModelError, f"cannot load the tokenizer of model '{path}'", ANY_ERROR):
         loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    tokenizer = cast(PreTrainedTokenizerBase, loaded)
+    tokenizer = loaded
     if chat_template is not None:
         with boundary(
             ConfigError, f"model.chat_template: cannot read {chat_template}", (OSError, ValueError)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class CudaFlex:
         out = kernel()(
             *rows, score_mod=self.change(rule.softcap), block_mask=self.mask(rule.window), **options
         )
-        return cast(Tensor, out)[0].transpose(0, 1)
+        return out[0].transpose(0, 1)
 
     def change(self, softcap: float | None) -> Callable[..., Tensor] | None:
         """The score modification, made once for all layers with this soft cap."""
@@ -67,12 +67,11 @@ class CudaFlex:
         if window not in self.masks:
             some, whole = seen_blocks(self.segments, window)
             columns = (*_listed(some, self.device), *_listed(whole, self.device))
-            rule = {
-                "mask_mod": sees(self.stops, self.positions, window),
-                "seq_lengths": 2 * (len(self.stops),),
-            }
             self.masks[window] = BlockMask.from_kv_blocks(
-                *columns, BLOCK_SIZE=BLOCK, **cast(Any, rule)
+                *columns,
+                BLOCK_SIZE=BLOCK,
+                mask_mod=sees(self.stops, self.positions, window),
+                seq_lengths=(len(self.stops), len(self.stops)),
             )
         return self.masks[window]
 

@@ -130,7 +130,7 @@ class ModuleRunner:
         self.model = model
         self.stateful = tuple(_stateful_layers(model))
         for each in self.stateful:
-            each.module.forward = partial(_carried, each)
+            each.module.forward = partial(_carry, each)
         for index in {each.layer for each in self.stateful}:
             layer = decoder_layers(model)[index]
             layer.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -189,7 +189,7 @@ def _leave(layer: nn.Module, args: Any, output: Any) -> None:
     _CONTEXT.set(None)
 
 
-def _carried(layer: StatefulLayer, *args: Any, **kwargs: Any) -> Tensor:
+def _carry(layer: StatefulLayer, *args: Any, **kwargs: Any) -> Tensor:
     """The ``forward`` of a stateful module: ``[1, T, d]`` to ``[1, T, d]``."""
     (x,) = args[0] if args else kwargs["hidden_states"]
     context = _CONTEXT.get()

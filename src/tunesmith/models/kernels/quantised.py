@@ -57,10 +57,8 @@ class QuantisedLinear(nn.Linear):
         self._parts = self.parts()
         sizes = [-(-count * part.itemsize // _ALIGNED) * _ALIGNED for count, part in self._parts]
         self._starts = [0, *accumulate(sizes)]
-        place = {"dtype": torch.uint8, "device": module.weight.device}
-        self.weight = nn.Parameter(
-            torch.empty(self._starts[-1], **cast(Any, place)), requires_grad=False
-        )
+        memory = torch.empty(self._starts[-1], dtype=torch.uint8, device=module.weight.device)
+        self.weight = nn.Parameter(memory, requires_grad=False)
         bias = cast("nn.Parameter | None", module.bias)
         self.register_parameter(
             "bias", None if bias is None else nn.Parameter(bias, requires_grad=False)

@@ -21,7 +21,7 @@ from dataclasses import fields
 from datetime import timedelta
 from functools import cache, partial, reduce
 from math import lcm
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -87,11 +87,7 @@ class SequenceGroup:
 
     def whole(self, own: Predictions, part: Forest, total: int) -> Predictions:
         """The predictions of all ranks, ``[N]``, gathered from each rank's part."""
-        found = {
-            f.name: t
-            for f in fields(own)
-            if (t := cast("Tensor | None", getattr(own, f.name))) is not None
-        }
+        found = {f.name: t for f in fields(own) if (t := getattr(own, f.name)) is not None}
         exact = reduce(torch.promote_types, (t.dtype for t in found.values()))
         stacked = torch.stack([t.to(exact) for t in found.values()], 1)
         whole: Tensor = _Gather.apply(stacked, part.predictions, total, self)

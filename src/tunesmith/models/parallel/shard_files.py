@@ -119,7 +119,7 @@ def stored_weights(
         yield from named
         return
     for _, group in groupby(named, lambda item: re.sub(r"(\.\d+\.).*", r"\1", item[0])):
-        yield from cast("dict[str, Tensor]", revert_weight_conversion(module, dict(group))).items()
+        yield from revert_weight_conversion(module, dict(group)).items()
 
 
 def save_weights(

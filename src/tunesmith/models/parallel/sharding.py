@@ -271,7 +271,7 @@ def whole_weights(
         names.setdefault(id(parameter), []).append(name)
     tied = {each[0]: each for each in names.values()}
     others = {name for each in names.values() for name in each[1:]}
-    for name, tensor in cast("dict[str, Tensor]", module.state_dict()).items():
+    for name, tensor in module.state_dict().items():
         if name in others:
             continue
         weight = whole(tensor, dtype if name in tied else None)  # buffers keep their own dtype
