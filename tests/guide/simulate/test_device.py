@@ -25,6 +25,7 @@ from tunesmith.guide.simulate.memory import CACHED
 from tunesmith.guide.simulate.processes import FakeProcesses
 from tunesmith.guide.simulate.threads import FIRST, Occupant, inside
 from tunesmith.learn.usercode.far import gather
+from tunesmith.models.parallel.host_memory import HostShelf
 from tunesmith.plan.cost.memory import planned, planned_devices
 from tunesmith.plan.devices import BUCKET
 from tunesmith.plan.plan import draft
@@ -131,6 +132,24 @@ def test_what_a_process_frees_stays_with_it_until_it_empties_its_cache() -> None
         memory.begin()
         torch.ones(3, 128, device="cuda")
         assert (sum(memory.peak.values()), memory.peak[CACHED]) == (3 * 512, 0)
+
+
+def test_tensors_wait_in_the_same_host_memory_every_time() -> None:
+    with FakeDevice() as device, torch.no_grad():
+        weight = nn.Parameter(torch.ones(4, 128, device="cuda"))
+        scalar = torch.ones(())
+        shelf = HostShelf()
+        places: list[int] = []
+        for _ in range(2):
+            [away, same] = shelf.put([weight.data, scalar])
+            places.append(away.untyped_storage()._cdata)
+            assert same is scalar and not away.is_cuda and away.shape == weight.shape
+            weight.data = away
+            assert weight.device.type == "cpu" and device.memory.total == 0
+            weight.data = torch.empty_like(away, device="cuda").copy_(away, non_blocking=True)
+            assert weight.is_cuda and device.memory.total == 4 * 512
+        assert places[0] == places[1]
+        assert sum(device.waits.values()) == 2, "one wait for all tensors"
 
 
 def test_every_storage_counts_once_until_it_is_freed() -> None:

@@ -191,7 +191,8 @@ def test_the_whole_state_goes_where_the_weights_are(monkeypatch: pytest.MonkeyPa
     )  # in the place of a GPU
     add_gradient(module, 1), here.step(0.01)
     there.load_state(here.state())
-    here.move("meta")
+    here.offload()
+    here.reload("meta")
     assert len(here.state()) == len(there.state()) == 6
     assert {t.device.type for t in (*here.state().values(), *there.state().values())} == {"meta"}
 
@@ -207,10 +208,10 @@ def test_on_a_gpu_it_continues_from_a_state_on_the_cpu_as_if_it_had_stayed(
     a = MasterOptimizer(one, AdamWSettings())
     b = MasterOptimizer(other, AdamWSettings())
     a.parameters["matrix"].sum().backward(), a.step(0.01)
-    b.move("cpu")
+    b.offload()
     other.load_state_dict(one.state_dict())
     b.load_state({name: t.cpu() for name, t in a.state().items()})
-    b.move("cuda")
+    b.reload("cuda")
     for made in (a, b):
         made.parameters["matrix"].square().sum().backward(), made.step(0.01)
     assert one.matrix.equal(other.matrix)

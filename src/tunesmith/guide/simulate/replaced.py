@@ -24,6 +24,7 @@ from tunesmith.guide.simulate.threads import starts_here
 META = torch.device("meta")
 GROUPED = "_group_tensors_by_device_and_dtype"
 _group = getattr(clip_grad, GROUPED)
+_DATA: Any = vars(torch._C.TensorBase)["data"]  # pyright: ignore[reportPrivateUsage]
 READ: dict[str, Any] = {"item": 0, "__float__": 0.0, "__int__": 0, "__index__": 0, "__bool__": True}
 """Methods that read a value, and the values they return."""
 
@@ -113,6 +114,7 @@ def replaced(device: Device) -> Generator[None]:
     methods: dict[str, Any] = {name: reader(name) for name in READ} | {"tolist": tolist, "to": _to}
     methods |= {"record_stream": _used_by, "is_pinned": _in_host_memory}
     methods["numpy"] = _no_bytes
+    methods["data"] = property(_DATA.__get__, _set_data)
     kinds = {f"is_{name}": kind(name) for name in ("cuda", "cpu", "meta")}
     of_rows = {"to": _to, "device": property(lambda tensor: tensor._local_tensor.device)}
     with ExitStack() as stack:
@@ -129,6 +131,12 @@ def replaced(device: Device) -> Generator[None]:
         stack.enter_context(fake_groups(device.together))
         stack.enter_context(shards_named(device.allocating))
         yield
+
+
+def _set_data(tensor: Any, data: Any) -> None:
+    """A parameter whose values move is then on their device."""
+    _DATA.__set__(tensor, data)
+    tensor.fake_device = data.fake_device
 
 
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -147,7 +147,6 @@ class Master:
     def clear(self) -> None:
         self.parameter.grad = self.weight.grad = None
 
-    def move(self, device: torch.device | str) -> None:
-        """Move a copy to another device."""
-        if self.copied:
-            self.weight.data = self.weight.data.to(device)
+    def free(self) -> None:
+        """Free the memory of the next gradient."""
+        self._memory = None

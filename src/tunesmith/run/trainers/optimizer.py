@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.config.optimizer import Muon
 from tunesmith.errors import CheckpointError
-from tunesmith.models.parallel.host_memory import host_copies
+from tunesmith.models.parallel.host_memory import HostShelf, host_copies
 from tunesmith.models.parallel.sharding import in_host_memory, local
 from tunesmith.run.trainers.masters import HostSums, Master
 from tunesmith.run.trainers.muon import ShardedMuon, hidden_matrices
@@ -122,6 +122,7 @@ class MasterOptimizer:
             muons = [self._all[name] for name in sorted(hidden)]
             self._optimizers.append(_muon(muons, settings.muon, settings.weight_decay))
         self.loss_scale: LossScale | None = None
+        self._shelf = HostShelf()
         parts = [(o, group["params"]) for o in self._optimizers for group in o.param_groups]
         self._of = {weight: optimizer for optimizer, weights in parts for weight in weights}
 
@@ -228,17 +229,34 @@ class MasterOptimizer:
         return cast("dict[str, Tensor]", self._of[weight].state[weight])
 
     @torch.no_grad()
-    def move(self, device: torch.device | str) -> None:
-        """Move moments, average, and masters that are copies to a device; a step needs them on the
-        model's."""
-        if self.settings.offload:  # all of it is in host memory
-            return
-        self.average = {name: average.to(device) for name, average in self.average.items()}
-        for name, master in self._all.items():
-            slot = self.slot(name)
-            for key, value in slot.items():
-                slot[key] = value.to(device)
-            master.move(device)
+    def offload(self) -> None:
+        """Move moments, average, and masters that are copies to host memory, until ``reload``."""
+        if not self.settings.offload:  # otherwise all of it is there
+            self._replace(self._shelf.put)
+        for master in self._all.values():
+            master.free()
+
+    @torch.no_grad()
+    def reload(self, device: torch.device | str) -> None:
+        """Move them back to the model's device, for the next step."""
+
+        def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [torch.empty_like(t, device=device).copy_(t, non_blocking=True) for t in tensors]
+
+        if not self.settings.offload and torch.device(device).type != "cpu":
+            self._replace(copies)
+
+    def _replace(self, moved: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> None:
+        """Put other tensors in the place of moments, average and masters that are copies."""
+        named = [self.average, *(self.slot(name) for name in self._all)]
+        copies = [master for master in self._all.values() if master.copied]
+        tensors = [tensor for group in named for tensor in group.values()]
+        there = iter(moved([*tensors, *(master.weight.data for master in copies)]))
+        for group in named:
+            for key in group:
+                group[key] = next(there)
+        for master in copies:
+            master.weight.data = next(there)
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor needed to continue exactly, by name."""

@@ -272,12 +272,12 @@ class TorchBackend(Generic[M]):
         self._reference_is_new = True
 
     def offload(self) -> None:
-        self.optimizer.move("cpu")
+        self.optimizer.offload()
         if self.model.device.type == "cuda":  # for an engine on the same device
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        self.optimizer.move(self.model.device)
+        self.optimizer.reload(self.model.device)
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
         """See ``TrainBackend``. The first rank writes the ranks' common state, and each its part of
