@@ -77,47 +77,33 @@ def _attempt(name: str, work: Callable[[], MachineLine]) -> Iterator[MachineLine
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         place = traceback.extract_tb(error.__traceback__)[-1]
-        yield MachineLine(
-            name,
-            f"failed: {type(error).__name__}: {first} ({place.filename}:{place.lineno})",
-            "runs that need it will fail in the same way; the page on troubleshooting lists errors",
-        )
+        failed = f"failed: {type(error).__name__}: {first} ({place.filename}:{place.lineno})"
+        yield MachineLine(name, failed, "runs that need it fail too; see docs/troubleshooting.md")
 
 
 def _devices(machine: Hardware) -> Iterator[MachineLine]:
     if machine.unseen is not None:
-        yield MachineLine(
-            "GPUs",
-            f"CUDA_VISIBLE_DEVICES={machine.unseen}, and nvidia-smi lists none of them",
-            "unset CUDA_VISIBLE_DEVICES, or give numbers or UUIDs that `nvidia-smi -L` prints",
-        )
+        unseen = f"CUDA_VISIBLE_DEVICES={machine.unseen}, and nvidia-smi lists none of them"
+        cure = "unset CUDA_VISIBLE_DEVICES, or give numbers or UUIDs that `nvidia-smi -L` prints"
+        yield MachineLine("GPUs", unseen, cure)
     if not machine.gpus:
-        compiler = machine.compiler
         yield MachineLine("CPU", f"{machine.cpu}, {machine.cores} cores")
-        yield MachineLine(
-            "C++ compiler",
-            compiler or "none",
-            None if compiler else "install g++: without one, layers are not compiled for this CPU",
-        )
+        cure = "install g++: without one, layers are not compiled for this CPU"
+        compiler = machine.compiler
+        yield MachineLine("C++ compiler", compiler or "none", None if compiler else cure)
         return
     if not _torch_sees_gpus():
-        yield MachineLine(
-            "PyTorch and GPUs",
-            f"torch {version('torch')} sees none of {len(machine.gpus)} GPUs",
-            f"install PyTorch for CUDA that driver {driver_version()} supports "
-            "(https://pytorch.org/get-started/locally/), or renew the driver",
-        )
+        unseen = f"torch {version('torch')} sees none of {len(machine.gpus)} GPUs"
+        cuda = f"install PyTorch for CUDA that driver {driver_version()} supports"
+        where = "https://pytorch.org/get-started/locally/"
+        yield MachineLine("PyTorch and GPUs", unseen, f"{cuda} ({where}), or renew the driver")
     for index, gpu in enumerate(machine.gpus):
         major, minor = gpu.capability
-        yield MachineLine(
-            f"GPU {index}",
-            f"{gpu.name}, {format_size(gpu.memory_free)} of {format_size(gpu.memory_total)} free, "
-            f"compute capability {major}.{minor}",
-            None
-            if gpu.memory_free >= LEAST_FREE * gpu.memory_total
-            else "another process uses it (`nvidia-smi` names it): end that one, or choose other "
-            "GPUs with CUDA_VISIBLE_DEVICES",
-        )
+        free = f"{format_size(gpu.memory_free)} of {format_size(gpu.memory_total)} free"
+        found = f"{gpu.name}, {free}, compute capability {major}.{minor}"
+        is_free = gpu.memory_free >= LEAST_FREE * gpu.memory_total
+        cure = "another process uses it (see `nvidia-smi`): end it, or set CUDA_VISIBLE_DEVICES"
+        yield MachineLine(f"GPU {index}", found, None if is_free else cure)
 
 
 def _torch_sees_gpus() -> bool:
@@ -134,11 +120,8 @@ def _versions() -> MachineLine:
         from torch.cuda import nccl
 
         numbers: Sequence[object] = nccl.version()
-        parts += [
-            f"CUDA {torch.version.cuda}",
-            f"driver {driver_version()}",
-            f"NCCL {'.'.join(map(str, numbers))}",
-        ]
+        parts += [f"CUDA {torch.version.cuda}", f"driver {driver_version()}"]
+        parts.append(f"NCCL {'.'.join(map(str, numbers))}")
     return MachineLine("versions", ", ".join(parts))
 
 
@@ -146,19 +129,12 @@ def _packages(machine: Hardware) -> Iterator[MachineLine]:
     """Optional packages; vLLM is missed where there is a GPU."""
     for package, name in OPTIONAL.items():
         installed = _installed(package) or _installed(f"{package}-cpu")
-        if installed is None:
-            missed = package == "vllm" and bool(machine.gpus)
-            yield MachineLine(
-                name,
-                "not installed",
-                "pip install 'tunesmith[vllm]': sampling on GPUs is several times as fast with it"
-                if missed
-                else None,
-            )
-        else:
-            yield MachineLine(
-                name, installed, version_problem(installed) if package == "vllm" else None
-            )
+        cure = None
+        if package == "vllm" and installed is not None:
+            cure = version_problem(installed)
+        elif package == "vllm" and machine.gpus:
+            cure = "pip install 'tunesmith[vllm]': sampling is several times as fast with it"
+        yield MachineLine(name, installed or "not installed", cure)
 
 
 def _installed(package: str) -> str | None:
@@ -172,15 +148,13 @@ def _shared_memory(machine: Hardware, path: Path = Path("/dev/shm")) -> MachineL
     if not path.is_dir():
         return MachineLine("shared memory", f"no {path}", f"mount a tmpfs at {path}")
     size = shutil.disk_usage(path).total
-    small = bool(machine.gpus) and size < LEAST_SHARED
-    return MachineLine(
-        "shared memory",
-        f"{format_size(size)} in {path}",
-        "start the container with --shm-size=64g (Kubernetes: an emptyDir of medium Memory at "
-        f"{path}): NCCL and weights for engines go through it"
-        if small
-        else None,
-    )
+    cure = None
+    if machine.gpus and size < LEAST_SHARED:
+        cure = (
+            "start the container with --shm-size=64g (Kubernetes: an emptyDir of medium Memory at "
+            f"{path}): NCCL and weights for engines go through it"
+        )
+    return MachineLine("shared memory", f"{format_size(size)} in {path}", cure)
 
 
 def _speed(index: int, gpu: Gpu) -> MachineLine:
@@ -189,17 +163,13 @@ def _speed(index: int, gpu: Gpu) -> MachineLine:
     device = f"cuda:{index}"
     rates = measure_limits(device, "bfloat16" if gpu.bf16 else "float16")
     host = _host_rate(device)
-    found = (
-        f"{rates.flops_per_second / 1e12:.0f} TFLOP/s, memory "
-        f"{rates.bytes_per_second / 1e12:.2f} TB/s, to host memory {host / 1e9:.0f} GB/s"
-    )
+    flops = rates.flops_per_second
+    bandwidth = rates.bytes_per_second
+    memory = f"memory {bandwidth / 1e12:.2f} TB/s, to host memory {host / 1e9:.0f} GB/s"
+    found = f"{flops / 1e12:.0f} TFLOP/s, {memory}"
     kind = kind_of(gpu)
-    slow = kind is not None and (
-        rates.flops_per_second < LEAST_RATE * kind.flops
-        or rates.bytes_per_second < LEAST_RATE * kind.bandwidth
-    )
     cure = None
-    if slow:
+    if kind and min(flops / kind.flops, bandwidth / kind.bandwidth) < LEAST_RATE:
         cure = (
             "less than half of its data sheet: see `nvidia-smi -q -d PERFORMANCE,CLOCK` for "
             "throttling, and `nvidia-smi` for other processes"
@@ -238,14 +208,12 @@ def _between(gpus: Sequence[Gpu]) -> MachineLine:
         rate = bus_rate(world, seconds_of_sum(ranks, LARGE))
     kind = kind_of(gpus[0])
     slow = kind is not None and rate < LEAST_LINK * kind.link
-    return MachineLine(
-        "between GPUs",
-        f"NCCL sums {format_size(LARGE)} over {world} GPUs at {rate / 1e9:.3g} GB/s",
+    found = f"NCCL sums {format_size(LARGE)} over {world} GPUs at {rate / 1e9:.3g} GB/s"
+    cure = (
         "far below the links' rate: `nvidia-smi topo -m` and `nvidia-smi nvlink -s` show the "
         "links, NCCL_DEBUG=INFO what NCCL uses"
-        if slow
-        else None,
     )
+    return MachineLine("between GPUs", found, cure if slow else None)
 
 
 def _engines() -> list[str]:
@@ -279,7 +247,5 @@ def _step(engine: str, device: str) -> MachineLine:
             result = run_rl(None, [f"{key}={value}" for key, value in settings.items()])
         seconds = time.perf_counter() - began
         tokens = sum(row.get("sampled_tokens", 0) for row in result.metrics)
-    name = f"a step of rl with system.engine = {engine!r}"
-    return MachineLine(
-        name, f"{tokens} tokens sampled and trained on, on {device}, in {seconds:.1f} s"
-    )
+    found = f"{tokens} tokens sampled and trained on, on {device}, in {seconds:.1f} s"
+    return MachineLine(f"a step of rl with system.engine = {engine!r}", found)

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from tunesmith.errors import ConfigError, boundary
+from tunesmith.records.plain import JsonObject
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SHUTDOWN_SECONDS = 10.0
@@ -233,7 +234,7 @@ async def serve(app: web.Application, host: str, port: int, ready: Callable[[str
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
 
-    def on_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def on_error(_: asyncio.AbstractEventLoop, context: JsonObject) -> None:
         print(f"{context.get('message')}: {context.get('exception')}", file=sys.stderr)
 
     loop.set_exception_handler(on_error)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from tunesmith.errors import StorageError, boundary
-from tunesmith.records.plain import plain
+from tunesmith.records.plain import JsonObject, plain
 from tunesmith.records.redact import open_private
 from tunesmith.records.sinks.base import Background, Row
 from tunesmith.records.storage import open_file
@@ -150,16 +150,12 @@ def drop_after(path: Path, step: int) -> None:
     keep_lines(path, lambda record: record["step"] <= step)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[JsonObject]:
     """All complete lines of a metrics file."""
-    if not path.exists():
-        return []
-    with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
-        lines = path.read_bytes().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return newest_objects(path, None)
 
 
-def newest_objects(file: Path, most_bytes: int | None) -> list[dict[str, Any]]:
+def newest_objects(file: Path, most_bytes: int | None) -> list[JsonObject]:
     """The JSON objects in whole lines among the last ``most_bytes`` (None: all) of a file; none if
     it is missing.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tunesmith.errors import ConfigError, StorageError, TunesmithError, boundary
 from tunesmith.records.metrics import is_evaluation, newest_objects, numbers
+from tunesmith.records.plain import JsonObject
 from tunesmith.records.run_dir import LATEST, holds_run, is_running
 from tunesmith.records.standing import read_standing
 from tunesmith.records.storage import read_json
@@ -129,7 +130,7 @@ def check_holds(path: Path, files: Sequence[str]) -> None:
         raise ConfigError(f"{path} {what}{choice}")
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> JsonObject:
     """The settings of ``resolved.json`` by dotted key; none if it is missing or of another
     version."""
     try:
@@ -139,7 +140,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         return {}
 
 
-def last_lines(path: Path, most_bytes: int | None = END_BYTES) -> list[dict[str, Any]]:
+def last_lines(path: Path, most_bytes: int | None = END_BYTES) -> list[JsonObject]:
     """The whole lines among the last ``most_bytes`` (None: all) of a run's metrics."""
     lines = newest_objects(path / "metrics.jsonl", most_bytes)
     return [line for line in lines if isinstance(line.get("step"), int)]

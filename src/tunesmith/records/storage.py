@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from tunesmith.errors import ConfigError, StorageError, boundary
 from tunesmith.records.children import is_alive
+from tunesmith.records.plain import JsonObject
 from tunesmith.records.redact import open_private
 
 _LEFTOVER = re.compile(r"(\d+)-[0-9a-f]{8}\.unfinished")
@@ -143,7 +144,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         unfinished.write_text(f"{text}\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Read the JSON object in a file.
 
     Raises:

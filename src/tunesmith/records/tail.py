@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from tunesmith.errors import StorageError, boundary
+from tunesmith.records.plain import JsonObject
 from tunesmith.records.storage import open_file
 
 _ENDING = 64
@@ -74,7 +75,7 @@ def open_lines(path: Path) -> BinaryIO:
             return BytesIO()
 
 
-def json_object(line: bytes) -> dict[str, Any] | None:
+def json_object(line: bytes) -> JsonObject | None:
     """The JSON object in a line; None if there is none. Bytes that are not UTF-8 become U+FFFD."""
     try:
         value = json.loads(line.decode("utf-8", "replace"))

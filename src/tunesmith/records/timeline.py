@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tunesmith.records.plain import JsonObject
 from tunesmith.records.trace import FinishedStep, Span, write_trace
 
 Interval = tuple[float, float]
@@ -67,7 +68,7 @@ class Timeline:
     @contextmanager
     def span(
         self, lane: str, name: str, *, waits_for: str | None = None, **details: Any
-    ) -> Generator[dict[str, Any]]:
+    ) -> Generator[JsonObject]:
         """Record the time inside, also around awaits. Yields ``details``, which can be extended
         until the span ends.
 

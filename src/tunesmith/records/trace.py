@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import StorageError, boundary
+from tunesmith.records.plain import JsonObject
 
-Event = dict[str, Any]
+Event = JsonObject
 
 _ORDER = ("loop", "trainer", "engine", "reward", "rollouts")
 
@@ -35,7 +36,7 @@ class Span:
     """None while it is open."""
     waits_for: str | None = None
     """The object of the wait; None for work."""
-    details: dict[str, Any] = field(default_factory=dict[str, Any])
+    details: JsonObject = field(default_factory=JsonObject)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def write_trace(step: FinishedStep, directory: Path) -> Path:
     return path
 
 
-def chrome_trace(step: FinishedStep) -> dict[str, Any]:
+def chrome_trace(step: FinishedStep) -> JsonObject:
     """The object of the file. Time begins with the step."""
     lanes = sorted({span.lane for span in step.spans}, key=_place)
     events: list[Event] = []

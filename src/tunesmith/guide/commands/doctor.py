@@ -14,7 +14,8 @@ from typer import Argument, Option
 if TYPE_CHECKING:
     from tunesmith.records.doctor.rules import Finding
 
-import tunesmith.records.doctor  # noqa: F401  (no command without its room)
+# No command without its room.
+import tunesmith.records.doctor  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 commands = typer.Typer()
 

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-import tunesmith.records.report  # noqa: F401  (no command without its room)
+# No command without its room.
+import tunesmith.records.report  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 commands = typer.Typer()
 

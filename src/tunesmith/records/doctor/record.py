@@ -12,6 +12,7 @@ from typing import Any
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.records.facts import Metrics, RunFacts, read_facts
 from tunesmith.records.metrics import is_evaluation, newest_objects, numbers
+from tunesmith.records.plain import JsonObject
 from tunesmith.records.run_dir import is_running
 from tunesmith.records.runs import check_holds, read_settings
 from tunesmith.records.standing import STATE_FILE, Standing, read_standing
@@ -68,11 +69,11 @@ def read_record(path: Path) -> RunRecord:
     )
 
 
-def _read_rounds(path: Path) -> dict[str, dict[str, Any]]:
-    rounds: dict[str, dict[str, Any]] = {}
+def _read_rounds(path: Path) -> dict[str, JsonObject]:
+    rounds: dict[str, JsonObject] = {}
     folders = [path / "base", *sorted(path.glob("round-*"), key=lambda p: (len(p.name), p.name))]
     for folder in folders:
-        parts: dict[str, Any] = {}
+        parts: JsonObject = {}
         for name in ("yield", "evaluation"):
             with suppress(StorageError):
                 parts[name] = read_json(folder / f"{name}.json")

@@ -7,12 +7,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tunesmith.records.metrics import is_evaluation, numbers
+from tunesmith.records.plain import JsonObject
 from tunesmith.records.tail import Identity, ReadPosition, identity, json_object, open_lines
 
 POINTS = 600
@@ -88,7 +88,7 @@ class MetricsFile:
             self.steps.add(record)
 
 
-def curves(table: Table, most: int = POINTS) -> dict[str, Any]:
+def curves(table: Table, most: int = POINTS) -> JsonObject:
     """``step``: the last step of each point; ``time``; and ``metrics``: ``mean``, ``low`` and
     ``high`` by name.
 

@@ -9,9 +9,10 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tunesmith.records.metrics import numbers, rotated
+from tunesmith.records.plain import JsonObject
 from tunesmith.records.tail import Identity, ReadPosition, identity, json_object, open_lines
 
 SEARCHED = 256 << 20
@@ -123,7 +124,7 @@ class RolloutIndex:
     def groups(self) -> list[LineGroup]:
         return [group for file in self._files.values() for group in file.groups]
 
-    def lines(self, place: int) -> list[dict[str, Any]]:
+    def lines(self, place: int) -> list[JsonObject]:
         """The rollouts of the group at a position; none if the files have changed since."""
         place -= self.dropped
         for key, file in self._files.items():
@@ -189,7 +190,7 @@ def _add(file: _File, start: int, line: bytes) -> None:
     )
 
 
-def _head(line: bytes) -> dict[str, Any] | None:
+def _head(line: bytes) -> JsonObject | None:
     """The fields of a line that the index needs, if possible without parsing its texts."""
     cut = line.find(_HEAD_ENDS)
     head = json_object(line[:cut] + b"}") if cut > 0 else None
@@ -198,7 +199,7 @@ def _head(line: bytes) -> dict[str, Any] | None:
     return head if head is not None and isinstance(head.get("step"), int) else None
 
 
-def _read(path: Path, key: Identity, group: LineGroup) -> list[dict[str, Any]]:
+def _read(path: Path, key: Identity, group: LineGroup) -> list[JsonObject]:
     with open_lines(path) as file:
         if identity(file) != key:
             return []
@@ -208,13 +209,13 @@ def _read(path: Path, key: Identity, group: LineGroup) -> list[dict[str, Any]]:
     return [line for line in read if line.get("step") == group.step]
 
 
-def holds(line: dict[str, Any], text: str) -> bool:
+def holds(line: JsonObject, text: str) -> bool:
     """Whether a rollout's texts contain a text, ignoring case."""
     wanted = text.casefold()
     return any(wanted in part.casefold() for part in texts(line))
 
 
-def texts(line: dict[str, Any]) -> Iterator[str]:
+def texts(line: JsonObject) -> Iterator[str]:
     """The searchable texts of a rollout."""
     for name in ("task", "prompt", "completion", "error", "status", "columns", "notes"):
         value = line.get(name)

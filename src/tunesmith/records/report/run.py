@@ -12,6 +12,7 @@ from tunesmith.records.catalogue import CATALOGUE, find
 from tunesmith.records.doctor.findings import diagnose
 from tunesmith.records.doctor.record import read_record
 from tunesmith.records.facts import read_facts
+from tunesmith.records.plain import JsonObject
 from tunesmith.records.report.metrics import MetricsFile, curves, totals
 from tunesmith.records.report.rollouts import RolloutIndex, sample
 from tunesmith.records.report.steps import step_timelines
@@ -22,8 +23,6 @@ from tunesmith.records.standing import STATE_FILE, read_standing
 from tunesmith.records.storage import read_json
 from tunesmith.records.text import first_and_last
 from tunesmith.records.wilson import wilson
-
-Json = dict[str, Any]
 
 EXAMPLES = 12
 """Number of held-out prompts shown with their first and last answers."""
@@ -38,7 +37,7 @@ class GrowingRun:
     path: Path
     metrics: MetricsFile
     rollouts: RolloutIndex
-    _judged: tuple[int, list[Json], str | None] | None = None
+    _judged: tuple[int, list[JsonObject], str | None] | None = None
     """The number of steps at the last diagnosis, and its result."""
 
     def read_on(self) -> bool:
@@ -47,7 +46,7 @@ class GrowingRun:
         self.rollouts.read_on()
         return self.metrics.read_on() | (size != self.rollouts.size)
 
-    def findings(self) -> tuple[list[Json], str | None]:
+    def findings(self) -> tuple[list[JsonObject], str | None]:
         """The doctor's findings, or why it could not judge. A run is judged again after 2% more
         steps."""
         rows = self.metrics.steps.rows
@@ -84,7 +83,7 @@ def names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def run_json(run: GrowingRun, name: str) -> Json:
+def run_json(run: GrowingRun, name: str) -> JsonObject:
     """Everything about a run except its rollouts."""
     settings, notes, problems = read_settings(run.path / "resolved.json")
     steps = run.metrics.steps
@@ -122,7 +121,7 @@ def run_json(run: GrowingRun, name: str) -> Json:
     }
 
 
-def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:
+def read_settings(path: Path) -> tuple[dict[str, JsonObject], list[str], list[str]]:
     """Settings by dotted key, each with ``value``, ``source`` and ``reason``; notes on them;
     problems of the file."""
     if not path.exists():
@@ -136,7 +135,7 @@ def read_settings(path: Path) -> tuple[dict[str, Json], list[str], list[str]]:
         return {}, [], [f"{path.name} cannot be read, or is of another version: {why}"]
 
 
-def read_plan(path: Path) -> Json | None:
+def read_plan(path: Path) -> JsonObject | None:
     """The plan made when the run began; None if there is no readable plan."""
     try:
         plan = read_json(path / PLAN_FILE)
@@ -145,7 +144,7 @@ def read_plan(path: Path) -> Json | None:
         return None
 
 
-def evaluations(run: GrowingRun) -> Json:
+def evaluations(run: GrowingRun) -> JsonObject:
     """Curves of the evaluations. ``low`` and ``high`` of a share are its 95% interval for the
     number of prompts."""
     evaluated = curves(run.metrics.evaluations)
@@ -161,7 +160,7 @@ def evaluations(run: GrowingRun) -> Json:
     return {**evaluated, "prompts": size}
 
 
-def examples(index: RolloutIndex) -> list[Json]:
+def examples(index: RolloutIndex) -> list[JsonObject]:
     """The first and last answers to the same held-out prompts."""
     groups = enumerate(index.groups(), index.dropped)
     steps = {place: group.step for place, group in groups if group.kind == "eval"}
@@ -173,10 +172,10 @@ def examples(index: RolloutIndex) -> list[Json]:
     return [{"before": before, "after": after} for before, after in pairs]
 
 
-def described(metrics: Sequence[str]) -> dict[str, Json]:
+def described(metrics: Sequence[str]) -> dict[str, JsonObject]:
     """Each metric's group in the catalogue, unit and meaning."""
     kinds = {metric.name: kind for kind, table in CATALOGUE.items() for metric in table}
-    texts: dict[str, Json] = {}
+    texts: dict[str, JsonObject] = {}
     for name in metrics:
         metric = find(name)
         about = {"unit": metric.unit, "meaning": metric.meaning} if metric else {}
@@ -184,7 +183,7 @@ def described(metrics: Sequence[str]) -> dict[str, Json]:
     return texts
 
 
-def model(runs: Sequence[GrowingRun]) -> Json:
+def model(runs: Sequence[GrowingRun]) -> JsonObject:
     """All runs for the page, without rollouts."""
     named = zip(runs, names([run.path for run in runs]), strict=True)
     made = [run_json(run, name) for run, name in named]
@@ -193,7 +192,7 @@ def model(runs: Sequence[GrowingRun]) -> Json:
     return {"runs": made, "metrics": described(list(metrics))}
 
 
-def embedded_rollouts(run: GrowingRun, most: int) -> list[Json]:
+def embedded_rollouts(run: GrowingRun, most: int) -> list[JsonObject]:
     """A sample of the groups with their lines, of at most ``most`` bytes in the files."""
     index = run.rollouts
     places = sample(index, most)

@@ -12,9 +12,10 @@ from typing import Any
 from aiohttp import web
 
 from tunesmith.records.http_server import LIMITS, Handler, guarded, is_token
+from tunesmith.records.plain import JsonObject
 from tunesmith.records.report.page import json_bytes, page
 from tunesmith.records.report.rollouts import Query
-from tunesmith.records.report.run import GrowingRun, Json, group_json, model
+from tunesmith.records.report.run import GrowingRun, group_json, model
 from tunesmith.records.run_dir import is_running
 
 AT_ONCE = 200
@@ -34,10 +35,10 @@ class Watch:
     runs: Sequence[GrowingRun]
     token: str
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _model: Json = field(default_factory=lambda: {"version": 0})
+    _model: JsonObject = field(default_factory=lambda: {"version": 0})
     _running: list[bool] = field(default_factory=list[bool])
 
-    def model(self) -> Json:
+    def model(self) -> JsonObject:
         """The model, with a ``version`` that counts its changes and the ``seconds`` it took to
         build."""
         with self._lock:
@@ -51,7 +52,7 @@ class Watch:
                 self._model["seconds"] = round(time.perf_counter() - begun, 3)
             return self._model
 
-    def groups(self, asked: Mapping[str, str]) -> Json:
+    def groups(self, asked: Mapping[str, str]) -> JsonObject:
         """Matching groups of a run, the newest first; ``next``: the position to continue from."""
         texts = {name: asked.get(name, "") for name in ("kind", "status", "text")}
         first, last, start = (
@@ -64,7 +65,7 @@ class Watch:
             places, following = index.find(query, start, AT_ONCE)
             return {"groups": [group_json(index, place) for place in places], "next": following}
 
-    def lines(self, asked: Mapping[str, str]) -> Json:
+    def lines(self, asked: Mapping[str, str]) -> JsonObject:
         """The rollouts of a group; none if it is no longer in the files."""
         with self._lock:
             index = self._run(asked).rollouts
@@ -95,7 +96,7 @@ def make_app(watch: Watch) -> web.Application:
         seen = request.query.get("seen") == str(made["version"])
         return web.Response(status=204) if seen else _json(made)
 
-    def answering(answer: Callable[[Mapping[str, str]], Json]) -> Handler:
+    def answering(answer: Callable[[Mapping[str, str]], JsonObject]) -> Handler:
         async def handler(request: web.Request) -> web.Response:
             try:
                 return _json(await asyncio.to_thread(answer, request.query))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+from tunesmith.records.plain import JsonObject
 from tunesmith.records.report.metrics import Table
 from tunesmith.records.timeline import OUTSIDE_STEPS, TRAINER_WAITS
 
@@ -14,7 +15,7 @@ ORDER = ("setup", "sync", "rollout", "train", "eval", "checkpoint", "other")
 """The phases of a step in the loop's order."""
 
 
-def step_timelines(steps: Table, traced: Collection[int]) -> list[dict[str, Any]]:
+def step_timelines(steps: Table, traced: Collection[int]) -> list[JsonObject]:
     """Timelines of the newest and the slowest step, unless they have a trace; in the form of
     ``read_trace``."""
     if not steps.rows:
@@ -25,7 +26,7 @@ def step_timelines(steps: Table, traced: Collection[int]) -> list[dict[str, Any]
     return [each for each in made if each["rows"] and each["step"] not in traced]
 
 
-def _timeline(steps: Table, row: int) -> dict[str, Any]:
+def _timeline(steps: Table, row: int) -> JsonObject:
     """Phases follow each other. An engine's or a reward's share of the step is put at the beginning
     of the rollouts, because its actual times are unknown."""
     cells = {name: column[row] for name, column in steps.columns.items()}

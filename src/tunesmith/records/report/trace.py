@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-Json = dict[str, Any]
+from tunesmith.records.plain import JsonObject
 
 TRACES = 8
 """Number of steps shown: the last ones."""
@@ -14,13 +13,13 @@ SPANS = 4000
 """Number of spans shown per step: the longest ones."""
 
 
-def read_traces(folder: Path) -> list[Json]:
+def read_traces(folder: Path) -> list[JsonObject]:
     """``step`` and ``rows``, each with its ``lane`` and ``spans``: (name, start, seconds, what it
     waits for)."""
     return [*filter(None, map(read_trace, sorted(folder.glob("step-*.json"))[-TRACES:]))]
 
 
-def read_trace(path: Path) -> Json | None:
+def read_trace(path: Path) -> JsonObject | None:
     """None if the file is half written or of another version."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -30,9 +29,9 @@ def read_trace(path: Path) -> Json | None:
         lanes = {event["pid"]: str(event["args"]["name"]) for event in named}
         spans = [event for event in events if event["ph"] == "X"]
         longest = sorted(spans, key=lambda event: -event["dur"])[:SPANS]
-        rows: dict[tuple[int, int], Json] = {}
+        rows: dict[tuple[int, int], JsonObject] = {}
         for event in sorted(longest, key=lambda event: (event["pid"], event["tid"], event["ts"])):
-            empty: Json = {"lane": lanes.get(event["pid"], ""), "spans": []}
+            empty: JsonObject = {"lane": lanes.get(event["pid"], ""), "spans": []}
             row = rows.setdefault((event["pid"], event["tid"]), empty)
             start, seconds = (round(event[name] / 1e6, 6) for name in ("ts", "dur"))
             row["spans"].append([event["name"], start, seconds, event["args"].get("waits for")])

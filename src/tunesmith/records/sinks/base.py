@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from tunesmith.errors import ConfigError
 from tunesmith.records.catalogue import with_aliases
+from tunesmith.records.plain import JsonObject
 from tunesmith.records.storage import read_json, write_json
 
 CLOSE_SECONDS = 60.0
@@ -32,7 +33,7 @@ class RunInfo:
     name: str
     directory: Path
     """The run's directory; a sink may write to it."""
-    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    settings: Mapping[str, Any] = field(default_factory=JsonObject)
     """Every setting by dotted key, as plain values without secrets."""
     project: str | None = None
     tags: tuple[str, ...] = ()
