@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, shortened
 from tunesmith.guide.migrate.given import ForeignLaunch, Given
 from tunesmith.guide.migrate.programs import ForeignProgram, find_program
 from tunesmith.guide.migrate.script.data import Data, Held, Splits, Step, Unknown, all_data, whole
@@ -205,8 +205,8 @@ class _Reading:
 
     def given(self, name: str, value: Held, text: str, line: int) -> Given:
         why = value.why if isinstance(value, Unknown) else ""
-        text = text if len(text) < 100 else f"{text[:97]}..."
-        return Given(name, self.plain(value), line, self.framework, text, why)
+        shown = shortened(text, 100)
+        return Given(name, self.plain(value), line, self.framework, shown, why)
 
     def plain(self, value: Held) -> Held:
         """The value as in a configuration file; ``${expression}`` if only running the script would

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from tunesmith.config.commands import KINDS, all_keys
 from tunesmith.errors import shortened
-from tunesmith.guide.migrate.convert import ConvertedSetting, Entry, Migration
+from tunesmith.guide.migrate.convert import ConvertedSetting, Migration
 from tunesmith.guide.migrate.given import Given
 from tunesmith.guide.migrate.there import Kind
 from tunesmith.records.redact import redact, redact_values
@@ -40,9 +40,7 @@ def run_file(migration: Migration, source: str) -> str:
     command = migration.command
     entries = migration.entries
     keys = all_keys(KINDS[command])
-    sections: dict[str, list[str]] = {"": []}
-    if command not in ("rl", "sft", "generate"):
-        sections[command] = []
+    sections: dict[str, list[str]] = {section: [] for section in _ORDER}
     order = {key: number for number, key in enumerate(keys)}
     for key, entry in sorted(entries.items(), key=lambda item: order.get(item[0], len(keys))):
         is_table = any(other.startswith(f"{key}.") for other in entries)
@@ -50,19 +48,20 @@ def run_file(migration: Migration, source: str) -> str:
             continue
         section, name = _placed(f"{key}.type" if is_table else key)
         value = toml_value(redact_values(entry.value))
-        sections.setdefault(section, []).append(f"{name} = {value}{_comment(_origin(entry))}")
+        places = ", ".join(map(_place, entry.of))
+        comment = _comment(": ".join(filter(None, (entry.note, entry.how, places))))
+        sections[section].append(f"{name} = {value}{comment}")
     for row in migration.rows:
-        asked = row.keys[:1] if row.kind in ("by hand", "computed") else ()
-        for key in asked:
-            if key in keys and key not in entries:
-                section, name = _placed(key)
-                comment = _comment(f"{_place(row.given)}: {row.text}")
-                sections.setdefault(section, []).append(f"# {name} ={comment}")
+        key = row.keys[0] if row.keys and row.kind in ("by hand", "computed") else ""
+        if key in keys and key not in entries:
+            section, name = _placed(key)
+            sections[section].append(f"# {name} ={_comment(f'{_place(row.given)}: {row.text}')}")
     origin = f"From {_clean(source)} ({_clean(migration.launch.name)})"
     lines = [f"# {origin}. Check it with tunesmith config, run it with tunesmith {command}."]
-    for section in sorted(sections, key=_ORDER.index):
-        lines += ["", f"[{section}]"] if section else []
-        lines += sections[section]
+    for section, inside in sections.items():
+        if inside or section == command:  # which a run file of this command needs
+            lines += ["", f"[{section}]"] if section else []
+            lines += inside
     return "\n".join(lines) + "\n"
 
 
@@ -84,12 +83,6 @@ def _became(row: ConvertedSetting, migration: Migration) -> str:
     text = ", ".join(f"{key} = {value}" for key, value in values.items())
     hows = dict.fromkeys(entry.how for entry in entries.values() if entry.how)
     return f"{text}  ({'; '.join(hows)})" if hows else text
-
-
-def _origin(entry: Entry) -> str:
-    places = ", ".join(_place(given) for given in entry.of)
-    parts = [part for part in (entry.note, entry.how, places) if part]
-    return ": ".join(parts)
 
 
 def _place(given: Given) -> str:

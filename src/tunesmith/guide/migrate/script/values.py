@@ -8,6 +8,7 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tunesmith.errors import shortened
 from tunesmith.guide.migrate.script.data import Data, Held, Length, RowSpan, Splits, Unknown
 from tunesmith.guide.names.foreign import spelled
 
@@ -116,5 +117,4 @@ def is_small(value: Held) -> bool:
 
 
 def short(node: ast.AST) -> str:
-    text = " ".join(ast.unparse(node).split())
-    return text if len(text) < 100 else f"{text[:97]}..."
+    return shortened(" ".join(ast.unparse(node).split()), 100)
