@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from tunesmith.errors import StorageError, boundary
-from tunesmith.records.plain import JsonObject, plain
+from tunesmith.records.plain import JsonObject, Row, plain
 from tunesmith.records.redact import open_private
-from tunesmith.records.sinks.base import Background, Row
+from tunesmith.records.sinks.base import Background
 from tunesmith.records.storage import open_file
 from tunesmith.records.tail import json_object
 
@@ -37,7 +37,7 @@ class JsonLines:
         with boundary(StorageError, f"cannot write {path}", OSError):
             self._file = self._open()
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Row) -> None:
         line = json.dumps(_finite(plain(record)), ensure_ascii=False, allow_nan=False)
         with boundary(StorageError, f"cannot write {self.path}; free space and resume", OSError):
             if not self._is_in_place():
@@ -169,12 +169,12 @@ def newest_objects(file: Path, most_bytes: int | None) -> list[JsonObject]:
         return [value for value in map(json_object, lines.read().splitlines()) if value is not None]
 
 
-def is_evaluation(line: Mapping[str, Any]) -> bool:
+def is_evaluation(line: Row) -> bool:
     """Whether a line of ``metrics.jsonl`` belongs to an evaluation, not to a step."""
     return any(name.startswith("eval/") for name in line)
 
 
-def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+def numbers(record: Row) -> dict[str, float]:
     """The entries that are finite numbers."""
     known = {name: value for name, value in record.items() if isinstance(value, int | float)}
     # An int may be too large for a float.

@@ -10,6 +10,8 @@ from typing import Any
 from tunesmith.errors import shortened
 
 JsonObject = dict[str, Any]
+Row = Mapping[str, Any]
+"""A record that is only read."""
 DEEPEST = 64
 """Levels of nesting that are converted; deeper values become their ``repr``."""
 LONGEST_REPR = 1000

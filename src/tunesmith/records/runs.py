@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from tunesmith.errors import ConfigError, StorageError, TunesmithError, boundary
 from tunesmith.records.metrics import is_evaluation, newest_objects, numbers
-from tunesmith.records.plain import JsonObject
+from tunesmith.records.plain import JsonObject, Row
 from tunesmith.records.run_dir import LATEST, holds_run, is_running
 from tunesmith.records.standing import read_standing
 from tunesmith.records.storage import read_json
@@ -27,8 +27,8 @@ class RunSummary:
     """A run. ``last``: the newest step's line in ``metrics.jsonl``; ``settings`` by dotted key."""
 
     path: Path
-    settings: Mapping[str, Any]
-    last: Mapping[str, Any]
+    settings: Row
+    last: Row
     progress: RunProgress
 
     @property
@@ -55,7 +55,7 @@ class RunProgress:
     """``generate`` or ``rft``; None: another."""
 
 
-def progress_of(path: Path, settings: Mapping[str, Any], step: int) -> RunProgress:
+def progress_of(path: Path, settings: Row, step: int) -> RunProgress:
     """
     Args:
         step: the last one in ``metrics.jsonl``.

@@ -11,15 +11,15 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from tunesmith.errors import ConfigError, StorageError, boundary
 from tunesmith.records.children import is_alive
-from tunesmith.records.plain import JsonObject
+from tunesmith.records.plain import JsonObject, Row
 from tunesmith.records.redact import open_private
 
 _LEFTOVER = re.compile(r"(\d+)-[0-9a-f]{8}\.unfinished")
@@ -36,7 +36,7 @@ def cache_folder() -> Path:
         return Path(gettempdir()) / f"tunesmith-{os.getuid()}"
 
 
-def measured_file(kind: str, subject: Mapping[str, Any]) -> Path:
+def measured_file(kind: str, subject: Row) -> Path:
     """The file in ``cache_folder`` for measurements of a subject; each subject has its own."""
     name = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()[:20]
     return cache_folder() / kind / f"{name}.json"
@@ -133,7 +133,7 @@ def write_output(path: Path, content: bytes, *, private: bool) -> None:
             file.write(content)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Row) -> None:
     """Write a JSON file, completely or not at all.
 
     Raises:

@@ -6,10 +6,11 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from tunesmith.records.plain import Row
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """All control characters except tab and newline, and marks that change the direction of text."""
@@ -65,7 +66,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(text.ljust(width) for text, width in cells).rstrip()
 
 
-def last_message(prompt: str | list[Mapping[str, Any]]) -> str:
+def last_message(prompt: str | list[Row]) -> str:
     """A prompt's text, or the last message of a conversation."""
     if isinstance(prompt, str):
         return prompt
@@ -73,10 +74,10 @@ def last_message(prompt: str | list[Mapping[str, Any]]) -> str:
 
 
 def first_and_last(
-    lines: Iterable[Mapping[str, Any]],
-) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    lines: Iterable[Row],
+) -> list[tuple[Row, Row]]:
     """For each prompt in both the first and the last evaluation: its line in each."""
-    by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
+    by_step: dict[int, dict[str, Row]] = {}
     for line in lines:
         by_step.setdefault(line["step"], {})[str(line.get("task"))] = line
     if len(by_step) < 2:
@@ -86,7 +87,7 @@ def first_and_last(
     return [(first[task], last[task]) for task in first if task in last]
 
 
-def answers_shown(best: Mapping[str, Any], worst: Mapping[str, Any]) -> str:
+def answers_shown(best: Row, worst: Row) -> str:
     """Two answers to one prompt, lines of ``rollouts.jsonl``, each with its reward."""
     columns = width()
     asked = f"sample of step {best['step']}, {printable(str(best['task']))}:"

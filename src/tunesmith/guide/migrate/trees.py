@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -16,6 +16,7 @@ from tunesmith.guide.migrate.given import Given
 
 LARGEST = 5_000_000
 """Maximum size of a file in bytes."""
+Tree = Mapping[str, Any]
 _MOST = 200_000
 """Maximum number of values in a file; YAML's aliases can make it endless."""
 
@@ -73,9 +74,9 @@ def _bounded(tree: Any) -> Any:
         if len(nodes) > _MOST:
             raise ValueError(f"it has more than {_MOST} values, as its aliases are written out")
         if isinstance(node, Mapping):
-            nodes += cast(Mapping[str, Any], node).values()
+            nodes += node.values()
         elif isinstance(node, list):
-            nodes += cast("list[Any]", node)
+            nodes += node
     return tree
 
 
@@ -88,7 +89,7 @@ def read_named(name: str, folder: Path) -> str | None:
     return None
 
 
-def read_tree_file(name: str, folder: Path) -> Mapping[str, Any] | None:
+def read_tree_file(name: str, folder: Path) -> Tree | None:
     """The mapping in a file that a script names; None if there is no such file here."""
     text = read_named(name, folder)
     tree: Any = None
@@ -98,7 +99,7 @@ def read_tree_file(name: str, folder: Path) -> Mapping[str, Any] | None:
     return tree if isinstance(tree, Mapping) else None
 
 
-def tree_settings(tree: Mapping[str, Any], framework: str, line: int = 0) -> Iterator[Given]:
+def tree_settings(tree: Tree, framework: str, line: int = 0) -> Iterator[Given]:
     """A setting for each leaf, by its dotted path; Hydra's own settings are left out."""
     leaves = dict(_leaves(tree, ""))
     for name, value in leaves.items():
@@ -109,7 +110,7 @@ def tree_settings(tree: Mapping[str, Any], framework: str, line: int = 0) -> Ite
         yield Given(name, value, line, framework, f"{name}: {text}")
 
 
-def accelerate_settings(tree: Mapping[str, Any], line: int = 0) -> Iterator[Given]:
+def accelerate_settings(tree: Tree, line: int = 0) -> Iterator[Given]:
     """The settings of accelerate's file; its DeepSpeed and FSDP settings are tables, whose keys
     need no prefix."""
     for name, value in tree.items():
@@ -117,12 +118,12 @@ def accelerate_settings(tree: Mapping[str, Any], line: int = 0) -> Iterator[Give
         yield from tree_settings(table, "accelerate", line)
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Tree, prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if str(key).startswith("_") or (not prefix and key in ("defaults", "hydra")):
             continue
         if isinstance(value, Mapping) and value:
-            yield from _leaves(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+            yield from _leaves(value, f"{prefix}{key}.")
         elif value is None or isinstance(value, str | int | float):
             yield f"{prefix}{key}", value
         else:

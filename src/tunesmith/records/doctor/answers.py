@@ -3,10 +3,8 @@ from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 from tunesmith.records.doctor.columns import UNKNOWN, span
 from tunesmith.records.doctor.record import RunRecord
@@ -20,6 +18,7 @@ from tunesmith.records.doctor.rules import (
     worst_first,
 )
 from tunesmith.records.doctor.signs import Signs, times
+from tunesmith.records.plain import Row
 from tunesmith.records.wilson import wilson
 
 MOST_SAMPLES = 32
@@ -60,7 +59,7 @@ class SampledRound:
     """
 
     name: str
-    counts: Mapping[str, Any]
+    counts: Row
     per_question: int
     batch: int
 
@@ -220,7 +219,7 @@ def answer_findings(record: RunRecord) -> list[Finding]:
 
 
 def yield_findings(
-    counts: Mapping[str, Any], samples_per_question: int, batch_size: int, name: str
+    counts: Row, samples_per_question: int, batch_size: int, name: str
 ) -> list[Finding]:
     """What is wrong with a round's yield, while the run goes on."""
     this = SampledRound(name, counts, samples_per_question, batch_size)
@@ -228,9 +227,7 @@ def yield_findings(
     return [finding for finding in found if finding.severity != "note"]
 
 
-def yield_warnings(
-    counts: Mapping[str, Any], samples_per_question: int, batch_size: int, name: str
-) -> list[str]:
+def yield_warnings(counts: Row, samples_per_question: int, batch_size: int, name: str) -> list[str]:
     """The findings of ``yield_findings``, several lines each."""
     findings = yield_findings(counts, samples_per_question, batch_size, name)
     return ["\n  ".join([f.numbers, *f.change, f.effect]) for f in findings]

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.records.facts import Metrics, RunFacts, read_facts
 from tunesmith.records.metrics import is_evaluation, newest_objects, numbers
-from tunesmith.records.plain import JsonObject
+from tunesmith.records.plain import JsonObject, Row
 from tunesmith.records.run_dir import is_running
 from tunesmith.records.runs import check_holds, read_settings
 from tunesmith.records.standing import STATE_FILE, Standing, read_standing
@@ -28,16 +27,16 @@ class RunRecord:
     without nulls."""
 
     path: Path
-    settings: Mapping[str, Any]
+    settings: Row
     steps: Sequence[Metrics]
     evaluations: Sequence[Metrics]
-    rollouts: Sequence[Mapping[str, Any]]
+    rollouts: Sequence[Row]
     """The newest rollouts that training kept."""
     facts: RunFacts | None
     running: bool
     standing: Standing | None = None
     """How far a run of batch inference or RFT has come; None for other runs."""
-    rounds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, "Mapping[str, Any]"])
+    rounds: Mapping[str, Row] = field(default_factory=dict[str, "Row"])
     """``base``, ``round-1``, ... of RFT: ``yield`` and ``evaluation``, as far as they are known."""
 
 

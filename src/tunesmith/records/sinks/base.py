@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from tunesmith.errors import ConfigError
 from tunesmith.records.catalogue import with_aliases
-from tunesmith.records.plain import JsonObject
+from tunesmith.records.plain import JsonObject, Row
 from tunesmith.records.storage import read_json, write_json
 
 CLOSE_SECONDS = 60.0
@@ -22,8 +22,6 @@ CLOSE_SECONDS = 60.0
 WAITING = 10_000
 """Records that may be queued for a sink."""
 _IDS = "sinks.json"
-
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

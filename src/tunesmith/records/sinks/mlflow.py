@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from tunesmith.records.sinks.base import Row, RunInfo, as_markdown, require
+from tunesmith.records.plain import Row
+from tunesmith.records.sinks.base import RunInfo, as_markdown, require
 
 AT_ONCE = 100
 """Parameters that MLflow takes in one request; of metrics it takes more."""
@@ -19,8 +19,8 @@ class MLflow:
     """A run of MLflow. It is continued under its id."""
 
     def __init__(self, run: RunInfo) -> None:
-        mlflow: Any = require("mlflow")
-        self._entities: Any = require("mlflow.entities")
+        mlflow = require("mlflow")
+        self._entities = require("mlflow.entities")
         self._client = mlflow.MlflowClient()
         self._id = run.known_id("mlflow")
         if self._id is None:

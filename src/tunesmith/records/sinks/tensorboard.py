@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from tunesmith.records.sinks.base import Row, RunInfo, as_markdown, require
+from tunesmith.records.plain import Row
+from tunesmith.records.sinks.base import RunInfo, as_markdown, require
 
 _MODULES = {
     "events": "tensorboard.compat.proto.event_pb2",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from tunesmith.records.sinks.base import Row, RunInfo, as_markdown, require
+from tunesmith.records.plain import Row
+from tunesmith.records.sinks.base import RunInfo, as_markdown, require
 
 
 class Trackio:
     """A run of trackio. It is continued under its name."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._trackio: Any = require("trackio")
+        self._trackio = require("trackio")
         name = run.known_id("trackio") or run.name
         self._run = self._trackio.init(
             project=run.project_or(),

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunesmith.errors import ConfigError
-from tunesmith.records.sinks.base import Row, RunInfo, require
+from tunesmith.records.plain import Row
+from tunesmith.records.sinks.base import RunInfo, require
 
 
 def check_key() -> None:
     """Refuse (ConfigError) a run online without a key, for which wandb would ask."""
-    wandb: Any = require("wandb")
+    wandb = require("wandb")
     online = os.environ.get("WANDB_MODE", "online") in ("online", "run", "shared")
     if online and not wandb.api.api_key:
         raise ConfigError(
@@ -28,7 +29,7 @@ class WandB:
     another order."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._wandb: Any = require("wandb")
+        self._wandb = require("wandb")
         identity = run.known_id("wandb") or uuid.uuid4().hex[:12]
         self._run = self._wandb.init(
             project=run.project_or("WANDB_PROJECT"),
