@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The collector need not look through the modules' millions of objects again and again."""
-    gc.collect()
+    """The collector need not look through the modules' millions of objects, not even once."""
     gc.freeze()
     gc.enable()
 
@@ -104,10 +104,24 @@ def not_the_command_s_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tunesmith.records.interrupts._own", False)
 
 
-@pytest.fixture(autouse=True)
-def only_known_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that writes a metric which is not in the catalogue fails its test."""
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_disks() -> Iterator[None]:
+    """What a test has written need not survive a power cut."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("os.fsync", lambda _: None)
+        yield
+
+
+@cache
+def in_catalogue(name: str) -> bool:
     from tunesmith.records.catalogue import find
+
+    return find(name) is not None and find(name.removeprefix("critic/")) is not None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def only_known_metrics() -> Iterator[None]:
+    """A run that writes a metric which is not in the catalogue fails its test."""
     from tunesmith.records.metrics import MetricsLog
 
     write = MetricsLog.write
@@ -115,12 +129,10 @@ def only_known_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     def checked(
         self: MetricsLog, step: int, metrics: Mapping[str, float], *, always: bool = False
     ) -> None:
-        unknown = [
-            name
-            for name in metrics
-            if find(name) is None or find(name.removeprefix("critic/")) is None
-        ]
+        unknown = [name for name in metrics if not in_catalogue(name)]
         assert not unknown, f"records/catalogue.py lacks {unknown}"
         write(self, step, metrics, always=always)
 
-    monkeypatch.setattr(MetricsLog, "write", checked)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(MetricsLog, "write", checked)
+        yield

@@ -7,8 +7,9 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
+
+import pytest
 
 import tests
 import tunesmith
@@ -17,34 +18,36 @@ TESTS = Path(tests.__file__).parent
 PACKAGE = Path(tunesmith.__file__).parent
 BESIDE = ("house", "peers", "real", "slow", "support", "tries", "vllm_engine")
 """Folders that are no rooms of the package."""
-TEST_MODULE = re.compile(r"tests\.(?:\w+\.)*test_\w+")
+IMPORT = re.compile(r"^ *(?:from|import) +tests\b[^(\n]*(?:\([^)]*\))?", re.MULTILINE)
+"""An import from the tests, with its names."""
 
 
-@cache
-def modules() -> dict[str, ast.Module]:
-    return {
-        path.relative_to(TESTS).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for path in sorted(TESTS.rglob("*.py"))
-    }
-
-
-def imports(tree: ast.Module) -> Iterator[str]:
-    """Names of the modules, and of what is taken from them."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+def texts() -> Iterator[tuple[str, str]]:
+    """Each module's path and source."""
+    for path in sorted(TESTS.rglob("*.py")):
+        yield path.relative_to(TESTS).as_posix(), path.read_text(encoding="utf-8")
 
 
 def test_no_test_is_imported() -> None:
     importing = [
-        f"{file}: {name}"
-        for file, tree in modules().items()
-        for name in imports(tree)
-        if TEST_MODULE.match(name)
+        (file, statement)
+        for file, text in texts()
+        for statement in IMPORT.findall(text)
+        if re.search(r"\btest_", statement)
     ]
     assert not importing, "move what is shared to tests/support"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from tests.cli.test_plan import planned",
+        "    from tests.cli import (\n    x,\n    test_plan,\n)",
+        "import tests.cli.test_plan",
+    ],
+)
+def test_an_import_of_a_test_is_seen(statement: str) -> None:
+    assert re.search(r"\btest_", IMPORT.findall(f"import re\n{statement}\n")[0])
 
 
 def test_tests_are_in_the_rooms_of_what_they_test() -> None:
@@ -69,8 +72,8 @@ def test_every_folder_of_tests_is_a_package() -> None:
 
 def test_fixtures_are_written_once() -> None:
     places: dict[str, list[str]] = defaultdict(list)
-    for file, tree in modules().items():
-        for node in tree.body:
+    for file, text in texts():
+        for node in ast.parse(text).body if "fixture" in text else ():
             if isinstance(node, ast.FunctionDef) and "fixture" in decorators(node):
                 statements = node.body[ast.get_docstring(node) is not None :]
                 code = [ast.unparse(part) for part in (node.args, *statements)]

@@ -8,6 +8,7 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,8 +169,8 @@ def test_all_rotary_embeddings_of_transformers_are_tried() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("share", [True, False])
-def test_a_forest_equals_one_sequence_at_a_time(case: str, share: bool) -> None:
+def test_a_forest_equals_one_sequence_at_a_time(case: str) -> None:
+    """Whether or not samples share their prompts."""
     plain = sharp(config_of(*CASES[case]))
     batch = samples()
     want = one_at_a_time(plain, batch)
@@ -180,10 +181,10 @@ def test_a_forest_equals_one_sequence_at_a_time(case: str, share: bool) -> None:
     )
     want_gradients = gradients(CausalLM(plain, tiny.tokenizer()), want)
     model.module.set_attn_implementation(ATTENTION_NAME)
-    forest = forest_of(batch, share=share)
-    for runner in (model.runner, ModuleRunner(model.module.base_model)):
+    runners = (model.runner, ModuleRunner(model.module.base_model))
+    for share, runner in product((True, False), runners):
         model.runner = runner
-        got = model.predict(forest).logprobs
+        got = model.predict(forest_of(batch, share=share)).logprobs
         assert got is not None
         torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
         assert_same_gradients(gradients(model, got), want_gradients, 1e-4)

@@ -457,7 +457,7 @@ def test_without_a_library_pytorchs_operations_run(
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     compiler = tmp_path / "compiler"
     if script is not None:
@@ -469,7 +469,7 @@ def test_without_a_library_pytorchs_operations_run(
     monkeypatch.setattr(products, "compiled", lambda: False)
     model = CausalLM.load(save_model(tmp_path / "model"))
     sampled = completions(model)
-    assert said in caplog.text
+    assert said in capsys.readouterr().err
     assert sampled == completions(model, compiled=False)
     # The plan has counted keys and values of the model's type, and PyTorch's operations read those
     # too.

@@ -193,8 +193,18 @@ def default_dtype(request: pytest.FixtureRequest) -> Any:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("default_dtype", [torch.float64, torch.float32], indirect=True)
-@pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    ("model_type", "default_dtype"),
+    [
+        ("qwen3", torch.float64),
+        ("gpt2", torch.float64),
+        ("gemma2", torch.float64),
+        ("qwen3", torch.float32),
+        pytest.param("gpt2", torch.float32, marks=pytest.mark.slow),
+        pytest.param("gemma2", torch.float32, marks=pytest.mark.slow),
+    ],
+    indirect=["default_dtype"],
+)
 def test_gradient_does_not_depend_on_the_system(
     model_type: str, default_dtype: torch.dtype, tmp_path: Path
 ) -> None:

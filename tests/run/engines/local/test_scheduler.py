@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tunesmith.errors import UserError
 from tunesmith.run.engines.local.pool import KVLayout, KVMemory, KVPool
@@ -79,8 +80,14 @@ def test_the_youngest_waits_where_memory_is_short_and_comes_first_again() -> Non
 def mark(memory: KVMemory, scheduler: Scheduler) -> None:
     """Write each request's number in the slots of its tokens."""
     for r in scheduler.running:
-        for at in range(r.cached):
-            memory.planes[:, r.span.blocks[at // 4], :, at % 4] = r.id
+        block, place = slots(r)
+        memory.planes[:, block, :, place] = r.id
+
+
+def slots(r: LocalRequest) -> tuple[Tensor, Tensor]:
+    """The block of each token, and its place there."""
+    at = torch.arange(r.cached)
+    return torch.tensor(r.span.blocks)[at // 4], at % 4
 
 
 def check(pool: KVPool, scheduler: Scheduler) -> None:
@@ -91,8 +98,8 @@ def check(pool: KVPool, scheduler: Scheduler) -> None:
     for memory in pool.memories:
         for r in scheduler.running:
             assert pool.needed(r.cached) <= len(r.span.blocks)
-            for at in range(r.cached):
-                assert (memory.planes[:, r.span.blocks[at // 4], :, at % 4] == r.id).all()
+            block, place = slots(r)
+            assert (memory.planes[:, block, :, place] == r.id).all()
 
 
 @settings(deadline=None, max_examples=20)
