@@ -51,7 +51,7 @@ class Choice(Section):
     """Data that the training loop must provide (keys of ``presets.NEEDS``)."""
 
     @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+    def __pydantic_init_subclass__(cls, **kwargs: object) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         if cls.__dict__.get("what"):
             cls.family = cls
@@ -60,7 +60,9 @@ class Choice(Section):
             cls.types[cls.name] = cls
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        cls, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         if not cls.__dict__.get("what"):
             return handler(source)
         dumped = core_schema.plain_serializer_function_ser_schema(cls.dumped, info_arg=True)

@@ -26,6 +26,7 @@ from tunesmith.config.reading.problems import (
     FileProblem,
     KeyPath,
     Origins,
+    Tree,
     dotted,
     key_lines,
     raise_problems,
@@ -37,7 +38,6 @@ from tunesmith.errors import ConfigError, ProblemKind, boundary, closest, neares
 from tunesmith.records.toml import toml_value
 
 C = TypeVar("C", bound=RunConfig)
-Tree = dict[str, Any]
 
 
 def load_config(
@@ -179,7 +179,7 @@ def _problems_of(
     return problems
 
 
-def _wrong_value(kind: type[Section], path: KeyPath, value: Any, inner: KeyPath = ()) -> str:
+def _wrong_value(kind: type[Section], path: KeyPath, value: object, inner: KeyPath = ()) -> str:
     """Args: inner: the path within ``kind``, if ``kind`` is only part of the configuration."""
     hint = ""
     inner = inner or path

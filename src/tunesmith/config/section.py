@@ -49,7 +49,7 @@ class Section(BaseModel):
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
 
-    def model_post_init(self, _context: Any, /) -> None:
+    def model_post_init(self, _context: object, /) -> None:
         for key in [key for key, value in self.__dict__.items() if value is DERIVED]:
             object.__delattr__(self, key)
 

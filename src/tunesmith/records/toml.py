@@ -33,7 +33,7 @@ def toml_data(value: Any) -> Any:
             raise TypeError(f"TOML has no {type(value).__name__}")
 
 
-def toml_value(value: Any) -> str:
+def toml_value(value: object) -> str:
     """A value as TOML; lists and tables on one line, without keys whose value is None.
 
     Raises:

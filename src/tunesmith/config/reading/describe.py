@@ -121,7 +121,7 @@ def choices_at(model: type[BaseModel], path: KeyPath, *, closed: bool = False) -
     ]
 
 
-def names_of(annotation: Any) -> list[str]:
+def names_of(annotation: object) -> list[str]:
     """The names of a family of choices; empty for anything else."""
     return (
         list(annotation.named())
@@ -130,7 +130,7 @@ def names_of(annotation: Any) -> list[str]:
     )
 
 
-def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
+def sections_of(annotation: object) -> Iterator[type[BaseModel]]:
     """The sections in an annotation, including those in unions and tuple items."""
     for alternative in alternatives(annotation):
         if is_section(alternative):
@@ -140,23 +140,23 @@ def sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from sections_of(get_args(alternative)[0])
 
 
-def tables_of(annotation: Any) -> list[type[BaseModel]]:
+def tables_of(annotation: object) -> list[type[BaseModel]]:
     """Sections whose keys are settings: a section, the types of a choice, or a table that may be
     off (false, None)."""
     parts = [a for a in alternatives(annotation) if a not in (Literal[False], type(None))]
     return list(sections_of(annotation)) if len(parts) == 1 and is_section(parts[0]) else []
 
 
-def is_section(annotation: Any) -> bool:
+def is_section(annotation: object) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as in a run file, without secrets and shortened if long."""
     return shortened(json.dumps(redact_values(value), ensure_ascii=False, default=str), 60)
 
 
-def alternatives(annotation: Any) -> Iterator[Any]:
+def alternatives(annotation: object) -> Iterator[Any]:
     """The types in a union, without annotations; anything else yields itself."""
     if get_origin(annotation) is Annotated:
         yield from alternatives(get_args(annotation)[0])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from tunesmith.config.reading.problems import FileProblem, KeyPath, dotted, leaves
+from tunesmith.config.reading.problems import FileProblem, KeyPath, Tree, dotted, leaves
 from tunesmith.config.reading.user_functions import check_defined
 from tunesmith.errors import ConfigError, closest, shortened
 
@@ -18,7 +18,6 @@ WEIGHTS = "adapter_model.safetensors"
 
 LEFT_OUT = "give a value, or leave it out (on the command line: {}=none)"
 
-Tree = dict[str, Any]
 Find = Callable[[str, list[Path]], str]
 """Searches several directories for the file that a run file's text names, and returns its path or
 name."""
@@ -38,7 +37,10 @@ def locate_files(
     problems: list[FileProblem] = []
     here = [Path.cwd()] if run_directory is None else [run_directory.absolute(), Path.cwd()]
     for holder, path, text in list(leaves(data)):
-        if not isinstance(text, str) or not (find := _finder(path)):
+        keys = ["[]" if isinstance(part, int) else part for part in path]
+        named = [*keys[:-1], "{}"] if isinstance(path[-1], str) else keys
+        find = _FILES.get(".".join(keys)) or _FILES.get(".".join(named))
+        if not isinstance(text, str) or find is None:
             continue
         bases = list(dict.fromkeys(reversed(here) if is_override(path) else here))
         try:
@@ -47,24 +49,11 @@ def locate_files(
             holder[path[-1]] = find(text, bases)
         except ConfigError as problem:
             problems.append(FileProblem(path, f"{dotted(path)}: {problem}"))
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # too long a name, not allowed, no such user, NUL
-            problems.append(
-                FileProblem(
-                    path, f"{dotted(path)} cannot be read as a path: {shortened(str(error))}"
-                )
-            )
+        # too long a name, not allowed, no such user, NUL
+        except (OSError, RuntimeError, ValueError) as error:
+            why = f"{dotted(path)} cannot be read as a path: {shortened(str(error))}"
+            problems.append(FileProblem(path, why))
     return problems
-
-
-def _finder(path: KeyPath) -> Find | None:
-    """The function that locates the file at a path of keys, if it may hold one."""
-    keys = ["[]" if isinstance(part, int) else part for part in path]
-    named = [*keys[:-1], "{}"] if isinstance(path[-1], str) else keys
-    return _FILES.get(".".join(keys)) or _FILES.get(".".join(named))
 
 
 def _search(text: str, bases: list[Path]) -> Path | None:
@@ -116,10 +105,6 @@ def _newest_model(directory: Path) -> Path | None:
     states = [*directory.glob("checkpoints/step-*/state.json"), *directory.glob("state.json")]
     newest = max(states, key=lambda p: (len(p.parent.name), p.parent.name), default=None)
     return newest and newest.with_name("model")
-
-
-def _adapter(text: str, bases: list[Path]) -> str:
-    return str(adapter_directory(Path(_existing(text, bases))))
 
 
 def adapter_directory(directory: Path) -> Path:
@@ -180,7 +165,7 @@ def _hub_name(
     return text
 
 
-def same_path(value: Any) -> Any:
+def same_path(value: object) -> Any:
     """A setting's value for comparisons: resolves links and ``..`` in existing paths (also in
     ``file.py:name``)."""
     if isinstance(value, list):
@@ -261,7 +246,7 @@ _FILES: dict[str, Find] = {
     "model.chat_template": lambda text, bases: text if text == "hermes" else _existing(text, bases),
     "critic.path": _model,
     "teacher.path": _model,
-    "lora.path": _adapter,
+    "lora.path": lambda text, bases: str(adapter_directory(Path(_existing(text, bases)))),
     "system.draft_model": _model,
     "system.engine_python": _existing,
     "rft.few_shot": _existing,

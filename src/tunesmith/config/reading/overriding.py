@@ -9,12 +9,11 @@ from typing import Any
 
 from tunesmith.config.commands import KINDS
 from tunesmith.config.reading.describe import choices_at, field_at, names_of, show, tables_of
-from tunesmith.config.reading.problems import FileProblem, KeyPath, Origins, dotted
+from tunesmith.config.reading.problems import FileProblem, KeyPath, Origins, Tree, dotted
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, shortened
 from tunesmith.records.toml import toml_data, toml_value
 
-Tree = dict[str, Any]
 Override = str | tuple[str, Any]
 """``section.key=value`` of a command line, or a dotted key and its value of a program."""
 
@@ -102,7 +101,7 @@ def _keys(dotted_key: str, override: str) -> tuple[str, ...]:
     return parts
 
 
-def _typed(key: str, value: Any) -> tuple[tuple[str, ...], Any, str]:
+def _typed(key: str, value: object) -> tuple[tuple[str, ...], Any, str]:
     """A program's setting: its keys, its value in TOML's types, and both as text for messages."""
     try:
         data = toml_data(value)

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 from tunesmith.errors import ConfigError, Problem, ProblemKind
 from tunesmith.records.toml import without_secrets
 
+Tree = dict[str, Any]
+"""The values of a run file."""
 KeyPath = tuple[str | int, ...]
 """A key and its parents; integers are positions in an array of tables."""
 

@@ -54,7 +54,7 @@ def shape_problems(kind: type[BaseModel], data: dict[str, Any]) -> list[FileProb
     return problems
 
 
-def _odd(kind: type[BaseModel], path: KeyPath, value: Any) -> str:
+def _odd(kind: type[BaseModel], path: KeyPath, value: object) -> str:
     """The problem with a value that no setting accepts; empty if there is none."""
     if isinstance(value, str):
         if "\0" in value:
@@ -77,7 +77,7 @@ def _odd(kind: type[BaseModel], path: KeyPath, value: Any) -> str:
     return ""
 
 
-def _is_int(annotation: Any) -> bool:
+def _is_int(annotation: object) -> bool:
     if get_origin(annotation) is tuple:
         return any(_is_int(a) for item in get_args(annotation) for a in alternatives(item))
     return annotation is int

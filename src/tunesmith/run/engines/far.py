@@ -28,7 +28,7 @@ class EngineHost:
     engine: RolloutEngine
     take_weights: TakeWeights
 
-    async def ask(self, method: str, *args: Any) -> tuple[Any, EngineStats]:
+    async def ask(self, method: str, *args: object) -> tuple[Any, EngineStats]:
         """Call a method of the engine."""
         with boundary(EngineError, "the engine failed", Exception):
             return await getattr(self.engine, method)(*args), self.engine.stats()
@@ -98,7 +98,7 @@ class FarEngine:
             await asyncio.wait_for(self.far.call_async("ask", "close"), CLOSING)
         await asyncio.to_thread(self.far.close)
 
-    async def _ask(self, method: str, *args: Any) -> Any:
+    async def _ask(self, method: str, *args: object) -> Any:
         result, stats = await self.far.call_async(method, *args)
         # Answers may arrive out of order, and counters only rise.
         self._stats = EngineStats(*map(max, astuple(self._stats), astuple(stats)))

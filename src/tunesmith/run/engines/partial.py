@@ -47,9 +47,8 @@ class StopStrings:
         self.reach = max(len(s.encode()) for s in stop)
         """The most tokens that a stop string can have: each has at least one byte."""
         self._tail = ""  # the end of the settled text, where a stop string may have begun
-        self._context = (
-            0  # tokens [context, settled) were the last settled piece; counted from ``earlier[0]``
-        )
+        # tokens [context, settled) were the last settled piece; counted from ``earlier[0]``
+        self._context = 0
         self._settled = 0
         self._earlier: list[int] = []
         for token in earlier[-self.reach :]:

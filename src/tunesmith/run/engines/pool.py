@@ -102,7 +102,8 @@ class EnginePool:
         self._numbers = count()
         self._seats: list[_Seat] = []
         self._changed = asyncio.Event()
-        self._loading, self._publishing = asyncio.Lock(), asyncio.Lock()
+        self._loading = asyncio.Lock()
+        self._publishing = asyncio.Lock()
         self._starting: set[asyncio.Task[None]] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._published_version: int | None = None

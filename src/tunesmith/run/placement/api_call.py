@@ -66,7 +66,7 @@ class ApiCall:
             settings = list(self._settings.items())
             return start(None, settings, caller=Caller(self._reasons, callbacks))
 
-    def _source(self, key: str, data: Any) -> Any:
+    def _source(self, key: str, data: object) -> Any:
         """Data as a setting; rows are written later, into the run's directory."""
         if isinstance(data, str | Path) or _is_source(data):
             return data
@@ -159,7 +159,7 @@ class ApiCall:
             self._settings[isolation] = "thread"
             self._reasons[isolation] = "its functions are objects of this program"
 
-    def _reference(self, key: str, value: Any) -> Any:
+    def _reference(self, key: str, value: object) -> Any:
         """A reference to a function or class, which may be in a list or mapping."""
         if isinstance(value, str):
             return value
@@ -218,7 +218,7 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if value is not None}
 
 
-def _is_source(value: Any) -> bool:
+def _is_source(value: object) -> bool:
     """Whether a value names data: a path, or a table of ``[data]`` with one."""
     if isinstance(value, str | Path):
         return True
@@ -251,7 +251,7 @@ def _checked(key: str, rows: Iterable[Any]) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def _json(value: Any, depth: int = 0) -> Any:
+def _json(value: object, depth: int = 0) -> Any:
     """A value as JSON: dates and times as ISO text, arrays and tensors as lists.
 
     Raises:

@@ -91,12 +91,10 @@ class RankGroup:
         device: torch.device | str = "cpu",
         patience: float = PATIENCE,
     ) -> None:
-        self.rank, self.world, self.device, self.patience = (
-            rank,
-            world,
-            torch.device(device),
-            patience,
-        )
+        self.rank = rank
+        self.world = world
+        self.device = torch.device(device)
+        self.patience = patience
         self._store = store  # kept: NCCL's ranks connect at their first sum
         kind = "nccl" if self.device.type == "cuda" else "gloo"
         with self._lost("did not find"):

@@ -62,10 +62,12 @@ class RayCluster(Starter):
                 much of it.
             ConfigError: Ray does not know, or refuses, the runtime environment.
         """
+        import ray
+
         connected = _connect(system, sum(len(bundle.roles) for bundle in bundles))
         try:
             group = _reserve(bundles)
-            machines = _machines(group)
+            machines = ray.util.placement_group_table(group)["bundles_to_node_id"]
             if system.weight_plane == "memory":
                 check_machines(bundles, machines)
             return cls(group, bundles, machines, connected=connected)
@@ -220,12 +222,6 @@ def _alive() -> list[dict[str, Any]]:
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]
-
-
-def _machines(group: Any) -> Mapping[int, str]:
-    import ray
-
-    return ray.util.placement_group_table(group)["bundles_to_node_id"]
 
 
 def _own_gpus() -> list[str]:

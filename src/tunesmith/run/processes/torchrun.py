@@ -182,7 +182,8 @@ class Meeting:
     """Where rank 0 waits for the others."""
 
     def __init__(self, launch: Launch) -> None:
-        self.launch, backlog = launch, len(RANKED) * launch.world
+        self.launch = launch
+        backlog = len(RANKED) * launch.world
         if launch.several_machines:
             self._rendezvous = Rendezvous(launch.rank, MEETING)  # kept: others read from it
             self._listener = self._rendezvous.listen(backlog)
@@ -236,10 +237,9 @@ class LaunchedProcesses(LocalProcesses):
         self._meeting = meeting
 
     def __exit__(self, *error: object) -> None:
-        for far in (
-            self._running if error[0] else ()
-        ):  # otherwise launchers on other machines would see a success
-            if isinstance(far, ServedRank):
+        for far in self._running:
+            # otherwise launchers on other machines would see a success
+            if error[0] and isinstance(far, ServedRank):
                 far.exit_code = 1
         super().__exit__(*error)
 

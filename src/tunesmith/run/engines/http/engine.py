@@ -114,9 +114,11 @@ class SglangEngine:
         self._peak = 0
         self._weights = _Weights("", 0)
         self._offered: tuple[int, Offer] = 0, {}
-        self._loading, self._not_loading = asyncio.Lock(), asyncio.Event()
+        self._loading = asyncio.Lock()
+        self._not_loading = asyncio.Event()
         self._not_loading.set()
-        self._run, self._loads = uuid.uuid4().hex[:12], count()
+        self._run = uuid.uuid4().hex[:12]
+        self._loads = count()
 
     @property
     def name(self) -> str:
@@ -165,9 +167,7 @@ class SglangEngine:
         for request in requests.values():
             request.interrupted = True
         tasks = set(requests)
-        while (
-            tasks
-        ):  # repeated, because the server does not know requests that are still in transit
+        while tasks:  # the server does not know requests that are still in transit
             await self._server.ask("/abort_request", {"abort_all": True})
             tasks = (await asyncio.wait(tasks, timeout=0.1))[1]
 
@@ -252,7 +252,8 @@ class SglangEngine:
                 f"{self.name} draws without seeds, so the run will not repeat: start it with "
                 "--enable-deterministic-inference where that matters"
             )
-        if type(most := server.get("max_req_input_len")) is int:
+        most = server.get("max_req_input_len")
+        if type(most) is int:
             # SGLang reserves six slots of its memory or context, one of them within a completion.
             self._longest_prompt = min(self._longest_prompt, most - 1)
             self._longest = min(self._longest, most + 4)
@@ -295,9 +296,8 @@ class SglangEngine:
         while request.finish_reason == "abort" and not request.interrupted:
             so_far = [*request.prompt_ids, *written]
             if len(so_far) > self._longest_prompt and written:
-                request.finish_reason = (
-                    "length"  # too close to the end of the context to be sent again
-                )
+                # too close to the end of the context to be sent again
+                request.finish_reason = "length"
                 break
             await self._not_loading.wait()
             sent = self._weights

@@ -125,7 +125,7 @@ class SglangServer:
     async def ask(
         self,
         path: str,
-        body: Any = None,
+        body: object = None,
         *,
         patience: float | None = None,
         deadline: float | None = None,
@@ -161,7 +161,7 @@ class SglangServer:
                     ) from error
                 await asyncio.sleep(seconds)
 
-    async def _once(self, path: str, body: Any, deadline: float | None = None) -> Any:
+    async def _once(self, path: str, body: object, deadline: float | None = None) -> Any:
         deadline = ANSWER if deadline is None else deadline
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
