@@ -171,27 +171,18 @@ class ForestLevel(NamedTuple):
 
 def levels(segments: Sequence[Segment], device: torch.device) -> list[ForestLevel]:
     """The segments from roots to leaves: for layers that continue from the end of the parent."""
-    members: list[list[int]] = []
     depths: list[int] = []
-    places: list[int] = []
-    for index, segment in enumerate(segments):
+    for segment in segments:
         depths.append(depths[segment.parent] + 1 if segment.parent >= 0 else 0)
-        if depths[index] == len(members):
-            members.append([])
-        places.append(len(members[depths[index]]))
-        members[depths[index]].append(index)
     found: list[ForestLevel] = []
-    for indices in members:
+    places: dict[int, int] = {}
+    for depth in sorted(set(depths)):
+        indices = [index for index, own in enumerate(depths) if own == depth]
         own = [segments[index] for index in indices]
         rows = [torch.arange(s.start, s.start + s.length, device=device) for s in own]
-        parents = [places[s.parent] for s in own if s.parent >= 0]
-        found.append(
-            ForestLevel(
-                torch.cat(rows),
-                tuple(s.length for s in own),
-                torch.tensor(parents, dtype=torch.int64, device=device),
-            )
-        )
+        parents = torch.tensor([places[s.parent] for s in own if depth], device=device).long()
+        found.append(ForestLevel(torch.cat(rows), tuple(s.length for s in own), parents))
+        places.update({index: place for place, index in enumerate(indices)})
     return found
 
 
