@@ -78,6 +78,12 @@ def test_a_run_samples_with_an_engine_of_another_package(model: Path, tmp_path: 
     assert engine.stats().sampled_tokens == 4 * 4 * 8
 
 
+def test_an_engine_without_a_process_of_its_own_says_so() -> None:
+    with pytest.raises(ConfigError) as refused:
+        outside_engine.UniformSpec(1).build()
+    assert refused.value.problems[0].keys == ("system.engine_process",)
+
+
 @pytest.mark.usefixtures("other_package")
 def test_another_engines_name_is_one_of_the_valid_ones() -> None:
     with pytest.raises(ConfigError, match=r"'vllm'.*'uniform'.*Did you mean 'uniform'"):

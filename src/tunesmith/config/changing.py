@@ -1,4 +1,4 @@
-"""Setting values by key, for what has keys as its subject: profiles, remedies, tuning, migration."""
+"""Setting values by key, for what is about keys: profiles, remedies, tuning, migration."""
 
 from __future__ import annotations
 

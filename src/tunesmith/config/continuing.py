@@ -16,8 +16,8 @@ from tunesmith.errors import StorageError
 from tunesmith.records.storage import read_json
 
 REMEDY = (
-    "Restore what the run began with, or start another run from the checkpoint's model: its directory as model.path, "
-    "or as lora.path if it is an adapter"
+    "Restore what the run began with, or start another run from the checkpoint's model: its "
+    "directory as model.path, or as lora.path if it is an adapter"
 )
 
 
@@ -55,8 +55,8 @@ def changes(resolved: Resolved[Any], contents: Mapping[str, Content], directory:
         }
     except (StorageError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(
-            f"{file} is damaged, so that the settings cannot be compared with those of the run that is continued: "
-            f"{error}. To continue without comparing, delete it"
+            f"{file} is damaged, so that the settings cannot be compared with those of the run "
+            f"that is continued: {error}. To continue without comparing, delete it"
         ) from error
     for key, entry in json.loads(json.dumps(entries(resolved))).items():
         if key not in before or same_path(before[key][0]) == same_path(entry["value"]):

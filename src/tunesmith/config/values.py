@@ -81,8 +81,8 @@ def checked_url(text: str) -> str:
     if not valid:
         shown = redact(text.partition("#")[0])
         raise ValueError(
-            f"{shown!r} is not a URL; write it in full, such as 'http://127.0.0.1:8100/reward', with spaces and quotes "
-            "percent-encoded, and without #"
+            f"{shown!r} is not a URL; write it in full, such as 'http://127.0.0.1:8100/reward', "
+            "with spaces and quotes percent-encoded, and without #"
         )
     return text
 

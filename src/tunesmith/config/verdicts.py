@@ -31,50 +31,55 @@ SETTINGS = (
     Verdict("speed", "system."),
     Verdict(
         "speed",
-        "reward.timeout reward.isolation reward.memory reward.max_failed_share reward.remote.urls "
-        "reward.remote.batch_size reward.remote.token_env reward.remote.timeout reward.remote.retries "
-        "environment.timeout environment.isolation environment.memory environment.concurrency rollout.timeout "
-        "rollout.queue_size sampling.timeout dpo.precompute_reference kto.precompute_reference "
+        "reward.timeout reward.isolation reward.memory reward.max_failed_share "
+        "reward.remote.urls reward.remote.batch_size reward.remote.token_env "
+        "reward.remote.timeout reward.remote.retries environment.timeout environment.isolation "
+        "environment.memory environment.concurrency rollout.timeout rollout.queue_size "
+        "sampling.timeout dpo.precompute_reference kto.precompute_reference "
         "reward.remote.protocol",
     ),
     Verdict(
         "content",
-        "model.path model.chat_template critic.path data.train data.train.path data.train.split data.train.subset "
-        "data.eval data.eval.path data.eval.split data.eval.subset lora.path rft.few_shot data.map",
+        "model.path model.chat_template critic.path data.train data.train.path data.train.split "
+        "data.train.subset data.eval data.eval.path data.eval.split data.eval.subset lora.path "
+        "rft.few_shot data.map",
     ),
     Verdict("effect", "model.dtype", "it is computed in another number format"),
     Verdict(
         "refused",
-        "model.quantize lora.rank lora.alpha lora.targets train.optimizer critic.shared_trunk data.prompt "
-        "data.completion data.system_prompt data.chat data.chat_template_kwargs data.loss_on data.shuffle "
-        "data.seed data.train.weight prm. distill.mode",
+        "model.quantize lora.rank lora.alpha lora.targets train.optimizer critic.shared_trunk "
+        "data.prompt data.completion data.system_prompt data.chat data.chat_template_kwargs "
+        "data.loss_on data.shuffle data.seed data.train.weight prm. distill.mode",
     ),
     Verdict(
         "effect",
         "data.max_prompt_tokens data.max_tokens data.too_long data.skip_bad",
-        "lines are left out or cut by the new setting; it is refused if the number of lines differs",
+        "lines are left out or cut by the new setting; it is refused if the number of lines "
+        "differs",
     ),
     Verdict("effect", "lora.dropout", "the adapter trains with the new dropout"),
     Verdict(
         "effect",
         "train.steps train.epochs",
-        "the run goes on to its new end; a learning rate that falls jumps to where the new length has it",
+        "the run goes on to its new end; a learning rate that falls jumps to where the new "
+        "length has it",
     ),
     Verdict(
         "effect",
-        "train.lr train.schedule train.min_lr_ratio train.warmup_steps train.warmup_ratio critic.lr "
-        "critic.schedule critic.min_lr_ratio critic.warmup_steps",
+        "train.lr train.schedule train.min_lr_ratio train.warmup_steps train.warmup_ratio "
+        "critic.lr critic.schedule critic.min_lr_ratio critic.warmup_steps",
         "the learning rate jumps to where the new settings have it at this step",
     ),
     Verdict(
         "effect",
-        "train.batch_size train.passes_per_batch critic.passes_per_batch rollout.prompts_per_step rollout.group_size",
+        "train.batch_size train.passes_per_batch critic.passes_per_batch "
+        "rollout.prompts_per_step rollout.group_size",
         "steps have the new size, which the learning rate and the noise of the gradient depend on",
     ),
     Verdict(
         "effect",
-        "train.optimizer. train.weight_decay train.betas train.eps train.max_grad_norm critic.max_grad_norm "
-        "train.ema_decay",
+        "train.optimizer. train.weight_decay train.betas train.eps train.max_grad_norm "
+        "critic.max_grad_norm train.ema_decay",
         "optimizer steps are made with the new value; moments and averages continue",
     ),
     Verdict(
@@ -90,21 +95,21 @@ SETTINGS = (
     Verdict("record", "data.eval.weight"),
     Verdict(
         "effect",
-        "reward.functions reward.weights reward.models reward.models. reward.remote reward.remote.name "
-        "reward.remote.weight reward.answer reward.pattern",
+        "reward.functions reward.weights reward.models reward.models. reward.remote "
+        "reward.remote.name reward.remote.weight reward.answer reward.pattern",
         "rewards are given by the new setting, and do not compare with earlier ones",
     ),
     Verdict(
         "effect",
-        "environment.path environment.column environment.tools environment.max_turns environment.max_tokens "
-        "environment.bad_call environment.split_special_tokens",
+        "environment.path environment.column environment.tools environment.max_turns "
+        "environment.max_tokens environment.bad_call environment.split_special_tokens",
         "episodes are played with the new setting",
     ),
     Verdict(
         "effect",
         "algorithm.",
-        "the policy learns by the new setting; an adaptive KL coefficient (algorithm.kl.target) continues from "
-        "its last value",
+        "the policy learns by the new setting; an adaptive KL coefficient (algorithm.kl.target) "
+        "continues from its last value",
     ),
     Verdict(
         "effect",
@@ -114,7 +119,8 @@ SETTINGS = (
     Verdict(
         "effect",
         "rollout.max_new_tokens rollout.temperature rollout.top_p rollout.top_k rollout.min_p "
-        "rollout.repetition_penalty rollout.min_new_tokens rollout.stop rollout.stop_token_ids sampling.",
+        "rollout.repetition_penalty rollout.min_new_tokens rollout.stop rollout.stop_token_ids "
+        "sampling.",
         "completions are sampled with the new setting",
     ),
     Verdict(
@@ -131,9 +137,10 @@ SETTINGS = (
     Verdict("effect", "teacher.path", "it learns from the new teacher"),
     Verdict(
         "effect",
-        "output. rft.profile rft.few_shot_separator rft.select rft.threshold rft.rounds rft.sampler rft.answers "
-        "rft.start",
-        "work that is not done yet is done with the new setting; a file made with another one is refused by its name",
+        "output. rft.profile rft.few_shot_separator rft.select rft.threshold rft.rounds "
+        "rft.sampler rft.answers rft.start",
+        "work that is not done yet is done with the new setting; a file made with another one is "
+        "refused by its name",
     ),
 )
 _BY_KEY = {key: verdict for verdict in SETTINGS for key in verdict.keys.split()}
@@ -167,11 +174,13 @@ CONTENTS: Mapping[str, ContentVerdict] = {
     ),
     "reward": ContentVerdict(
         "reward.functions",
-        "rewards are given by the new code, and do not compare with earlier ones: {name} has changed",
+        "rewards are given by the new code, and do not compare with earlier ones: "
+        "{name} has changed",
     ),
     "reward_models": ContentVerdict(
         "reward.models",
-        "rewards are given by other weights, and do not compare with earlier ones: {name} has changed",
+        "rewards are given by other weights, and do not compare with earlier ones: "
+        "{name} has changed",
     ),
     "environment": ContentVerdict(
         "environment.path", "episodes are played by the new code: {name} has changed"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from tunesmith.costs import PeakRates
+from tunesmith.errors import ConfigError
 from tunesmith.learn.usercode.far import STARTING
 from tunesmith.plan.facts.model_files import weight_files
 from tunesmith.run.weights.base import Plane
@@ -109,7 +110,11 @@ class EngineSpec(ABC):
 
     def build(self) -> EngineHost:
         """The engine in a process of its own."""
-        raise NotImplementedError(f"{type(self).__name__} has no process of its own")
+        raise ConfigError(
+            f"{type(self).__name__} cannot be built in a process of its own; leave "
+            "system.engine_process out",
+            keys=("system.engine_process",),
+        )
 
     @property
     def weights(self) -> str:

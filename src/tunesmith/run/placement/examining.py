@@ -54,7 +54,8 @@ def examine_user_code(config: RunConfig, base_dir: Path, examples: Sequence[Exam
         told = ended.stderr.decode(errors="replace").strip().splitlines()[-5:]
         names = " and ".join(f"'{reference}'" for _, reference in references)
         lines = [
-            f"importing {names} ended its process with code {ended.returncode} ({' and '.join(keys)})",
+            f"importing {names} ended its process with code {ended.returncode} "
+            f"({' and '.join(keys)})",
             *told,
         ]
         raise ConfigError("\n  ".join(lines), keys=keys)

@@ -115,13 +115,14 @@ class SequenceScores:
                 self.max_tokens = max(longest, cap // 2)
                 if self.max_tokens == cap:
                     raise DeviceMemoryError(
-                        f"a reward model: {failure}, and no pass can be smaller than the longest sequence ({longest} "
-                        "tokens). Shorten the sequences, or have more processes share the model: "
-                        "system.placement.reward.shards, on Ray"
+                        f"a reward model: {failure}, and no pass can be smaller than the longest "
+                        f"sequence ({longest} tokens). Shorten the sequences, or have more "
+                        "processes share the model: system.placement.reward.shards, on Ray"
                     ) from None
                 if rank == 0:
                     print(
-                        f"{failure}; system.reward_max_tokens lowered from {cap} to {self.max_tokens}",
+                        f"{failure}; system.reward_max_tokens lowered from {cap} to "
+                        f"{self.max_tokens}",
                         flush=True,
                     )
 

@@ -87,8 +87,9 @@ def _model(target: str, options: ServeOptions) -> RewardSet:
     if "/" not in target and not Path(target).exists():
         close = nearest(target, [*BUILTINS, *(path.name for path in Path.cwd().iterdir())])
         raise ConfigError(
-            f"'{target}' is no reward: give a reward model's directory or hub name, a function as rewards.py:name, "
-            f"or a built-in ({', '.join(BUILTINS)}).{close if close.startswith(' Did') else ''}"
+            f"'{target}' is no reward: give a reward model's directory or hub name, a function as "
+            "rewards.py:name, or a built-in "
+            f"({', '.join(BUILTINS)}).{close if close.startswith(' Did') else ''}"
         )
     entry = ModelReward(path=target, normalize=bool(options.normalize))
     from tunesmith.learn.rewards.stats import check_reward_model
@@ -134,6 +135,7 @@ def read_token(file: Path | None) -> str | None:
         return None
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"{source} holds no token; it is one word of ASCII characters, such as 'openssl rand -hex 32' prints."
+            f"{source} holds no token; it is one word of ASCII characters, such as 'openssl rand "
+            "-hex 32' prints."
         )
     return token

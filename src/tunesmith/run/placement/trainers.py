@@ -1,5 +1,5 @@
-"""Specs of what trains: a model with its optimizer, and with a reference, a teacher or a value head;
-and of a reference in its own processes. Torch is imported on use."""
+"""Specs of what trains: a model with its optimizer, and with a reference, a teacher or a value
+head; and of a reference in its own processes. Torch is imported on use."""
 
 from __future__ import annotations
 
