@@ -62,12 +62,11 @@ class RayCluster(Starter):
                 much of it.
             ConfigError: Ray does not know, or refuses, the runtime environment.
         """
-        import ray
-
+        # Ray is first imported in here, since what it reads on import is set before.
         connected = _connect(system, sum(len(bundle.roles) for bundle in bundles))
         try:
             group = _reserve(bundles)
-            machines = ray.util.placement_group_table(group)["bundles_to_node_id"]
+            machines = _machines(group)
             if system.weight_plane == "memory":
                 check_machines(bundles, machines)
             return cls(group, bundles, machines, connected=connected)
@@ -194,8 +193,7 @@ def check_machines(bundles: Sequence[Bundle], machines: Mapping[int, str]) -> No
         raise ClusterError(
             'system.weight_plane = "memory" is for engines on the trainer\'s machine, and the '
             'cluster has places for them on others: set system.weight_plane = "gloo", or "disk" '
-            "with a system.engine_directory that all "
-            "machines see"
+            "with a system.engine_directory that all machines see"
         )
 
 
@@ -206,7 +204,6 @@ def cluster_machines(system: SystemSection) -> list[dict[str, float]]:
     Raises:
         ClusterError: there is no cluster at the address.
     """
-
     if not (system.ray_address or os.environ.get("RAY_ADDRESS")):
         return []
     connected = _connect(system, 0)
@@ -222,6 +219,12 @@ def _alive() -> list[dict[str, Any]]:
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _machines(group: Any) -> Mapping[int, str]:
+    import ray
+
+    return ray.util.placement_group_table(group)["bundles_to_node_id"]
 
 
 def _own_gpus() -> list[str]:
