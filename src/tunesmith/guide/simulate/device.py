@@ -31,7 +31,8 @@ from tunesmith.guide.simulate.replaced import replaced
 from tunesmith.guide.simulate.sharded import SHAPES_ALONE
 from tunesmith.guide.simulate.threads import occupant_of_thread
 
-PACKAGE = Path(__file__).parents[2]
+SIMULATE = Path(__file__).parent
+PACKAGE = SIMULATE.parents[1]
 HELD = ("weights", "gradients", "optimizer", "frozen models")
 """Purposes of tensors that are copied to host memory to be kept, not read."""
 MOST_KEPT = 2**16
@@ -62,7 +63,8 @@ class FakeDevice(TorchDispatchMode):
         self.purpose: str | None = None
         """The purpose of new tensors; None: it depends on whether a backward pass runs."""
         self._fakes = _Fakes(allow_non_fake_inputs=True)
-        self._stack, self._one_at_a_time = ExitStack(), RLock()  # torch's mode is not thread-safe
+        self._stack = ExitStack()
+        self._one_at_a_time = RLock()  # torch's mode is not thread-safe
 
     def __enter__(self) -> Self:
         self._stack.enter_context(warnings.catch_warnings())
@@ -119,9 +121,10 @@ class FakeDevice(TorchDispatchMode):
     def wait(self, operation: str) -> None:
         """Record that the host waits, at the innermost stack frame in the product."""
         frame = sys._getframe(1)
-        while frame.f_back and not _is_product(Path(frame.f_code.co_filename)):
-            frame = frame.f_back
         place = Path(frame.f_code.co_filename)
+        while frame.f_back and (not place.is_relative_to(PACKAGE) or place.parent == SIMULATE):
+            frame = frame.f_back
+            place = Path(frame.f_code.co_filename)
         self.waits[f"{place.parent.name}/{place.name}:{frame.f_lineno} {operation}"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,9 +141,8 @@ class FakeDevice(TorchDispatchMode):
             return inputs[0]  # a fake result would be another tensor
         place = str(kwargs.get("device") or "cpu")
         real = place == "cpu" or (place == "meta" and func is aten._to_copy.default)
-        pinned = kwargs.pop(
-            "pin_memory", False
-        )  # as large as tensors on the device, so it has no values either
+        # Pinned memory is as large as tensors on the device, so it has no values either.
+        pinned = kwargs.pop("pin_memory", False)
         if real and not pinned and not any(isinstance(t, FakeTensor) for t in inputs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -154,15 +156,10 @@ class FakeDevice(TorchDispatchMode):
             return read
         result = func(*args, **kwargs)
         self._remember(func, inputs, result)
-        purpose = self.purpose or (
-            "temporaries" if torch._C._current_autograd_node() else "activations"
-        )
-        for tensor in tree_leaves(result):
-            if (
-                purpose != SHAPES_ALONE
-                and isinstance(tensor, FakeTensor)
-                and tensor.device.type == "cuda"
-            ):
+        backward = bool(torch._C._current_autograd_node())
+        purpose = self.purpose or ("temporaries" if backward else "activations")
+        for tensor in tree_leaves(result) if purpose != SHAPES_ALONE else ():
+            if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
                 self._holding(tensor).add(tensor, purpose)
         return result
 
@@ -173,11 +170,8 @@ class FakeDevice(TorchDispatchMode):
 
     def _remember(self, func: Any, inputs: list[Tensor], result: Any) -> None:
         """Keep the values that the host writes into a tensor."""
-        if (
-            func is aten._to_copy.default
-            and not isinstance(inputs[0], FakeTensor)
-            and result.numel() <= MOST_KEPT
-        ):
+        writes = func is aten._to_copy.default and not isinstance(inputs[0], FakeTensor)
+        if writes and result.numel() <= MOST_KEPT:
             setattr(result, _WRITTEN, inputs[0])
         elif func._schema.is_mutable:
             for tensor in inputs:
@@ -220,7 +214,3 @@ class _Fakes(FakeTensorMode):
         if kwargs and kwargs.get("device") == META:
             kwargs = {**kwargs, "device": CUDA}
         return super().dispatch(func, types, args, kwargs)
-
-
-def _is_product(file: Path) -> bool:
-    return file.is_relative_to(PACKAGE) and file.parent.name != "simulate"

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.testing._internal.distributed.fake_pg import (
-    FakeStore,
-)  # the import registers the backend
+from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the backend
 
 from tunesmith.guide.simulate.replacing import replacing
 from tunesmith.guide.simulate.threads import occupant_of_thread
@@ -41,14 +39,12 @@ def fake_groups(most: int) -> Generator[None]:
     def world_size(group: Any = None) -> int:
         return joined[occupant_of_thread().gpu] if group is None else size_of(group)
 
-    with (
-        replacing(
-            dist,
-            init_process_group=join,
-            is_initialized=is_initialized,
-            get_world_size=world_size,
-            ProcessGroupNCCL=_Nccl,  # which a torch without CUDA lacks
-        ),
+    with replacing(
+        dist,
+        init_process_group=join,
+        is_initialized=is_initialized,
+        get_world_size=world_size,
+        ProcessGroupNCCL=_Nccl,  # which a torch without CUDA lacks
     ):
         try:
             yield
@@ -57,12 +53,8 @@ def fake_groups(most: int) -> Generator[None]:
                 dist.destroy_process_group()
 
 
-class _Options:
-    pass
-
-
 class _Nccl:
-    Options = _Options
+    class Options: ...
 
     def __new__(cls, store: Any, rank: int, world: int, options: Any) -> Any:
         del store, options

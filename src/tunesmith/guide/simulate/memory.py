@@ -5,6 +5,7 @@ memory stays with the process that allocated it, as with PyTorch's caching alloc
 uses it again, and the others of the device do without until it empties its cache.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import weakref
@@ -64,14 +65,13 @@ class MemoryUse:
         """Count a tensor's storage until it is freed; one that is counted already keeps its
         purpose."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:  # pyright: ignore[reportPrivateUsage]
-            held = _Storage(0, purpose, occupant_of_thread().process)
-            self._storages[storage._cdata] = held  # pyright: ignore[reportPrivateUsage]
-            weakref.finalize(storage, self._remove, storage._cdata)  # pyright: ignore[reportPrivateUsage]
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = _Storage(0, purpose, occupant_of_thread().process)
+            weakref.finalize(storage, self._remove, storage._cdata)
             self.resized(storage)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        held = self._storages.get(storage._cdata)  # pyright: ignore[reportPrivateUsage]
+        held = self._storages.get(storage._cdata)
         if held:
             before = held.size
             held.size = -(-storage.nbytes() // BLOCK) * BLOCK
@@ -81,13 +81,14 @@ class MemoryUse:
         """Set the purpose of these tensors."""
         for tensor in tensors:
             own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if own is not None and (held := self._storages.get(own.untyped_storage()._cdata)):  # pyright: ignore[reportPrivateUsage]
+            held = None if own is None else self._storages.get(own.untyped_storage()._cdata)
+            if held:
                 self.now[held.purpose] -= held.size
                 held.purpose = purpose
                 self.now[purpose] = self.now.get(purpose, 0) + held.size
 
     def purpose(self, tensor: Tensor) -> str | None:
-        held = self._storages.get(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]
+        held = self._storages.get(tensor.untyped_storage()._cdata)
         return held and held.purpose
 
     def _process(self, name: str) -> _Process:

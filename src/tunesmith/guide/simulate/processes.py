@@ -30,14 +30,17 @@ class FakeProcesses(Starter):
 
     def __init__(self, gpu: Callable[[Role], str] = lambda _: FIRST, judges: int = 1) -> None:
         super().__init__()
-        self._gpu, self._judges, self._numbers = gpu, judges, Counter[Role]()
+        self._gpu = gpu
+        self._judges = judges
+        self._numbers = Counter[Role]()
         self._first: dict[Role, _OnThreads] = {}
 
     def _start(
         self, role: Role, lost: type[TunesmithError], python: Path | None
     ) -> tuple[Far, int | None]:
         del python
-        number, self._numbers[role] = self._numbers[role], self._numbers[role] + 1
+        number = self._numbers[role]
+        self._numbers[role] += 1
         if number % self._judges if role == "reward" else number:
             return _LikeAnother(self._first[role], lost), number
         with inside(Occupant(self._gpu(role), role)):
@@ -63,7 +66,8 @@ class _OnThreads(_Inside):
         super().__init__(name, lost)
         self.newest: PendingResult
         """The answer to the last request."""
-        self._loop, self._worker = asyncio.new_event_loop(), ThreadPoolExecutor(1, name)
+        self._loop = asyncio.new_event_loop()
+        self._worker = ThreadPoolExecutor(1, name)
         self._host = Host(self._worker)
         self._thread = Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()

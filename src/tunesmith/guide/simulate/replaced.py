@@ -56,7 +56,8 @@ class Stream:
     """
 
     def __init__(self, device: Device) -> None:
-        self._device, self.used = device, list[Tensor]()
+        self._device = device
+        self.used = list[Tensor]()
 
     def synchronize(self) -> None:
         self._device.wait("synchronize")
@@ -111,9 +112,9 @@ def replaced(device: Device) -> Generator[None]:
     def kind(name: str) -> property:
         return property(lambda tensor: tensor.device.type == name)
 
-    methods: dict[str, Any] = {name: reader(name) for name in READ} | {"tolist": tolist, "to": _to}
-    methods |= {"record_stream": _used_by, "is_pinned": _in_host_memory}
-    methods["numpy"] = _no_bytes
+    methods: dict[str, Any] = {name: reader(name) for name in READ}
+    methods |= {"tolist": tolist, "to": _to, "numpy": _always(b"")}
+    methods |= {"record_stream": _use, "is_pinned": _is_in_host_memory}
     methods["data"] = property(_DATA.__get__, _set_data)
     kinds = {f"is_{name}": kind(name) for name in ("cuda", "cpu", "meta")}
     of_rows = {"to": _to, "device": property(lambda tensor: tensor._local_tensor.device)}
@@ -124,7 +125,7 @@ def replaced(device: Device) -> Generator[None]:
         stack.enter_context(replacing(torch.utils, weakref=_NoWeakReferences))
         stack.enter_context(replacing(Thread, run=run_inside, start=start_on))
         # The number is for another machine.
-        stack.enter_context(replacing(torch, set_num_threads=_nothing))
+        stack.enter_context(replacing(torch, set_num_threads=_always(None)))
         stack.enter_context(replacing(torch.UntypedStorage, resize_=resized))
         stack.enter_context(replacing(torch.cuda, **_cuda(device)))
         stack.enter_context(replacing(clip_grad, **{GROUPED: _grouped}))
@@ -145,28 +146,21 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
     A tensor in host memory that moves to the device is copied here, because C++ would not copy it.
     """
-    if tensor.device.type == "cpu" and any(
-        _as_told(each) is META for each in (*args, *kwargs.values())
-    ):
-        dtypes = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)]
-        away = {
-            "dtype": dtypes[0] if dtypes else tensor.dtype,
-            "non_blocking": kwargs.get("non_blocking", False),
-        }
-        return torch.ops.aten._to_copy.default(tensor, device=META, **away)
-    return Tensor.to(
-        tensor, *map(_as_told, args), **{key: _as_told(value) for key, value in kwargs.items()}
-    )
+    args = tuple(map(_as_told, args))
+    kwargs = {key: _as_told(value) for key, value in kwargs.items()}
+    every = [*args, *kwargs.values()]
+    if tensor.device.type == "cpu" and any(each is META for each in every):
+        dtype = next((each for each in every if isinstance(each, torch.dtype)), tensor.dtype)
+        copied = {"dtype": dtype, "non_blocking": kwargs.get("non_blocking", False)}
+        return torch.ops.aten._to_copy.default(tensor, device=META, **copied)
+    return Tensor.to(tensor, *args, **kwargs)
 
 
 def _grouped(tensors: Any, with_indices: bool = False) -> Any:
     """Restore the tensors' device: C++ believes they are on meta, and clipping would move its
     coefficient there."""
-    groups = _group(tensors, with_indices)
-    return {
-        (lists[0][0].device, kind): (lists, indices)
-        for (_, kind), (lists, indices) in groups.items()
-    }
+    groups = _group(tensors, with_indices).items()
+    return {(lists[0][0].device, kind): (lists, more) for (_, kind), (lists, more) in groups}
 
 
 def _as_told(argument: Any) -> Any:
@@ -182,32 +176,27 @@ class _NoWeakReferences:
         return ()
 
 
-def _no_bytes(_: Tensor) -> bytes:
-    return b""
+def _always(value: Any) -> Callable[..., Any]:
+    """A function with this result for all arguments."""
+
+    def answer(*_: Any, **__: Any) -> Any:
+        return value
+
+    return answer
 
 
-def _nothing(*_: Any, **__: Any) -> None: ...
-
-
-def _in_host_memory(tensor: Tensor) -> bool:
+def _is_in_host_memory(tensor: Tensor) -> bool:
     """What has no numbers there is pinned."""
     return tensor.is_cpu
 
 
-def _used_by(tensor: Tensor, stream: Stream) -> None:
+def _use(tensor: Tensor, stream: Stream) -> None:
     stream.used.append(tensor)
-
-
-def _random_state(*_: Any) -> Tensor:
-    return torch.zeros(16, dtype=torch.uint8)
 
 
 def _cuda(device: Device) -> dict[str, Any]:
     """Replacements for functions of ``torch.cuda``."""
     stream = Stream(device)
-
-    def the_stream(*_: Any, **__: Any) -> Stream:
-        return stream
 
     def another(*_: Any, **__: Any) -> Stream:
         return Stream(device)
@@ -216,13 +205,13 @@ def _cuda(device: Device) -> dict[str, Any]:
         stream.synchronize()
 
     return {
-        "get_rng_state": _random_state,
-        "current_device": lambda: 0,
+        "get_rng_state": _always(torch.zeros(16, dtype=torch.uint8)),
+        "current_device": _always(0),
         "device_count": lambda: device.gpus,
         "synchronize": synchronize,
         "stream": nullcontext,
-        "current_stream": the_stream,
+        "current_stream": _always(stream),
         **dict.fromkeys(("Stream", "Event"), another),
         "empty_cache": lambda: device.memory.empty_cache(),
-        **dict.fromkeys(("init", "set_device", "set_rng_state"), _nothing),
+        **dict.fromkeys(("init", "set_device", "set_rng_state"), _always(None)),
     }

@@ -16,6 +16,7 @@ from typing import Any
 
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import TunesmithError
+from tunesmith.guide.tune.search import Status
 from tunesmith.guide.tune.trial import Ended, Order
 from tunesmith.learn.usercode.child import Process, ending
 from tunesmith.records.storage import read_json
@@ -33,9 +34,9 @@ OTHER = (*OUTSIDE_STEPS, "other")
 class TrialEnded(TunesmithError):
     """A run ended by itself or took too long; ``status`` is the status of an ``Outcome``."""
 
-    def __init__(self, status: Any, reason: str) -> None:
+    def __init__(self, status: Status, reason: str) -> None:
         super().__init__(reason)
-        self.status: Any = status
+        self.status: Status = status
 
 
 @dataclass(slots=True)
@@ -129,7 +130,7 @@ class Arm:
     def _await_step(self, process: Process, patience: float) -> None:
         if not any(process.connection.poll(SLICE) for _ in range(ceil(patience / SLICE))):
             self.end()
-            status = "slow" if patience < START_SECONDS else "hung"
+            status: Status = "slow" if patience < START_SECONDS else "hung"
             raise TrialEnded(status, f"no step ended within {patience:.0f} s")
         try:
             answer: dict[str, Any] | Ended = process.connection.recv()

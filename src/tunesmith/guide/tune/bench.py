@@ -107,9 +107,9 @@ class Bench:
         slowest = 0.0
         turn = 1
         ratios = list[float]()
-        while not ratios or not (
-            interval(ratios).decided or len(ratios) >= MOST_PAIRS or self.is_over
-        ):
+        while not ratios or not (interval(ratios).decided or self.is_over):
+            if len(ratios) >= MOST_PAIRS:
+                break
             times: dict[bool, list[float]] = {}
             for arm in (known, other) if len(ratios) // block % 2 == 0 else (other, known):
                 began = time.monotonic()

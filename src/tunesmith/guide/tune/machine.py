@@ -80,11 +80,8 @@ def probes(seed: int, count: int) -> list[Probe]:
     needed = BYTES * sum(work.model.parameters or 0 for work in works)
     free = memory()[1]
     if needed > free:
-        raise CapacityError(
-            f"the {count} small models that are measured need {format_size(needed)} of memory, "
-            f"and {format_size(free)} "
-            "are free; end other programs first"
-        )
+        sizes = f"{format_size(needed)} of memory, and {format_size(free)} are free"
+        raise CapacityError(f"the {count} measured models need {sizes}; end other programs first")
     return [Probe(work) for work in works]
 
 
@@ -110,10 +107,9 @@ def _fit(measured: Sequence[Probe]) -> Rates:
     does = [amounts(probe.work) for probe in measured]
     rates: dict[str, dict[str, float]] = {}
     for phase, first in does[0].items():
-        pairs = [
-            (each[phase], probe.seconds[phase]) for each, probe in zip(does, measured, strict=True)
-        ]
-        rows = [[amount[kind] / seconds for kind in first] for amount, seconds in pairs]
+        seconds = [probe.seconds[phase] for probe in measured]
+        pairs = zip(does, seconds, strict=True)
+        rows = [[amount[phase][kind] / s for kind in first] for amount, s in pairs]
         rates[phase] = dict(zip(first, nonnegative(np.array(rows)).tolist(), strict=True))
     return rates
 

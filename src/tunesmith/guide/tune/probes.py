@@ -45,9 +45,8 @@ class Probe:
         self._model = made_up(self.work)
         self._backend = TorchBackend(self._model, AdamWSettings(), CausalLM.predict)
         said = ["model.path=made/up", "data.train=made/up", 'reward.functions=["exact_match"]']
-        self._objective = policy_objective(
-            resolved_algorithm(load_config(RLConfig, None, said), None)[0]
-        )
+        config = load_config(RLConfig, None, said)
+        self._objective = policy_objective(resolved_algorithm(config, None)[0])
 
     def step(self) -> None:
         """Take a step; each phase's minimum time counts, since other programs slow some steps
@@ -78,9 +77,8 @@ class Probe:
         """Sample with a separate engine, whose memory is freed afterwards."""
         work = self.work
         draw = torch.Generator().manual_seed(self._steps)
-        prompts = torch.randint(
-            work.model.vocab_size, (work.prompts, work.prompt), generator=draw
-        ).tolist()
+        size = (work.prompts, work.prompt)
+        prompts = torch.randint(work.model.vocab_size, size, generator=draw).tolist()
         budget = work.model.kv_bytes_per_token(4) * (work.prompt + work.new + 32) * work.samples
         engine = LocalEngine(
             self._model,
@@ -93,9 +91,7 @@ class Probe:
             await engine.load_weights(self._steps)
         asked = [(p, Sampling(work.new, seed=i)) for p in prompts for i in range(work.group)]
         began = time.perf_counter()
-        done = await asyncio.gather(
-            *(engine.generate(prompt, sampling) for prompt, sampling in asked)
-        )
+        done = await asyncio.gather(*(engine.generate(*each) for each in asked))
         whole = time.perf_counter() - began
         stats = engine.stats()
         self._took("prefill", stats.prefill_seconds)
@@ -131,9 +127,8 @@ def _batch(prompts: list[list[int]], done: list[Completion], group: int) -> Batc
     for i, completion in enumerate(done):
         prompt = prompts[i // group]
         ids = [*completion.token_ids]
-        samples.append(
-            Sample([*prompt, *ids], [False] * len(prompt) + [True] * len(ids), i // group)
-        )
+        learned = [False] * len(prompt) + [True] * len(ids)
+        samples.append(Sample([*prompt, *ids], learned, i // group))
     batch = Batch.of(samples)
     batch.add("old_logprobs", [logprob for completion in done for logprob in completion.logprobs])
     batch.add("advantages", [1.0 if place % 2 else -1.0 for place in batch.sample.tolist()])

@@ -31,11 +31,8 @@ TINY_RATE = 1e-12
 def check_tunable(config: RunConfig, command: str = "tune") -> None:
     """Reject (ConfigError) a run whose steps ``command`` cannot measure here."""
     if not config.trains or config.command == "rft":
-        raise ConfigError(
-            f"tunesmith {command} is for runs that train step by step, and this is one of "
-            f"tunesmith {config.command}; "
-            "take the run file of its training instead"
-        )
+        this = f"this is one of tunesmith {config.command}; take the run file of its training"
+        raise ConfigError(f"tunesmith {command} is for runs that train step by step, and {this}")
     if config.system.cluster != "none":
         raise ConfigError(
             f'system.cluster = "{config.system.cluster}": the steps of a cluster are not measured; '
@@ -49,10 +46,8 @@ def check_tunable(config: RunConfig, command: str = "tune") -> None:
             keys=("system.engine",),
         )
     if "RANK" in os.environ:
-        raise ConfigError(
-            f"tunesmith {command} starts the processes itself; call it without torchrun or "
-            "accelerate"
-        )
+        without = "call it without torchrun or accelerate"
+        raise ConfigError(f"tunesmith {command} starts the processes itself; {without}")
 
 
 def without_tuned(config: C, kept: Collection[str] = ()) -> C:
@@ -94,9 +89,8 @@ def proof_config(config: C) -> C:
     if config.lora.dropout:
         config = with_values(config, {"lora.dropout": 0.0})
     if isinstance(config, RLConfig):
-        config = with_values(
-            config, {"algorithm.dynamic_filter": False, "algorithm.mask_truncated": False}
-        )
+        keeps_all = {"algorithm.dynamic_filter": False, "algorithm.mask_truncated": False}
+        config = with_values(config, keeps_all)
     return config
 
 

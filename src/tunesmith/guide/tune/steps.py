@@ -62,10 +62,10 @@ def measure_steps(path: Path, overrides: Sequence[str], steps: int) -> Measured:
         remove_at_end(Path(folder))
         arm = Arm(trial.model_copy(update={"monitor": monitor}), path, Path(folder))
         try:
-            found: list[dict[str, float]] = []
+            metrics: list[dict[str, float]] = []
             for _ in range(steps):
                 arm.step()
-                found.append(numbers(arm.metrics))
+                metrics.append(numbers(arm.metrics))
             arm.step()
             costs = largest_costs(arm.run_dir / "profile" / f"step-{profiled:06d}.json.gz", COSTS)
         except TrialEnded as ended:
@@ -73,7 +73,7 @@ def measure_steps(path: Path, overrides: Sequence[str], steps: int) -> Measured:
         finally:
             arm.end()
     overlapping = isinstance(config, RLConfig) and config.rollout.max_staleness > 0
-    return measured(found, overlapping=overlapping, costs=costs)
+    return measured(metrics, overlapping=overlapping, costs=costs)
 
 
 def measured(

@@ -22,6 +22,7 @@ from tunesmith.records.children import end_with_parent
 
 if TYPE_CHECKING:
     from tunesmith.config.schema import RunConfig
+    from tunesmith.guide.tune.search import Status
     from tunesmith.run.loop.rollouts import RolloutSource
 
 
@@ -38,7 +39,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    status: str
+    status: Status
     reason: str
 
 
@@ -67,7 +68,7 @@ def main() -> None:
 def ended_by(error: Exception) -> Ended:
     """The end of a run that raised an error."""
     memory = isinstance(error, CapacityError) or is_out_of_memory(error)
-    status = "memory" if memory else "refused" if isinstance(error, UserError) else "failed"
+    status: Status = "memory" if memory else "refused" if isinstance(error, UserError) else "failed"
     return Ended(status, f"{type(error).__name__}: {error}")
 
 
