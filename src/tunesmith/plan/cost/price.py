@@ -400,16 +400,19 @@ def _attention(model: ModelFacts, layout: Layout) -> int:
 
 def _feed_forward(model: ModelFacts, layout: Layout) -> int:
     """Bytes per token: three vectors of the hidden size, gate and up in one, the activation, and
-    attention tensors that the layer's call still holds. An adapter computes up separately from the
-    gate, and its own part in float32."""
+    attention tensors that the layer's call still holds: with an adapter one of the queries and one
+    of the keys less. An adapter computes up separately from the gate, and its own part in
+    float32."""
     hidden = model.hidden_size
     inner = model.intermediate_size
     queries = model.query_width
     keys = model.key_width
     size = layout.bytes_per_number
-    held = size * (4 * hidden if layout.zero_stage else 3 * hidden + 2 * queries + 3 * keys)
+    adapted = layout.lora_rank is not None
+    attended = (2 - adapted) * queries + (3 - adapted) * keys
+    held = size * (4 * hidden if layout.zero_stage else 3 * hidden + attended)
     held += 2 * size * model.head_dim
-    if layout.lora_rank is None:
+    if not adapted:
         return held + 3 * size * inner
     rounded = (4 + (0 if layout.zero_stage else size)) * hidden if size == 2 else 0
     return held + rounded + (2 * size + 8) * inner
