@@ -14,7 +14,6 @@ from typing import Any
 
 from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
-from tunesmith.config.schema import RunConfig
 from tunesmith.guide.simulate.dry_run import dry_run
 from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.cost.memory import planned, planned_devices
@@ -22,7 +21,7 @@ from tunesmith.plan.facts.hub import estimated_parameters
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import facts_of
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import draft
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
 
 QWEN3: dict[str, Any] = {
@@ -125,7 +124,7 @@ DEPTHS = (4, 6)
 peaks at another point than with more: there is no third layer whose weights are gathered ahead."""
 
 
-def resolved(directory: Path, case: Case) -> tuple[RunConfig, Facts]:
+def resolved(directory: Path, case: Case) -> AnyPlan:
     shape = SHAPES[case.shape] | {"num_hidden_layers": case.layers}
     (directory / "config.json").write_text(json.dumps(shape))
     (directory / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
@@ -148,17 +147,16 @@ def resolved(directory: Path, case: Case) -> tuple[RunConfig, Facts]:
     facts = Facts(
         there, model, train_size=1000, ranks_here=len(there.gpus) if there.nodes > 1 else None
     )
-    return resolve(
-        load_config(KINDS["sft"], None, [*own, *sizes, *given, *case.options]), facts
-    ).config, facts
+    config = load_config(KINDS["sft"], None, [*own, *sizes, *given, *case.options])
+    return resolve(config, facts)
 
 
 def compared(directory: Path, case: Case) -> dict[str, Any]:
     """Bytes of a step, planned and measured, in total and by purpose."""
-    config, facts = resolved(directory, case)
-    price = planned(draft(config, facts))
+    plan = resolved(directory, case)
+    price = planned(plan)
     assert price is not None
-    measured = dry_run(config, facts)[FIRST]["train"]
+    measured = dry_run(plan)[FIRST]["train"]
     parts = {part: getattr(price, part) for part in PARTS}
     total = price.training - price.libraries
     return _row(case, total, measured.total) | {
@@ -170,9 +168,9 @@ def compared(directory: Path, case: Case) -> dict[str, Any]:
 def extrapolated(directory: Path, case: Case) -> dict[str, Any]:
     """Bytes of a whole model's step, planned, and extrapolated from a few layers; ``free``: memory
     of the GPU."""
-    config, facts = resolved(directory, case)
-    [(_, price, free)] = planned_devices(draft(config, facts))
-    split = (*case.options, f"system.shard_size={config.system.shard_size}")
+    plan = resolved(directory, case)
+    [(_, price, free)] = planned_devices(plan)
+    split = (*case.options, f"system.shard_size={plan.devices.shard_size}")
     some = [compared(directory, replace(case, layers=n, options=split))["measured"] for n in DEPTHS]
     whole = some[0] + (some[1] - some[0]) // (DEPTHS[1] - DEPTHS[0]) * (case.layers - DEPTHS[0])
     measured = {f"measured_of_{n}_layers": size for n, size in zip(DEPTHS, some, strict=True)}

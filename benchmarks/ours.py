@@ -21,7 +21,6 @@ from benchmarks.protocol import Measure, Result, answer, peak_memory_mb
 from benchmarks.workload import FIRST_WORD, WORKLOADS, Workload
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.config.values import parse_size
 from tunesmith.costs import PeakRates
 from tunesmith.learn.algorithms.objective import policy_objective
 from tunesmith.learn.data.batch import Batch
@@ -29,6 +28,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run.engines.local.engine import LocalEngine
@@ -73,16 +73,14 @@ async def measure_rollout(wanted: Measure) -> Result:
     """All completions of the workload on the embedded engine, then the difference to the trainer's
     log-probs."""
     workload = WORKLOADS[wanted.workload]
-    config = _config(wanted)
+    plan = _plan(wanted)
     model = _model(wanted)
-    system = config.system
     limits = _limits(wanted)
-    assert system.kv_memory is not None, "not resolved"
     engine = LocalEngine(
         model,
-        kv_bytes=parse_size(system.kv_memory),
-        max_running=system.max_running,
-        max_prefill_tokens=system.max_prefill_tokens,
+        kv_bytes=plan.memory.kv_bytes,
+        max_running=plan.sampling.running,
+        max_prefill_tokens=plan.said.system.max_prefill_tokens,
         limits=limits,
     )
     prompts = _prompts(model, workload)
@@ -124,7 +122,7 @@ def measure_train(wanted: Measure) -> Result:
     # The log-probability an untrained model gives every token, so that the loss's ratios are near
     # 1.
     old = [-math.log(workload.model.vocabulary)] * sum(workload.lengths())
-    objective = policy_objective(_config(wanted).algorithm)
+    objective = policy_objective(_plan(wanted).algorithm)
     runs: list[float] = []
     metrics: dict[str, float] = {}
     for _ in range(1 + wanted.repeats):
@@ -275,8 +273,8 @@ def _training(wanted: Measure) -> list[str]:
     return [f"train.lr={LR}", f"train.steps={1 + wanted.repeats}"]
 
 
-def _config(wanted: Measure) -> RLConfig:
-    """The resolved configuration of the workload."""
+def _plan(wanted: Measure) -> Plan[RLConfig]:
+    """The plan of the workload."""
     workload = WORKLOADS[wanted.workload]
     facts = Facts(
         hardware=read_hardware(),
@@ -284,9 +282,9 @@ def _config(wanted: Measure) -> RLConfig:
         train_size=workload.prompts,
         longest=workload.prompt_tokens,
     )
-    config = resolve(load_config(RLConfig, None, _overrides(wanted)), facts).config
-    torch.set_num_threads(config.system.threads)
-    return config
+    plan = resolve(load_config(RLConfig, None, _overrides(wanted)), facts)
+    torch.set_num_threads(plan.devices.threads)
+    return plan
 
 
 def _model(wanted: Measure) -> CausalLM:
@@ -298,15 +296,15 @@ def _limits(wanted: Measure) -> PeakRates:
 
 
 def _learner(wanted: Measure, model: CausalLM) -> Learner:
-    config = _config(wanted)
-    assert config.algorithm.aggregation and config.system.max_tokens_per_microbatch, "not resolved"
+    plan = _plan(wanted)
+    assert plan.algorithm and plan.memory.microbatch, "the run trains"
     return Learner(
         backend=TorchBackend(model, AdamWSettings(), CausalLM.predict),
-        aggregation=config.algorithm.aggregation,
-        max_new_tokens=config.rollout.max_new_tokens,
+        aggregation=plan.algorithm.aggregation,
+        max_new_tokens=plan.said.rollout.max_new_tokens,
         learning_rate=lambda step: LR,  # noqa: ARG005
-        max_tokens=config.system.max_tokens_per_microbatch,
-        share_prompts=config.system.share_prompts,
+        max_tokens=plan.memory.microbatch,
+        share_prompts=plan.said.system.share_prompts,
         flops_per_second=_limits(wanted).flops_per_second,
     )
 

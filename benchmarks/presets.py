@@ -37,7 +37,6 @@ from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import draft
 from tunesmith.plan.resolve import resolve
 
 RESULTS = Path(__file__).with_name("results") / "presets.json"
@@ -205,9 +204,7 @@ def planned_memory(preset: str) -> int:
     of 0.5B."""
     facts = Facts(machine("H100-80GB"), HALF_A_BILLION, train_size=1000, longest=512)
     config = load_config(RLConfig, None, [*ON_A_GPU, f"algorithm.name={preset}"], files=False)
-    return max(
-        needed.peak for _, needed, _ in planned_devices(draft(resolve(config, facts).config, facts))
-    )
+    return max(needed.peak for _, needed, _ in planned_devices(resolve(config, facts)))
 
 
 def table(results: Mapping[str, Any]) -> str:

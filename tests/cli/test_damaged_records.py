@@ -109,14 +109,14 @@ def test_settings_that_cannot_be_compared_refuse_to_continue_with_a_remedy(
 ) -> None:
     from tunesmith.config.continuing import changes
     from tunesmith.config.load import load_config
-    from tunesmith.config.resolved import Resolved
+    from tunesmith.config.resolved import Listing, settings
     from tunesmith.config.schema import SFTConfig
     from tunesmith.errors import StorageError
 
     DAMAGES[damage](tmp_path / "resolved.json")
     config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
     try:
-        found = changes(Resolved(config, {}, ()), {}, tmp_path)
+        found = changes(Listing(settings(config), {}, ()), {}, tmp_path)
     except StorageError as error:
         assert "resolved.json" in str(error) and "delete it" in str(error)
     else:

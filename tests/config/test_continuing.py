@@ -17,11 +17,14 @@ from tunesmith.config.changing import with_values
 from tunesmith.config.commands import KINDS, OfflineDistillConfig, SampledDistillConfig, all_keys
 from tunesmith.config.continuing import Content, changes
 from tunesmith.config.load import load_config
-from tunesmith.config.resolved import Resolved, save_resolved, settings
+from tunesmith.config.resolved import Listing, save_resolved, settings
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.verdicts import CONTENTS, SETTINGS, verdict_of
 from tunesmith.errors import CheckpointError
 from tunesmith.learn.algorithms.kl import KLController
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import open_plan
 from tunesmith.run import placement
 from tunesmith.run.placement.contents import contents_of
 
@@ -46,10 +49,10 @@ def test_every_setting_has_exactly_one_entry() -> None:
 REQUIRED = ["model.path=o/m", "data.train=o/d", "teacher.path=o/t", 'reward.functions=["math"]']
 
 
-def resolved_of(key: str) -> Resolved[Any]:
+def resolved_of(key: str) -> Listing:
     """A configuration with the key, not derived any further."""
     kind = next(kind for kind in ALL if key in settings(_config(kind)))
-    return Resolved(_config(kind), {}, ())
+    return Listing(settings(_config(kind)), {}, ())
 
 
 def _config(kind: Any) -> Any:
@@ -222,5 +225,6 @@ def test_a_digest_of_weights_sees_a_change_and_not_a_move(tmp_path: Path) -> Non
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         folder = save_model(tmp_path / name, seed=seed)
         config = with_values(_config(RLConfig), {"model.path": str(folder)})
-        digests.append(contents_of(config, tokenizer, data, None)["model"].digest)
+        plan = open_plan(config, Facts(read_hardware()))
+        digests.append(contents_of(plan, tokenizer, data, None)["model"].digest)
     assert digests[0] == digests[1] != digests[2]

@@ -39,7 +39,6 @@ from tunesmith.config.commands import GenerateConfig, RFTConfig
 from tunesmith.config.engines import engine_kinds
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.reading.overriding import parse_override
-from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import ModelReward, RemoteReward, RLConfig, Source
 from tunesmith.config.section import Section
 from tunesmith.learn.data.prepare import peek
@@ -47,6 +46,7 @@ from tunesmith.learn.environments.loading import check_environment
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.records.progress import COLUMNS
@@ -89,7 +89,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def resolved(path: Path, *overrides: str) -> Resolved[Any]:
+def resolved(path: Path, *overrides: str) -> AnyPlan:
     """What ``tunesmith config`` does, and the look at the data and rewards that a run begins
     with."""
     config = load_config(find_kind(path, overrides), path, overrides)
@@ -112,7 +112,7 @@ def test_run_files_load_and_resolve(block: Block, place: Path) -> None:
 def test_what_the_front_page_shows_as_derived_is_derived(place: Path) -> None:
     here = {block.language: block.text for block in reversed(list(blocks_of(ROOT / "README.md")))}
     (place / "run.toml").write_text(here["toml"])
-    derived = {d.key: (d.value, d.reason) for d in resolved(place / "run.toml").derived}
+    derived = {d.key: (d.value, d.reason) for d in resolved(place / "run.toml").reasons}
     shown = [b.text for b in blocks_of(ROOT / "README.md") if b.text.startswith("algorithm.")]
     assert len(shown) == 1
     for line in shown[0].splitlines():
@@ -161,10 +161,10 @@ def test_run_files_of_the_examples_load_and_resolve(example: Path, tmp_path: Pat
     shutil.copytree(example, here, ignore=shutil.ignore_patterns("runs", "model", "*.jsonl"))
     load_module(here / "prepare.py")["main"]()
     start = tomllib.loads((here / "rl.toml").read_text())["model"]["path"]
-    sft = resolved(here / "sft.toml").config
-    assert sft.run_dir is not None
-    steps = f"checkpoints/step-{sft.train.steps:06d}/model"
-    assert Path(start) == sft.run_dir.relative_to(Path.cwd()) / steps, (
+    sft = resolved(here / "sft.toml")
+    assert sft.said.run_dir is not None
+    steps = f"checkpoints/step-{sft.steps:06d}/model"
+    assert Path(start) == sft.said.run_dir.relative_to(Path.cwd()) / steps, (
         "rl.toml begins where sft.toml ends"
     )
     shutil.copytree(here / "model", here / start)

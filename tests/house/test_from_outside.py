@@ -64,8 +64,8 @@ async def test_an_engine_of_another_package_fulfils_the_contract(
 ) -> None:
     lm = CausalLM.load(model)
     config = load_config(RLConfig, None, rl_settings(tmp_path, model, system__engine="uniform"))
-    resolved = resolve(config, Facts(read_hardware())).config
-    engine = engine_spec(resolved).around(WeightSource(lm), print, None)
+    plan = resolve(config, Facts(read_hardware()))
+    engine = engine_spec(plan).around(WeightSource(lm), print, None)
     await check(Subject(engine, numbers))
 
 

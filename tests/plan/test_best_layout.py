@@ -19,8 +19,8 @@ from tunesmith.plan.cost.memory import LIMIT, host_problem, planned_devices
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import draft
-from tunesmith.plan.report import plan_of
+from tunesmith.plan.plan import AnyPlan, open_plan
+from tunesmith.plan.report import report_of
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import refused_settings
 
@@ -76,14 +76,11 @@ def everything(config: Any, facts: Facts) -> Iterator[dict[str, Any]]:
                 }
 
 
-def seconds_if_it_fits(config: Any, facts: Facts) -> float | None:
-    devices = planned_devices(draft(config, facts))
-    if any(
-        needed.peak > LIMIT * free or host_problem(draft(config, facts), needed)
-        for _, needed, free in devices
-    ):
+def seconds_if_it_fits(plan: AnyPlan) -> float | None:
+    devices = planned_devices(plan)
+    if any(needed.peak > LIMIT * free or host_problem(plan, needed) for _, needed, free in devices):
         return None
-    return step_seconds(draft(config, facts))["step"]
+    return step_seconds(plan)["step"]
 
 
 def check(model: str, on: str, way: str, sample: int | None = None) -> None:
@@ -100,11 +97,11 @@ def check(model: str, on: str, way: str, sample: int | None = None) -> None:
     except CapacityError:
         pass
     else:
-        ours = seconds_if_it_fits(chosen.config, facts)
+        ours = seconds_if_it_fits(chosen)
         assert ours or chosen.notes, "a layout that may not fit has a note"
     tried = [*everything(config, facts)]
     found = [
-        (seconds_if_it_fits(with_values(base, each), facts), each)
+        (seconds_if_it_fits(open_plan(with_values(base, each), facts)), each)
         for each in (tried if sample is None else Random(0).sample(tried, min(sample, len(tried))))
     ]
     fitting = sorted(
@@ -156,7 +153,7 @@ def test_no_other_layout_of_the_plan_is_faster(model: str, said: tuple[str, ...]
     except CapacityError:
         assert not said, "only the local engine, which is on one GPU, does not fit"
         return
-    found = plan_of(config, resolved, facts)
+    found = report_of(config, resolved)
     assert all(each["times"] >= 1 and each["share"] <= LIMIT for each in found["next_best"])
 
 
@@ -168,5 +165,5 @@ def test_what_rules_refuse_is_not_chosen() -> None:
     ):
         config, facts = case("7B (Qwen 2.5)", "8xA100-80GB", "full")
         config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", *said[:1]])
-        chosen = resolve(config, facts).config
-        assert not [*refused_settings(draft(chosen, facts))]
+        chosen = resolve(config, facts)
+        assert not [*refused_settings(chosen)]

@@ -15,8 +15,7 @@ from tunesmith.plan.cost.price import scoring_bytes
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import draft
-from tunesmith.plan.report import plan_of
+from tunesmith.plan.report import report_of
 from tunesmith.plan.resolve import resolve
 
 MODEL = ModelFacts(
@@ -36,32 +35,30 @@ CAPS = ("max_tokens_per_microbatch", "scoring_max_tokens", "critic_max_tokens", 
 WITH_REFERENCE = ("algorithm.name=ppo", "algorithm.kl.coef=0.1")
 
 
-def found(kind: type[RunConfig], on: str, *said: str, **facts: Any) -> tuple[Any, Facts]:
+def found(kind: type[RunConfig], on: str, *said: str, **facts: Any) -> Any:
     base = ["model.path=org/m", "data.train=org/d", *said]
     base += ['reward.functions=["exact_match"]'] if kind is RLConfig else []
     known = Facts(machine(on), MODEL, train_size=1000, longest=512, **facts)
-    return resolve(load_config(kind, None, base), known), known
+    return resolve(load_config(kind, None, base), known)
 
 
 def caps(resolved: Any) -> dict[str, int | None]:
-    return {key: getattr(resolved.config.system, key, None) for key in CAPS}
+    return {key: resolved.settings[f"system.{key}"] for key in CAPS}
 
 
 def test_scoring_has_as_many_tokens_as_fit_the_memory_of_a_micro_batch() -> None:
-    resolved, facts = found(
-        SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=2048"
-    )
+    resolved = found(SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=2048")
     tokens = caps(resolved)
-    price = planned(draft(resolved.config, facts))
+    price = planned(resolved)
     assert price is not None and tokens["scoring_max_tokens"] == 32768, "more would be no faster"
     assert price.scored <= price.activations + price.head and price.scoring <= price.training
     again = "system.gradient_checkpointing=true"
-    resolved, facts = found(
+    resolved = found(
         SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=2048", again
     )
-    price = planned(draft(resolved.config, facts))
-    layout = layout_of(draft(resolved.config, facts))
-    scoring = resolved.config.system.scoring_max_tokens
+    price = planned(resolved)
+    layout = layout_of(resolved)
+    scoring = resolved.settings["system.scoring_max_tokens"]
     assert price is not None and 2048 < scoring < 32768 and scoring % 256 == 0
     room = price.activations + price.head
     assert scoring_bytes(MODEL, replace(layout, tokens=scoring)) == price.scored <= room
@@ -69,11 +66,9 @@ def test_scoring_has_as_many_tokens_as_fit_the_memory_of_a_micro_batch() -> None
 
 
 def test_where_micro_batches_are_large_scoring_has_the_same_layout() -> None:
-    resolved, _ = found(
-        SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=40000"
-    )
+    resolved = found(SFTConfig, "H200", "data.eval=org/e", "system.max_tokens_per_microbatch=40000")
     assert caps(resolved)["scoring_max_tokens"] == 40000
-    assert caps(found(SFTConfig, "H200")[0]) | {CAPS[0]: 0} == dict.fromkeys(CAPS[1:]) | {
+    assert caps(found(SFTConfig, "H200")) | {CAPS[0]: 0} == dict.fromkeys(CAPS[1:]) | {
         CAPS[0]: 0
     }, "nothing scores"
 
@@ -86,22 +81,22 @@ def test_a_critic_and_reward_models_have_their_own() -> None:
         *WITH_REFERENCE,
         *models,
     )
-    resolved, facts = found(RLConfig, "H200", *given, frozen_parameters=7_000_000_000)
+    resolved = found(RLConfig, "H200", *given, frozen_parameters=7_000_000_000)
     tokens = caps(resolved)
     assert all(value is not None and value >= 4096 for value in tokens.values()), tokens
-    price = planned(draft(resolved.config, facts))
-    roles = planned_roles(draft(resolved.config, facts))
+    price = planned(resolved)
+    roles = planned_roles(resolved)
     assert (
         price is not None and price.rewarded and roles["reward models"].rewarded == price.rewarded
     )
-    assert price.peak <= facts.hardware.gpus[0].memory_free
-    shown = plan_of(resolved.config, resolved, facts)
+    assert price.peak <= resolved.facts.hardware.gpus[0].memory_free
+    shown = report_of(resolved.said, resolved)
     assert set(shown["memory"][0]["phases"]) == {"training", "scoring", "sampling"}
     assert {f"system.{key}" for key in CAPS} <= set(shown["layout"])
-    more, _ = found(
+    more = found(
         RLConfig, "H200", *given, "system.critic_max_tokens=32768", frozen_parameters=7_000_000_000
     )
-    larger = planned(draft(more.config, facts))
+    larger = planned(more)
     assert larger is not None and larger.activations > price.activations, (
         "its own micro-batch counts"
     )

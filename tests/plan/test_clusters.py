@@ -15,13 +15,11 @@ from tests.support.documents import ROOT
 from tests.support.hub_of_sizes import serve
 from tunesmith.config.changing import with_values
 from tunesmith.config.load import find_kind, load_config
-from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.guide.simulate.dry_run import dry_run
 from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.cost.memory import planned_devices
-from tunesmith.plan.plan import draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.toml import toml_value
 from tunesmith.run.placement.planning import plan_run
@@ -48,12 +46,12 @@ def test_a_recipe_fits_its_machine(
         with pytest.raises(CapacityError, match=r"needs at least 1\.\d+TB .*free"):
             plan_run(config, machine)
         return
-    resolved, facts = plan_run(config, machine)
-    values = settings(resolved.config)
+    resolved = plan_run(config, machine)
+    values = resolved.settings
     for line in expected:
         key, _, value = line.partition(" = ")
         assert toml_value(values[key]) == value, line
-    devices = planned_devices(draft(resolved.config, facts))
+    devices = planned_devices(resolved)
     assert devices
     for name, planned, free in devices:
         assert planned.peak <= free, name
@@ -76,24 +74,27 @@ def test_a_recipe_takes_steps_on_its_machine(
     """With the layout of the whole model, and two of its layers."""
     monkeypatch.chdir(ROOT)
     file, _, machine, *said = shlex.split(command)
-    resolved, facts = plan_run(load_config(find_kind(Path(file), said), Path(file), said), machine)
-    config = resolve(resolved.config, replace(facts, train_size=1000)).config
-    if not config.trains:
+    resolved = plan_run(load_config(find_kind(Path(file), said), Path(file), said), machine)
+    said_here = resolved.said
+    facts = replace(resolved.facts, train_size=1000)
+    if not said_here.trains:
         pytest.skip("only what trains takes steps")
-    if config.model.quantize:
+    if said_here.model.quantize:
         pytest.importorskip(
             "bitsandbytes", reason="an optional extra: pip install 'tunesmith[quantize]'"
         )
-    config = with_values(config, {"model.path": _shallow(tmp_path, config.model.path)})
-    if isinstance(config, RLConfig):
+    shallow = {"model.path": _shallow(tmp_path, said_here.model.path)}
+    if isinstance(said_here, RLConfig):
         judges = [
             m.model_copy(update={"path": _shallow(tmp_path, m.path, scores=True)})
-            for m in config.reward.models
+            for m in said_here.reward.models
         ]
-        config = with_values(config, {"reward.models": tuple(judges)})
-    gpus = dry_run(config, facts)
+        shallow["reward.models"] = tuple(judges)
+    planned_run = resolve(said_here, facts)
+    planned_run = replace(planned_run, said=with_values(planned_run.said, shallow))
+    gpus = dry_run(planned_run)
     assert {"load", "train"} <= gpus[FIRST].keys()
-    for name, planned, free in planned_devices(draft(config, facts)):
+    for name, planned, free in planned_devices(planned_run):
         assert max(phase.total for phase in gpus[name].values()) <= min(free, planned.peak), name
 
 

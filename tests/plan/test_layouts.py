@@ -12,7 +12,6 @@ import pytest
 from tests.support.hardware_table import MODELS
 from tunesmith.config.commands import DistillConfig, DPOConfig, GenerateConfig, RFTConfig, RMConfig
 from tunesmith.config.load import load_config
-from tunesmith.config.resolved import Resolved, settings
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cost.memory import planned_devices
@@ -22,7 +21,7 @@ from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.layouts import layouts
-from tunesmith.plan.plan import draft
+from tunesmith.plan.plan import AnyPlan, open_plan
 from tunesmith.plan.resolve import resolve
 
 SMALL = ModelFacts(500_000_000, 24, 896, 4864, 14, 2, 64, 151936, 32768, tied=True)
@@ -45,20 +44,18 @@ def facts(on: str, model: ModelFacts | None, **changes: Any) -> Facts:
     return Facts(machine(on), model, **{"train_size": 1000, "longest": 1000, **changes})
 
 
-def resolved(
-    kind: Any, on: str, model: ModelFacts | None, *said: str, **changes: Any
-) -> Resolved[Any]:
+def resolved(kind: Any, on: str, model: ModelFacts | None, *said: str, **changes: Any) -> AnyPlan:
     base = ["model.path=org/m", "data.train=org/d", *KINDS[kind]]
     return resolve(load_config(kind, None, [*base, *said]), facts(on, model, **changes))
 
 
 def layout(*arguments: Any, **changes: Any) -> dict[str, Any]:
-    config = resolved(*arguments, **changes).config
+    config = resolved(*arguments, **changes)
     values = {
-        key: settings(config).get(f"system.{key}")
+        key: config.settings.get(f"system.{key}")
         for key in ("trainer_ranks", "zero_stage", "engines", "hybrid")
     }
-    return values | {"tensor": settings(config).get("system.vllm.tensor_parallel_size")}
+    return values | {"tensor": config.settings.get("system.vllm.tensor_parallel_size")}
 
 
 @pytest.mark.parametrize(
@@ -66,8 +63,11 @@ def layout(*arguments: Any, **changes: Any) -> dict[str, Any]:
 )
 def test_every_gpu_trains_with_a_whole_copy_where_it_fits(kind: Any) -> None:
     found = resolved(kind, "8xH100", SMALL)
-    assert found.config.system.trainer_ranks == 8 and found.config.system.zero_stage in (0, 1)
-    reasons = {d.key: d.reason for d in found.derived}
+    assert found.settings["system.trainer_ranks"] == 8 and found.settings["system.zero_stage"] in (
+        0,
+        1,
+    )
+    reasons = {d.key: d.reason for d in found.reasons}
     assert (
         "all 8 GPUs" in reasons["system.trainer_ranks"]
         and "of 85GB" in reasons["system.zero_stage"]
@@ -77,9 +77,9 @@ def test_every_gpu_trains_with_a_whole_copy_where_it_fits(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [SFTConfig, DPOConfig, RMConfig, RLConfig])
 def test_what_does_not_fit_one_is_sharded(kind: Any) -> None:
     found = resolved(kind, "8xH100", QWEN_7B)
-    assert found.config.system.trainer_ranks == 8 and found.config.system.zero_stage > 0
-    assert not found.config.lora.on
-    for _, planned, free in planned_devices(draft(found.config, facts("8xH100", QWEN_7B))):
+    assert found.settings["system.trainer_ranks"] == 8 and found.settings["system.zero_stage"] > 0
+    assert not found.said.lora.on
+    for _, planned, free in planned_devices(found):
         assert planned.peak <= free
 
 
@@ -87,8 +87,11 @@ def test_engines_and_trainer_take_turns_on_all_gpus() -> None:
     assert layout(RLConfig, "8xH100", SMALL) == {
         "trainer_ranks": 8, "zero_stage": 1, "engines": 8, "hybrid": True, "tensor": None,
     }  # fmt: skip
-    config = resolved(RLConfig, "8xH100", SMALL).config
-    assert config.system.engine_process and config.system.weight_plane == "memory"
+    config = resolved(RLConfig, "8xH100", SMALL)
+    assert (
+        config.settings["system.engine_process"]
+        and config.settings["system.weight_plane"] == "memory"
+    )
 
 
 def test_where_both_go_on_at_once_each_has_half_and_the_trainer_more_where_it_needs_more() -> None:
@@ -103,9 +106,9 @@ def test_where_both_go_on_at_once_each_has_half_and_the_trainer_more_where_it_ne
         heads=40,
     )
     found = layout(RLConfig, "16xH200", thirty, "rollout.max_staleness=1", *VLLM)
-    config = resolved(RLConfig, "16xH200", thirty, "rollout.max_staleness=1", *VLLM).config
+    config = resolved(RLConfig, "16xH200", thirty, "rollout.max_staleness=1", *VLLM)
     assert found["trainer_ranks"] + found["engines"] * found["tensor"] <= 16
-    assert config.system.zero_stage > 0 and config.system.hybrid is False
+    assert config.settings["system.zero_stage"] > 0 and config.settings["system.hybrid"] is False
 
 
 def test_an_engine_is_split_only_as_far_as_needed() -> None:
@@ -120,16 +123,19 @@ def test_ranks_share_sequences_that_fit_no_rank_alone() -> None:
     for longest, alone in ((8_000, True), (300_000, False), (800_000, False)):
         found = resolved(
             SFTConfig, "8xH200", replace(QWEN_7B, context=2**20), longest=longest
-        ).config.system
-        assert found.trainer_ranks == 8 and (found.sequence_parallel.size == 1) == alone
+        ).settings
+        assert (
+            found["system.trainer_ranks"] == 8
+            and (found["system.sequence_parallel.size"] == 1) == alone
+        )
     ring = 'system.sequence_parallel={type="ring", size=8}'
-    assert resolved(SFTConfig, "8xH200", QWEN_7B, ring).config.system.trainer_ranks == 8, (
+    assert resolved(SFTConfig, "8xH200", QWEN_7B, ring).settings["system.trainer_ranks"] == 8, (
         "28 heads are not divided"
     )
     said = resolved(
         SFTConfig, "8xH200", QWEN_7B, "system.sequence_parallel.size=4", "train.batch_size=1"
-    ).config.system
-    assert (said.trainer_ranks, said.sequence_parallel.size) == (4, 4)
+    ).settings
+    assert (said["system.trainer_ranks"], said["system.sequence_parallel.size"]) == (4, 4)
 
 
 def test_what_was_said_stays() -> None:
@@ -155,17 +161,17 @@ def test_what_was_said_stays() -> None:
 @pytest.mark.parametrize("model", [SMALL, QWEN_7B, None])
 def test_resolving_again_changes_nothing(kind: Any, model: ModelFacts | None) -> None:
     once = resolved(kind, "8xH200", model)
-    assert resolve(once.config, facts("8xH200", model)).config == once.config
+    assert resolve(once.said, facts("8xH200", model)) == once
 
 
 @pytest.mark.parametrize("kind", [SFTConfig, RLConfig, DPOConfig])
 def test_one_device_and_a_model_of_unknown_size_are_as_before(kind: Any) -> None:
     for on, model in (("H200", SMALL), ("8xH200", None)):
         found = resolved(kind, on, model)
-        system = found.config.system
-        assert (system.trainer_ranks, system.zero_stage, system.engine_process) == (1, 0, False)
+        devices = found.devices
+        assert (devices.trainer_ranks, devices.zero_stage, devices.engine_process) == (1, 0, False)
         assert not {"system.trainer_ranks", "system.zero_stage", "system.engines"} & {
-            d.key for d in found.derived
+            d.key for d in found.reasons
         }
 
 
@@ -177,38 +183,38 @@ def test_gpus_of_another_kind_or_with_another_program_are_left_alone() -> None:
         known = facts("2xH100", SMALL)
         known = replace(known, hardware=replace(known.hardware, gpus=gpus))
         config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
-        assert resolve(config, known).config.system.trainer_ranks == ranks
+        assert resolve(config, known).settings["system.trainer_ranks"] == ranks
 
 
 def test_what_is_learned_stays() -> None:
-    one = resolved(SFTConfig, "H200", SMALL).config
-    many = resolved(SFTConfig, "8xH200", SMALL).config
-    for key, value in settings(one).items():
-        assert key.startswith("system.") or settings(many)[key] == value
-    few = resolved(SFTConfig, "8xH200", SMALL, "train.batch_size=3").config
-    assert few.system.trainer_ranks == 3, "no rank is without a sample"
+    one = resolved(SFTConfig, "H200", SMALL)
+    many = resolved(SFTConfig, "8xH200", SMALL)
+    for key, value in one.settings.items():
+        assert key.startswith("system.") or many.settings[key] == value
+    few = resolved(SFTConfig, "8xH200", SMALL, "train.batch_size=3")
+    assert few.settings["system.trainer_ranks"] == 3, "no rank is without a sample"
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:
     """Of all layouts that can be said, none that fits has a shorter step."""
     chosen = resolved(RLConfig, "8xA100-80GB", THREE)
     known = facts("8xA100-80GB", THREE)
-    best = step_seconds(draft(chosen.config, known))["step"]
+    best = step_seconds(chosen)["step"]
     tried = 0
     base = ["model.path=org/m", "data.train=org/d", *KINDS[RLConfig], "system.device=cuda"]
-    for each in layouts(draft(load_config(RLConfig, None, base), known)):
+    for each in layouts(open_plan(load_config(RLConfig, None, base), known)):
         said = [
             f"{key}={str(value).lower()}"
             for key, value in each.settings.items()
             if "vllm" not in key
         ]
         try:
-            other = resolved(RLConfig, "8xA100-80GB", THREE, *said).config
+            other = resolved(RLConfig, "8xA100-80GB", THREE, *said)
         except CapacityError:
             continue
-        if all(planned.peak <= free for _, planned, free in planned_devices(draft(other, known))):
+        if all(planned.peak <= free for _, planned, free in planned_devices(other)):
             tried += 1
-            assert step_seconds(draft(other, known))["step"] >= best
+            assert step_seconds(other)["step"] >= best
     assert tried >= 4
 
 
@@ -220,10 +226,10 @@ def test_more_gpus_are_offered_with_the_numbers() -> None:
         resolved(SFTConfig, "A100-80GB", QWEN_7B, "system.offload_optimizer=false")
     with pytest.raises(CapacityError, match=r"on each of 4 devices"):
         resolved(SFTConfig, "4xA100-80GB", LLAMA_70B)
-    found = resolved(
-        SFTConfig, "8x8xH100", LLAMA_70B, "train.batch_size=64", ranks_here=8
-    ).config.system
-    assert (found.trainer_ranks, found.zero_stage) == (64, 3) and found.shard_size in (
+    found = resolved(SFTConfig, "8x8xH100", LLAMA_70B, "train.batch_size=64", ranks_here=8).settings
+    assert (found["system.trainer_ranks"], found["system.zero_stage"]) == (64, 3) and found[
+        "system.shard_size"
+    ] in (
         8,
         16,
         32,
@@ -233,8 +239,10 @@ def test_more_gpus_are_offered_with_the_numbers() -> None:
 
 def test_a_separate_critic_is_sharded_also_under_a_launcher() -> None:
     ppo = ("algorithm.name=ppo", "system.trainer_ranks=8")
-    assert resolved(RLConfig, "8xH100", QWEN_7B, *ppo, ranks_here=8).config.system.zero_stage > 0
-    assert resolved(RLConfig, "8xH100", QWEN_7B, *ppo[:1]).config.system.zero_stage > 0
+    assert (
+        resolved(RLConfig, "8xH100", QWEN_7B, *ppo, ranks_here=8).settings["system.zero_stage"] > 0
+    )
+    assert resolved(RLConfig, "8xH100", QWEN_7B, *ppo[:1]).settings["system.zero_stage"] > 0
 
 
 @pytest.mark.parametrize(("said", "stage"), [((), 0), (("system.zero_stage=3",), 3)])
@@ -248,8 +256,8 @@ def test_on_a_cpu_nothing_is_sharded_or_shared_unless_it_is_said(
     for size in range(12, 40, 2):
         cpu = Hardware("CPU", 8, size * 10**9, size * 10**9, bf16=True)
         with suppress(CapacityError):
-            system = resolve(config, replace(facts("H100", SMALL), hardware=cpu)).config.system
-            found.add((system.zero_stage, system.sequence_parallel.size))
+            system = resolve(config, replace(facts("H100", SMALL), hardware=cpu)).settings
+            found.add((system["system.zero_stage"], system["system.sequence_parallel.size"]))
     assert found == {(stage, 1)}
 
 
@@ -263,14 +271,14 @@ def test_no_stage_is_derived_that_torch_does_not_have(
     here = facts("2xA100-80GB", QWEN_7B)
     here = replace(here, hardware=replace(here.hardware, named=False))
     config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
-    assert resolve(config, here).config.system.zero_stage == stage
-    assert resolved(SFTConfig, "2xA100-80GB", QWEN_7B).config.system.zero_stage == 3, (
+    assert resolve(config, here).settings["system.zero_stage"] == stage
+    assert resolved(SFTConfig, "2xA100-80GB", QWEN_7B).settings["system.zero_stage"] == 3, (
         "another machine has its own torch"
     )
     said = load_config(
         SFTConfig, None, ["model.path=org/m", "data.train=org/d", "system.zero_stage=3"]
     )
-    assert resolve(said, here).config.system.zero_stage == 3, "loading refuses it by name"
+    assert resolve(said, here).settings["system.zero_stage"] == 3, "loading refuses it by name"
     one = replace(
         here, hardware=replace(here.hardware, gpus=here.hardware.gpus[:1], memory_available=10**9)
     )
@@ -283,17 +291,21 @@ def test_no_stage_is_derived_that_torch_does_not_have(
 def test_a_student_shares_no_sequence_with_a_teacher_whose_heads_are_not_known() -> None:
     model = replace(QWEN_7B, context=2**20)
     assert (
-        resolved(SFTConfig, "8xH200", model, longest=300_000).config.system.sequence_parallel.size
+        resolved(SFTConfig, "8xH200", model, longest=300_000).settings[
+            "system.sequence_parallel.size"
+        ]
         > 1
     )
     assert (
-        resolved(SFTConfig, "8xH200", model, longest=900_000).config.system.sequence_parallel.size
+        resolved(SFTConfig, "8xH200", model, longest=900_000).settings[
+            "system.sequence_parallel.size"
+        ]
         > 1
     )
     with pytest.raises(CapacityError):
         resolved(DistillConfig, "8xH200", model, longest=900_000)
-    said = resolved(DistillConfig, "8xH200", SMALL, "system.sequence_parallel.size=2").config.system
-    assert said.sequence_parallel.size == 2
+    said = resolved(DistillConfig, "8xH200", SMALL, "system.sequence_parallel.size=2").settings
+    assert said["system.sequence_parallel.size"] == 2
 
 
 @pytest.mark.parametrize("engines", range(1, 8))
@@ -351,5 +363,5 @@ def test_an_engine_of_several_stages_takes_as_many_gpus() -> None:
     ],
 )
 def test_reasons_say_where_engines_are(kind: Any, said: tuple[str, ...], where: str) -> None:
-    reasons = {each.key: each.reason for each in resolved(kind, "8xH100", SMALL, *said).derived}
+    reasons = {each.key: each.reason for each in resolved(kind, "8xH100", SMALL, *said).reasons}
     assert reasons["system.engines"] == where

@@ -44,14 +44,19 @@ def resolved(kind: type[RunConfig], rows: int, *overrides: str) -> Any:
 def test_the_batches_of_a_supervised_run_are_its_passes(
     rows: int, size: int, epochs: float, stopped: int
 ) -> None:
-    config = resolved(SFTConfig, rows, f"train.batch_size={size}", f"train.epochs={epochs}").config
-    assert config.train.batch_size == min(size, rows)
+    config = resolved(SFTConfig, rows, f"train.batch_size={size}", f"train.epochs={epochs}")
+    assert config.settings["train.batch_size"] == min(size, rows)
 
     def loader() -> Loader[int]:
-        return Loader(range(rows), config.train.batch_size, seed=1, draws=draws(config, rows))
+        return Loader(
+            range(rows),
+            config.settings["train.batch_size"],
+            seed=1,
+            draws=draws(config.training, rows),
+        )
 
     made = loader()
-    batches = [made.next_batch() for _ in range(config.train.steps)]
+    batches = [made.next_batch() for _ in range(config.settings["train.steps"])]
     assert all(batches) and not made.next_batch(), (
         "every step has rows, and after the last one none are left"
     )
@@ -86,11 +91,13 @@ def test_the_groups_of_an_rl_run_are_its_passes(
         f"rollout.group_size={group}",
         f"train.epochs={epochs}",
     ]
-    config: RLConfig = resolved(RLConfig, rows, *said, f"train.batch_size={prompts}").config
-    steps = [prompts_of(config, step, rows) for step in range(config.train.steps)]
+    config = resolved(RLConfig, rows, *said, f"train.batch_size={prompts}")
+    steps = [
+        prompts_of(config.training, step, rows) for step in range(config.settings["train.steps"])
+    ]
     assert sum(steps) == max(1, round(epochs * rows)) and set(steps[:-1]) <= {min(prompts, rows)}
-    batches = sum(-(-count * group // config.train.batch_size) for count in steps)
-    assert optimizer_steps(config, rows) == batches
+    batches = sum(-(-count * group // config.settings["train.batch_size"]) for count in steps)
+    assert optimizer_steps(config.said, config.training, rows) == batches
 
 
 @pytest.mark.parametrize(
@@ -154,14 +161,14 @@ def test_the_groups_of_an_rl_run_are_its_passes(
 def test_the_plan_says_what_steps_have(
     kind: type[RunConfig], rows: int, said: list[str], key: str, value: int, reason: str
 ) -> None:
-    found = [entry for entry in resolved(kind, rows, *said).derived if entry.key == key]
+    found = [entry for entry in resolved(kind, rows, *said).reasons if entry.key == key]
     assert [entry.value for entry in found] == [value] and reason in found[0].reason
 
 
 def test_a_mixture_by_weight_has_full_batches_until_the_last() -> None:
     mixed = 'data.train=[{path="org/a",weight=1},{path="org/b",weight=3}]'
-    config = resolved(SFTConfig, 10, mixed, "train.batch_size=4", "train.epochs=3").config
-    assert config.train.steps == 8 and draws(config, 10) == 30
+    config = resolved(SFTConfig, 10, mixed, "train.batch_size=4", "train.epochs=3")
+    assert config.settings["train.steps"] == 8 and draws(config.training, 10) == 30
 
 
 def test_the_last_batch_of_rollouts_ahead_is_what_is_left() -> None:

@@ -97,9 +97,7 @@ def test_the_table_is_plausible() -> None:
 
 def test_a_run_resolves_as_on_that_machine() -> None:
     config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", "lora.rank=16"])
-    found = resolve(
-        config, Facts(machine("H100-80GB"), QWEN_7B, train_size=1000, longest=1000)
-    ).config
-    assert found.system.device == "cuda" and found.model.dtype == "bfloat16"
+    found = resolve(config, Facts(machine("H100-80GB"), QWEN_7B, train_size=1000, longest=1000))
+    assert found.settings["system.device"] == "cuda" and found.settings["model.dtype"] == "bfloat16"
     with pytest.raises(ConfigError, match=r"16\.\dGB|free"):
         resolve(config, Facts(machine("T4-16GB"), QWEN_7B, train_size=1000, longest=32000))

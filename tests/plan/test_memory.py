@@ -31,7 +31,6 @@ from tests.support.planned_memory import (
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.cli.main import app
-from tunesmith.config.changing import with_values
 from tunesmith.config.commands import (
     DistillConfig,
     DPOConfig,
@@ -57,7 +56,6 @@ from tunesmith.plan.cost.price import (
 from tunesmith.plan.facts import hub
 from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts
-from tunesmith.plan.plan import draft
 from tunesmith.plan.report import memory_of, memory_rows
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.memory import memory_metrics
@@ -159,7 +157,7 @@ def test_the_nearest_that_fits_is_named(
 def test_what_is_named_fits() -> None:
     for said in ((), ("lora.rank=16",)):
         found = resolved(SFTConfig, on(A100, QWEN_7B), *(said or ("lora.rank=16",)))
-        price_of = planned(draft(found, on(A100, QWEN_7B)))
+        price_of = planned(found)
         assert price_of is not None and price_of.peak < 79 * GB
     assert resolved(SFTConfig, on(A100, replace(QWEN_7B, parameters=3 * 10**9)))
     assert resolved(GenerateConfig, on(A10G, QWEN_7B))
@@ -169,7 +167,9 @@ def test_what_is_named_fits() -> None:
 def test_more_memory_may_be_said_and_less() -> None:
     facts = on(A100, QWEN_7B)
     assert (
-        resolved(SFTConfig, facts, 'system.device_memory="200GB"').system.max_tokens_per_microbatch
+        resolved(SFTConfig, facts, 'system.device_memory="200GB"').settings[
+            "system.max_tokens_per_microbatch"
+        ]
         > 0
     )
     assert "20GB are free" in refusal(SFTConfig, facts, 'system.device_memory="20GB"')
@@ -185,7 +185,7 @@ def test_what_runs_today_is_not_refused() -> None:
     found = resolve(config, on(None, SMALL, memory=int(state / 1.05)))
     assert (
         any("may not fit" in note for note in found.notes)
-        or found.config.system.gradient_checkpointing
+        or found.settings["system.gradient_checkpointing"]
     )
 
 
@@ -195,19 +195,19 @@ def test_checkpointing_is_derived_for_as_few_layers_as_the_longest_sample_needs(
     for longest in (1000, 2048, 5000, 6000, 32_768):
         said = ("system.offload_activations=false", "system.offload_optimizer=false")
         found = resolved(SFTConfig, on(A100, three, longest=longest), *said)
-        share = found.system.gradient_checkpointing
+        share = found.settings["system.gradient_checkpointing"]
         shares.append(float(share))
-        assert found.system.max_tokens_per_microbatch >= longest
+        assert found.settings["system.max_tokens_per_microbatch"] >= longest
         if not 0 < share < 1:
             continue
         again = round(share * 28)
         assert sum(recomputed(28, share)) == again
-        fewer = with_values(found, {"system.gradient_checkpointing": (again - 1) / 28})
-        peaks = [planned(draft(each, on(A100, three, longest=longest))) for each in (found, fewer)]
+        fewer = found.with_memory(checkpointing=(again - 1) / 28)
+        peaks = [planned(each) for each in (found, fewer)]
         assert peaks[0] and peaks[1] and peaks[0].peak <= LIMIT * 79 * GB
         assert peaks[0].activations < peaks[1].activations
     assert shares == sorted(shares) and shares[-1] > 0.9 and {*shares} - {0.0, 1.0}
-    assert resolved(SFTConfig, on(None, SMALL)).system.gradient_checkpointing is False
+    assert resolved(SFTConfig, on(None, SMALL)).settings["system.gradient_checkpointing"] is False
 
 
 def test_a_share_is_derived_for_a_model_of_any_depth() -> None:
@@ -219,17 +219,20 @@ def test_a_share_is_derived_for_a_model_of_any_depth() -> None:
 
 def test_turns_are_taken_where_memory_is_short() -> None:
     small = replace(QWEN_7B, parameters=500_000_000)
-    assert resolved(RLConfig, on(A100, small)).system.hybrid is False
+    assert resolved(RLConfig, on(A100, small)).settings["system.hybrid"] is False
     assert (
-        resolved(RLConfig, on(A100, replace(small, parameters=3_500_000_000))).system.hybrid is True
+        resolved(RLConfig, on(A100, replace(small, parameters=3_500_000_000))).settings[
+            "system.hybrid"
+        ]
+        is True
     )
-    assert resolved(RLConfig, on(None, SMALL)).system.hybrid is False
+    assert resolved(RLConfig, on(None, SMALL)).settings["system.hybrid"] is False
 
 
 def test_models_beside_the_policy_count() -> None:
     def peak(kind: Any, *said: str, **changes: Any) -> int:
         facts = on(A100, SMALL, **changes)
-        found = planned(draft(resolved(kind, facts, *said), facts))
+        found = planned(resolved(kind, facts, *said))
         assert found is not None
         return found.state
 
@@ -248,7 +251,7 @@ def test_models_beside_the_policy_count() -> None:
 
 def test_the_table_names_every_part_and_what_is_free() -> None:
     facts = on(A100, SMALL)
-    rows = dict(memory_rows(memory_of(draft(resolved(RLConfig, facts), facts))))
+    rows = dict(memory_rows(memory_of(resolved(RLConfig, facts))))
     assert rows["memory of each device"] == ["trainer's"]
     assert (
         rows["policy: weights"] == ["10MB"]
@@ -261,11 +264,11 @@ def test_the_table_names_every_part_and_what_is_free() -> None:
         "engines: keys and values",
     } <= rows.keys()
     two = replace(facts, hardware=replace(facts.hardware, gpus=(A100, A100)))
-    apart = dict(memory_rows(memory_of(draft(resolved(RLConfig, two, "system.hybrid=false"), two))))
+    apart = dict(memory_rows(memory_of(resolved(RLConfig, two, "system.hybrid=false"))))
     assert apart["memory of each device"] == ["trainer's", "engine's"]
     assert apart["engine: the engines' weights"] == ["", "10MB"]
     unknown = on(A100, replace(SMALL, parameters=None))
-    assert memory_rows(memory_of(draft(resolved(RLConfig, unknown), unknown))) == []
+    assert memory_rows(memory_of(resolved(RLConfig, unknown))) == []
 
 
 def test_the_command_shows_it(tmp_path: Path) -> None:
@@ -374,8 +377,8 @@ def test_one_request_finds_memory_for_its_keys_and_values(gpu: Gpu | None, memor
         RLConfig, facts, "lora.rank=16", "rollout.max_new_tokens=2000", "system.hybrid=false"
     )
     numbers = 6000 * 2 * LLAMA_8B.layers * LLAMA_8B.kv_heads * LLAMA_8B.head_dim
-    assert parse_size(config.system.kv_memory) > (2 if gpu else 4) * numbers
-    own = planned(draft(config, facts))
+    assert parse_size(config.settings["system.kv_memory"]) > (2 if gpu else 4) * numbers
+    own = planned(config)
     assert own is not None and own.peak <= MARGIN * (gpu.memory_free if gpu else memory)
 
 
@@ -397,28 +400,27 @@ def test_keys_values_and_prepared_weights_of_an_engine_that_multiplies_tiles(
     facts = on(None, replace(SMALL, family=family))
     facts = replace(facts, hardware=replace(facts.hardware, compiler="g++", tiles=True))
     config = resolved(RLConfig, facts, *said)
-    needed = planned(draft(config, facts))
+    needed = planned(config)
     assert needed is not None and needed.engine == prepared
-    tokens = 1000 + config.rollout.max_new_tokens + 64
-    assert request_kv(draft(config, facts), SMALL) == (2 * 6 + 1) * 2 * 64 * kv * tokens
+    tokens = 1000 + config.settings["rollout.max_new_tokens"] + 64
+    assert request_kv(config, SMALL) == (2 * 6 + 1) * 2 * 64 * kv * tokens
     older = replace(facts, hardware=replace(facts.hardware, tiles=False))
-    other = planned(draft(config, older))
+    other = planned(replace(config, facts=older))
     assert other is not None and other.engine == 8 * 5_000_000
-    pairs = planned(
-        draft(config, replace(facts, hardware=replace(facts.hardware, tiles=False, pairs=True)))
-    )
+    paired = replace(facts, hardware=replace(facts.hardware, tiles=False, pairs=True))
+    pairs = planned(replace(config, facts=paired))
     assert pairs is not None and pairs.engine == (8 if prepared else 2) * 5_000_000
 
 
 def test_a_head_of_another_width_is_copied_for_tiles() -> None:
     facts = on(None, replace(SMALL, family="qwen3", vocab_size=4097))
     facts = replace(facts, hardware=replace(facts.hardware, compiler="g++", tiles=True))
-    needed = planned(draft(resolved(RLConfig, facts), facts))
+    needed = planned(resolved(RLConfig, facts))
     assert needed is not None and needed.engine == 8 * 5_000_000
     facts = replace(
         facts, hardware=replace(facts.hardware, tiles=False, pairs=True)
     )  # which any width is made of
-    needed = planned(draft(resolved(RLConfig, facts), facts))
+    needed = planned(resolved(RLConfig, facts))
     assert needed is not None and needed.engine == 2 * 5_000_000
 
 
@@ -448,7 +450,7 @@ def test_memory_for_less_than_one_request_is_refused_as_the_engine_would(
     size = blocks * pool.block_size * layout.token_bytes
     said = (f"rollout.max_new_tokens={new}", "system.engine_process=false")
     config = resolved(RLConfig, facts, *said, f"system.kv_memory={size}B")
-    assert KVPool([layout], parse_size(config.system.kv_memory)).blocks == blocks
+    assert KVPool([layout], parse_size(config.settings["system.kv_memory"])).blocks == blocks
     words = refusal(RLConfig, facts, *said, f"system.kv_memory={size - 1}B")
     assert "system.kv_memory" in words and str(prompt) in words
 
@@ -520,7 +522,7 @@ def test_the_table_of_gpus_agrees_with_what_a_run_is_refused_for(
                 facts = on(card, model, longest=TOKENS)
                 if fits(model, WAYS[way], gpu):
                     dtype = "float16" if gpu == "T4" else "bfloat16"
-                    assert resolved(SFTConfig, facts, *said).model.dtype == dtype
+                    assert resolved(SFTConfig, facts, *said).settings["model.dtype"] == dtype
                 elif way == "full" and needed(model, WAYS[way]) > 1.5 * memory:
                     assert "does not fit" in refusal(SFTConfig, facts, *said)
 

@@ -47,12 +47,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_gpu_without_bfloat16_computes_in_float16() -> None:
     machine = facts(hardware=replace(CPU, gpus=(OLD,)))
     assert (
-        resolve(load_config(GenerateConfig, None, BASE[:2]), machine).config.model.dtype
+        resolve(load_config(GenerateConfig, None, BASE[:2]), machine).settings["model.dtype"]
         == "float16"
     )
     for kind, said in ((RLConfig, BASE), (RFTConfig, BASE), (SFTConfig, BASE[:2])):
         found: Any = resolve(load_config(kind, None, said), machine)
-        assert found.config.model.dtype == "float16"
+        assert found.settings["model.dtype"] == "float16"
 
 
 def test_products_in_float32_take_tf32_on_gpus_only(directory: Path) -> None:

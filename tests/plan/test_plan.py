@@ -21,8 +21,7 @@ from tunesmith.plan.cost.device import PARTS
 from tunesmith.plan.cost.memory import planned, planned_devices, planned_roles
 from tunesmith.plan.cost.price import adapter_numbers
 from tunesmith.plan.cost.seconds import BANDWIDTH_SHARE, FLOPS_SHARE, PASS_SECONDS, step_seconds
-from tunesmith.plan.plan import devices_of, draft
-from tunesmith.plan.report import plan_of
+from tunesmith.plan.report import report_of
 from tunesmith.run.placement.planning import plan_run
 
 QWEN_7B = {
@@ -141,10 +140,10 @@ def test_the_table_has_each_part_of_each_role() -> None:
     ],
 )
 def test_the_roles_of_a_device_add_up(kind: type[RunConfig], said: tuple[str, ...]) -> None:
-    resolved, facts = plan(kind, "4xH200", "model.path=tiny", *said)
-    facts = replace(facts, frozen_parameters=1000)
-    whole = planned(draft(resolved.config, facts))
-    roles = planned_roles(draft(resolved.config, facts))
+    resolved = plan(kind, "4xH200", "model.path=tiny", *said)
+    resolved = replace(resolved, facts=replace(resolved.facts, frozen_parameters=1000))
+    whole = planned(resolved)
+    roles = planned_roles(resolved)
     assert whole is not None and {"policy"} <= roles.keys()
     for part in PARTS:
         assert sum(getattr(each, part) for each in roles.values()) == getattr(whole, part), part
@@ -159,11 +158,11 @@ def test_roles_of_a_cluster_have_devices_of_their_own() -> None:
         "algorithm.kl.coef=0.1",
         "system.gradient_checkpointing=true",
     )
-    resolved, facts = plan(RLConfig, "2x8xA100-80GB", *said)
-    devices = {name: planned for name, planned, _ in planned_devices(draft(resolved.config, facts))}
+    resolved = plan(RLConfig, "2x8xA100-80GB", *said)
+    devices = {name: planned for name, planned, _ in planned_devices(resolved)}
     assert devices.keys() == {"trainer", "engine", "critic", "reference"}
-    assert devices["reference"].frozen == 2 * facts.model.parameters
-    assert devices["engine"].engine == facts.model.parameters  # bfloat16, over two ranks
+    assert devices["reference"].frozen == 2 * resolved.facts.model.parameters
+    assert devices["engine"].engine == resolved.facts.model.parameters  # bfloat16, over two ranks
     assert (
         devices["critic"].optimizer == devices["trainer"].optimizer
         and devices["critic"].activations
@@ -173,20 +172,16 @@ def test_roles_of_a_cluster_have_devices_of_their_own() -> None:
         (3, 1.0),
         (2, 2.0),
     ):  # of the bytes of a copy of 2 bytes a number, over two processes
-        resolved, facts = plan(
-            RLConfig, "2x8xA100-80GB", *said, *apart, f"system.zero_stage={stage}"
-        )
-        shared = {
-            name: planned for name, planned, _ in planned_devices(draft(resolved.config, facts))
-        }["reference"]
-        assert shared.frozen == share * facts.model.parameters
+        resolved = plan(RLConfig, "2x8xA100-80GB", *said, *apart, f"system.zero_stage={stage}")
+        shared = {name: planned for name, planned, _ in planned_devices(resolved)}["reference"]
+        assert shared.frozen == share * resolved.facts.model.parameters
         assert (shared.activations > devices["reference"].activations) == (stage == 3), (
             "a layer is gathered ahead"
         )
     with pytest.raises(CapacityError, match=r"13 GPUs are needed .*, and the cluster has 8"):
         plan(RLConfig, "8xA100-80GB", *said, "system.placement.colocate=[]")
-    together, _ = plan(RLConfig, "8xA100-80GB", *said)
-    assert together.config.system.placement.colocate == (("actor", "ref", "critic"),)
+    together = plan(RLConfig, "8xA100-80GB", *said)
+    assert together.devices.placement.colocate == (("actor", "ref", "critic"),)
 
 
 def test_seconds_follow_operations_and_devices() -> None:
@@ -195,39 +190,37 @@ def test_seconds_follow_operations_and_devices() -> None:
     layer's three passes are launched.
     """
     said = ("system.gradient_checkpointing=false", "train.batch_size=4", "data.max_tokens=100")
-    found, facts = plan(SFTConfig, "H200", *said)
-    seconds = step_seconds(draft(found.config, facts))
-    weights = facts.model.parameters - 152064 * 3584
+    found = plan(SFTConfig, "H200", *said)
+    seconds = step_seconds(found)
+    weights = found.facts.model.parameters - 152064 * 3584
     pairs = 100 * 101 / 2
     flops = 4 * (6 * weights * 100 + 12 * 28 * 28 * 128 * pairs)
-    read = (3 * 2 + 8 + 28) * facts.model.parameters + 152064 * 3584 * (2 + 8)
+    read = (3 * 2 + 8 + 28) * found.facts.model.parameters + 152064 * 3584 * (2 + 8)
     launched = 3 * 28 * PASS_SECONDS["cuda"]
     beside = read / (4.8e12 * BANDWIDTH_SHARE) + launched
     assert seconds["training"] == pytest.approx(flops / (989e12 * FLOPS_SHARE) + beside, rel=1e-3)
     assert seconds["step"] == seconds["training"]
-    assert found.config.system.zero_stage == 0
-    two, facts = plan(
-        SFTConfig, "2xH200", *said, "system.zero_stage=0", 'system.device_memory="999GB"'
-    )
-    seconds_of_two = step_seconds(draft(two.config, facts))
-    spared = flops / (989e12 * FLOPS_SHARE) + 28 * facts.model.parameters / (
+    assert found.settings["system.zero_stage"] == 0
+    two = plan(SFTConfig, "2xH200", *said, "system.zero_stage=0", 'system.device_memory="999GB"')
+    seconds_of_two = step_seconds(two)
+    spared = flops / (989e12 * FLOPS_SHARE) + 28 * found.facts.model.parameters / (
         4.8e12 * BANDWIDTH_SHARE
     )
     assert seconds_of_two["training"] == pytest.approx(seconds["training"] - spared / 2, rel=1e-3)
-    assert seconds_of_two["between GPUs"] == pytest.approx(8 * facts.model.parameters / 2 / 450e9)
-    lora, facts = plan(
+    assert seconds_of_two["between GPUs"] == pytest.approx(
+        8 * found.facts.model.parameters / 2 / 450e9
+    )
+    lora = plan(
         SFTConfig, "2xH200", *said, "lora.rank=2", "system.trainer_ranks=2", "system.zero_stage=0"
     )
-    assert step_seconds(draft(lora.config, facts))["between GPUs"] == pytest.approx(
-        8 * adapter_numbers(facts.model, 2) / 2 / 450e9
+    assert step_seconds(lora)["between GPUs"] == pytest.approx(
+        8 * adapter_numbers(found.facts.model, 2) / 2 / 450e9
     )
-    again, facts = plan(SFTConfig, "H200", *said[1:], "system.gradient_checkpointing=true")
-    whole = step_seconds(draft(again.config, facts))["training"]
+    again = plan(SFTConfig, "H200", *said[1:], "system.gradient_checkpointing=true")
+    whole = step_seconds(again)["training"]
     assert seconds["training"] < whole < 4 / 3 * seconds["training"]
-    half, facts = plan(SFTConfig, "H200", *said[1:], "system.gradient_checkpointing=0.5")
-    assert step_seconds(draft(half.config, facts))["training"] == pytest.approx(
-        (seconds["training"] + whole) / 2
-    )
+    half = plan(SFTConfig, "H200", *said[1:], "system.gradient_checkpointing=0.5")
+    assert step_seconds(half)["training"] == pytest.approx((seconds["training"] + whole) / 2)
 
 
 def test_training_computes_a_shared_prompt_once() -> None:
@@ -241,9 +234,9 @@ def test_training_computes_a_shared_prompt_once() -> None:
     said += ('system.device_memory="400GB"',)
     seconds = {}
     for share in ("true", "false"):
-        found, facts = plan(RLConfig, "H200", *said, f"system.share_prompts={share}")
-        seconds[share] = step_seconds(draft(found.config, facts))["training"]
-    weights = facts.model.parameters - 2 * 152064 * 3584
+        found = plan(RLConfig, "H200", *said, f"system.share_prompts={share}")
+        seconds[share] = step_seconds(found)["training"]
+    weights = found.facts.model.parameters - 2 * 152064 * 3584
     pairs = 100 * 101 / 2
     prompt = 6 * weights * 100 + 12 * 28 * 28 * 128 * pairs
     assert seconds["false"] - seconds["true"] == pytest.approx(
@@ -262,33 +255,29 @@ def test_what_leaves_a_machine_is_slower(gpu: str, inside: float, beyond: float)
     ]
     said += ["system.engines=8", 'system.placement.colocate=[["actor","rollout"]]']
     for size in (8, 4):
-        resolved, facts = plan(RLConfig, f"2x{size}x{gpu}", *said)
+        resolved = plan(RLConfig, f"2x{size}x{gpu}", *said)
         within = (
-            8 * facts.model.parameters * (size - 1) / size / inside
+            8 * resolved.facts.model.parameters * (size - 1) / size / inside
         )  # gathered twice, and summed in float32
         among = (
-            8 * facts.model.parameters / 4 / 2 / beyond if size == 4 else 0.0
+            8 * resolved.facts.model.parameters / 4 / 2 / beyond if size == 4 else 0.0
         )  # the sums of two copies' rows
-        assert resolved.config.system.shard_size == size
-        assert step_seconds(draft(resolved.config, facts))["between GPUs"] == pytest.approx(
-            within + among, rel=1e-3
-        )
+        assert resolved.settings["system.shard_size"] == size
+        assert step_seconds(resolved)["between GPUs"] == pytest.approx(within + among, rel=1e-3)
 
 
 def test_working_at_once_takes_the_longer_phase() -> None:
     said = (*ON_RAY, "data.max_prompt_tokens=512")
-    in_turn, facts = plan(RLConfig, "8xH100", *said)
-    turns = step_seconds(draft(in_turn.config, facts))
-    at_once = step_seconds(
-        draft(plan(RLConfig, "8xH100", *said, "rollout.max_staleness=1")[0].config, facts)
-    )
+    in_turn = plan(RLConfig, "8xH100", *said)
+    turns = step_seconds(in_turn)
+    at_once = step_seconds(plan(RLConfig, "8xH100", *said, "rollout.max_staleness=1"))
     assert turns["step"] == pytest.approx(sum(turns.values()) / 2)
     assert at_once["step"] < sum(v for k, v in at_once.items() if k != "step")
 
 
 def test_a_plan_is_plain_data() -> None:
-    resolved, facts = plan(RLConfig, "8xH100", *ON_RAY)
-    found = plan_of(resolved.config, resolved, facts)
+    resolved = plan(RLConfig, "8xH100", *ON_RAY)
+    found = report_of(resolved.said, resolved)
     assert json.loads(json.dumps(found)) == found
     assert found["layout"]["system.vllm.tensor_parallel_size"] == {"value": 2, "reason": "given"}
     assert [device["device"] for device in found["memory"]] == ["trainer", "engine"]
@@ -296,8 +285,8 @@ def test_a_plan_is_plain_data() -> None:
 
 def test_a_model_without_sizes_is_planned_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    resolved, facts = plan(SFTConfig, "8xH100", "model.path=org/unknown")
-    found = plan_of(resolved.config, resolved, facts)
+    resolved = plan(SFTConfig, "8xH100", "model.path=org/unknown")
+    found = report_of(resolved.said, resolved)
     assert found["memory"] == [] and found["seconds"] == {} and "org/unknown" in found["notes"][0]
 
 
@@ -305,8 +294,8 @@ def test_the_plan_says_what_limits_it_and_what_else_there_is() -> None:
     config = load_config(
         SFTConfig, None, ["model.path=7b", "data.train=org/data", "train.steps=100"]
     )
-    resolved, facts = plan_run(config, "8xA100-80GB")
-    found = plan_of(config, resolved, facts, 2.0)
+    resolved = plan_run(config, "8xA100-80GB")
+    found = report_of(config, resolved, 2.0)
     step = found["seconds"]["step"]
     first, *others = found["limits"]
     assert first["limit"] == "the GPUs' arithmetic" and first["times"] == pytest.approx(
@@ -320,8 +309,8 @@ def test_the_plan_says_what_limits_it_and_what_else_there_is() -> None:
     )
     for each in found["next_best"]:
         said = [f"{key}={json.dumps(value)}" for key, value in each["layout"].items()]
-        there, facts = plan(SFTConfig, "8xA100-80GB", "train.steps=100", *said)
-        assert step_seconds(draft(there.config, facts))["step"] == pytest.approx(each["step"])
+        there = plan(SFTConfig, "8xA100-80GB", "train.steps=100", *said)
+        assert step_seconds(there)["step"] == pytest.approx(each["step"])
     assert found["cost"]["step"] == pytest.approx(8 * 2.0 * step / 3600)
     assert found["cost"]["run"] == pytest.approx(100 * found["cost"]["step"])
 
@@ -334,7 +323,7 @@ def test_what_is_given_stays_in_the_next_best_layouts() -> None:
         "system.gradient_checkpointing=true",
     ]
     config = load_config(SFTConfig, None, said)
-    found = plan_of(config, *plan_run(config, "8xA100-80GB"))
+    found = report_of(config, plan_run(config, "8xA100-80GB"))
     assert "cost" not in found
     assert not any(
         {"system.zero_stage", "system.gradient_checkpointing"} & each["layout"].keys()
@@ -345,27 +334,25 @@ def test_what_is_given_stays_in_the_next_best_layouts() -> None:
 def test_twice_the_memory_ends_what_memory_takes() -> None:
     """On a single H200 a part of the layers is computed again."""
     config = load_config(SFTConfig, None, ["model.path=7b", "data.train=org/data"])
-    resolved, facts = plan_run(config, "H200")
-    assert resolved.config.system.gradient_checkpointing
+    resolved = plan_run(config, "H200")
+    assert resolved.settings["system.gradient_checkpointing"]
     memory = next(
         each
-        for each in plan_of(config, resolved, facts)["limits"]
+        for each in report_of(config, resolved)["limits"]
         if each["limit"] == "the GPUs' memory"
     )
-    without, facts = plan(
+    without = plan(
         SFTConfig, "H200", "system.gradient_checkpointing=false", 'system.device_memory="400GB"'
     )
-    assert memory["step"] == pytest.approx(
-        step_seconds(draft(without.config, facts))["step"], rel=0.02
-    )
+    assert memory["step"] == pytest.approx(step_seconds(without)["step"], rel=0.02)
 
 
 def test_an_optimizer_step_on_the_host_takes_time() -> None:
     said = ("lora.rank=16", "system.offload_optimizer=true", "system.offload_activations=false")
     said += ("system.offload_parameters=false",)
-    found, facts = plan(SFTConfig, "H200", *said)
-    host = planned(draft(found.config, facts)).host
-    assert step_seconds(draft(found.config, facts))["optimizer step on the host"] == pytest.approx(
+    found = plan(SFTConfig, "H200", *said)
+    host = planned(found).host
+    assert step_seconds(found)["optimizer step on the host"] == pytest.approx(
         host * (28 / 16 / 25e9 + 6 / 16 / 20e9)
     )
 
@@ -406,7 +393,7 @@ def test_the_length_assumed_fits_what_limits_sequences(
     folder: Path, kind: type[RunConfig], said: tuple[str, ...], longest: int
 ) -> None:
     (folder / "7b/config.json").write_text(json.dumps(QWEN_7B | {"max_position_embeddings": 2048}))
-    assert plan(kind, "8xA100-80GB", *said)[1].longest == longest
+    assert plan(kind, "8xA100-80GB", *said).facts.longest == longest
 
 
 @pytest.mark.parametrize(("share", "named"), [("0.5", True), ("false", True), ("true", False)])
@@ -423,8 +410,8 @@ def test_the_memory_of_a_gpu_that_is_not_listed_has_to_be_said(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match=r"system\.device_memory"):
         plan(SFTConfig, "this", "system.device=cuda")
-    resolved, _ = plan(SFTConfig, "this", "system.device=cuda", "system.device_memory=200GB")
-    assert resolved.config.model.dtype == "bfloat16"
+    resolved = plan(SFTConfig, "this", "system.device=cuda", "system.device_memory=200GB")
+    assert resolved.settings["model.dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -444,24 +431,21 @@ def test_what_nccl_sends_is_copied_on_the_gpu_where_that_has_room(
     on: str, said: tuple[str, ...], place: str
 ) -> None:
     given = ('system.weight_plane="nccl"', "rollout.max_staleness=1", *said)
-    resolved, facts = plan(RLConfig, on, *given)
-    devices = {
-        name: (planned, free)
-        for name, planned, free in planned_devices(draft(resolved.config, facts))
-    }
-    embedding = 2 * facts.model.vocab_size * facts.model.hidden_size
-    ranks = devices_of(resolved.config).publishing_ranks
-    whole = 2 * facts.model.parameters
+    resolved = plan(RLConfig, on, *given)
+    devices = {name: (planned, free) for name, planned, free in planned_devices(resolved)}
+    embedding = 2 * resolved.facts.model.vocab_size * resolved.facts.model.hidden_size
+    ranks = resolved.devices.publishing_ranks
+    whole = 2 * resolved.facts.model.parameters
     shared = whole if ranks == 1 else whole // ranks + 2 * embedding
-    assert resolved.config.system.weight_copy == place
+    assert resolved.settings["system.weight_copy"] == place
     assert devices["trainer"][0].published == (shared if place == "gpu" else embedding)
     assert devices["engine"][0].published == 2 * embedding, (
         "the one that is written, and the next one"
     )
     assert devices["trainer"][0].peak <= devices["trainer"][1]
     if place == "host":
-        said_so, _ = plan(RLConfig, on, *given, 'system.weight_copy="gpu"')
-        assert said_so.config.system.weight_copy == "gpu", "something else goes to the host instead"
+        said_so = plan(RLConfig, on, *given, 'system.weight_copy="gpu"')
+        assert said_so.devices.weight_copy == "gpu", "something else goes to the host instead"
 
 
 def test_an_adapter_alone_takes_no_embedding_to_send() -> None:
@@ -472,9 +456,9 @@ def test_an_adapter_alone_takes_no_embedding_to_send() -> None:
         "system.trainer_ranks=1",
     )
     said += ("system.engine=local",)
-    resolved, facts = plan(RLConfig, "2xH100-80GB", *said)
-    devices = {name: planned for name, planned, _ in planned_devices(draft(resolved.config, facts))}
-    assert devices["trainer"].published == 4 * adapter_numbers(facts.model, 8)
+    resolved = plan(RLConfig, "2xH100-80GB", *said)
+    devices = {name: planned for name, planned, _ in planned_devices(resolved)}
+    assert devices["trainer"].published == 4 * adapter_numbers(resolved.facts.model, 8)
     assert devices["engine"].published == 2 * (64 << 20)
 
 
@@ -482,34 +466,32 @@ def test_a_setting_that_excludes_a_much_faster_layout_is_named() -> None:
     """Liger's kernels and compiled layers exclude sharding, and what does not fit whole goes to the
     host."""
     for key, value in (("compile", '"default"'), ("offload_optimizer", "true")):
-        said, _ = plan(SFTConfig, "8xH100-80GB", f"system.{key}={value}")
+        said = plan(SFTConfig, "8xH100-80GB", f"system.{key}={value}")
         assert (
             sum(f"system.{key} = " in note and " s without it" in note for note in said.notes) == 1
         ), key
-    plain, _ = plan(SFTConfig, "8xH100-80GB", "system.zero_stage=3")
+    plain = plan(SFTConfig, "8xH100-80GB", "system.zero_stage=3")
     assert not any("without it" in note for note in plain.notes)
 
 
 def test_a_share_of_memory_for_vllm_is_planned() -> None:
     free = {"system.vllm.memory_share=0.5": True, "system.vllm.memory_share=0.95": False}
     for said, room in free.items():
-        found, facts = plan(
-            RLConfig, "8xA100-80GB", "system.engine=vllm", "system.hybrid=true", said
-        )
-        [(_, needed, _)] = planned_devices(draft(found.config, facts))
+        found = plan(RLConfig, "8xA100-80GB", "system.engine=vllm", "system.hybrid=true", said)
+        [(_, needed, _)] = planned_devices(found)
         share = float(said.partition("=")[2])
-        total = facts.hardware.gpus[0].memory_total
+        total = found.facts.hardware.gpus[0].memory_total
         assert needed.engine + needed.kv + 10**9 == pytest.approx(share * total, rel=1e-3)
         assert any("may not fit" in note for note in found.notes) != room
 
 
 def test_a_machine_that_is_named_is_planned_with_vllm() -> None:
-    large, _ = plan(RLConfig, "8x8xH100-80GB", "model.path=72b", "system.cluster=ray")
-    assert large.config.system.engine == "vllm" and any(
+    large = plan(RLConfig, "8x8xH100-80GB", "model.path=72b", "system.cluster=ray")
+    assert large.said.system.engine == "vllm" and any(
         "system.engine" in note for note in large.notes
     )
     for said in (("system.engine=local",), ("lora.rank=8", "model.quantize=nf4")):
-        own, _ = plan(RLConfig, "8xH100-80GB", *said)
-        assert own.config.system.engine == "local" and not any(
+        own = plan(RLConfig, "8xH100-80GB", *said)
+        assert own.settings["system.engine"] == "local" and not any(
             "system.engine" in note for note in own.notes
         )

@@ -10,7 +10,6 @@ import pytest
 
 from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
-from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
 from tunesmith.plan.facts.hardware import read_hardware
@@ -50,7 +49,7 @@ def found(
     resolved = resolve(
         said(kind, *more), Facts(machine(on), MODEL, longest=longest, train_size=1000)
     )
-    return settings(resolved.config), {entry.key: entry.reason for entry in resolved.derived}
+    return resolved.settings, {entry.key: entry.reason for entry in resolved.reasons}
 
 
 @pytest.mark.parametrize("on", MACHINES)
@@ -142,16 +141,16 @@ def test_what_was_measured_is_applied_where_it_is_asked_for(
     best = {"system.threads": 1, "system.logprob_chunk": 48, "system.share_prompts": False}
     remember(file, {**subject, "best": {"values": best, "reason": "tuned on 2026-01-02"}})
     resolved = resolve(config, facts_of_run(config))
-    reasons = {entry.key: entry.reason for entry in resolved.derived}
+    reasons = {entry.key: entry.reason for entry in resolved.reasons}
     assert (
-        resolved.config.system.logprob_chunk == 48
+        resolved.settings["system.logprob_chunk"] == 48
         and reasons["system.logprob_chunk"] == "tuned on 2026-01-02"
     )
-    assert not resolved.config.system.share_prompts
+    assert not resolved.settings["system.share_prompts"]
     stays = said(SFTConfig, "system.tuned=true", "system.device=cpu", "system.logprob_chunk=32")
-    assert resolve(stays, facts_of_run(stays)).config.system.logprob_chunk == 32
+    assert resolve(stays, facts_of_run(stays)).settings["system.logprob_chunk"] == 32
     unasked = said(SFTConfig, "system.device=cpu")
-    assert resolve(unasked, facts_of_run(unasked)).config.system.logprob_chunk is None
+    assert resolve(unasked, facts_of_run(unasked)).settings["system.logprob_chunk"] is None
     other = said(SFTConfig, "system.tuned=true", "system.device=cpu", "train.batch_size=4")
     assert facts_of_run(other).tuned is None, "another shape"
 

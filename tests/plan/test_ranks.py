@@ -14,7 +14,6 @@ import pytest
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.config.section import known
 from tunesmith.errors import CapacityError, ConfigError, TunesmithError
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import layout_of
@@ -23,7 +22,6 @@ from tunesmith.plan.devices import device_problems
 from tunesmith.plan.facts.hardware import Gpu, Hardware
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import devices_of, draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.run.placement.checking import with_launched_ranks
@@ -52,24 +50,24 @@ def config(kind: type[RunConfig], *said: str) -> Any:
 
 def resolved(kind: type[RunConfig], *said: str, gpus: int = 0) -> Any:
     facts = Facts(replace(CPU, gpus=(GPU,) * gpus), MODEL, train_size=100, longest=40)
-    return resolve(config(kind, *said), facts).config
+    return resolve(config(kind, *said), facts)
 
 
 def test_ranks_share_the_cores_and_engines_have_processes() -> None:
     found = resolved(RLConfig, "system.trainer_ranks=4")
     assert (
-        found.system.threads == 2
-        and found.system.engine_process
-        and found.system.weight_plane == "memory"
+        found.settings["system.threads"] == 2
+        and found.settings["system.engine_process"]
+        and found.settings["system.weight_plane"] == "memory"
     )
     found = resolved(SFTConfig, "system.trainer_ranks=2")
-    assert found.system.threads == 4 and not found.system.engine_process
+    assert found.settings["system.threads"] == 4 and not found.settings["system.engine_process"]
 
 
 def test_each_rank_has_a_gpu_and_engines_have_the_others() -> None:
     found = resolved(RLConfig, "system.trainer_ranks=2", "system.engines=2", gpus=4)
-    assert devices_of(found).own_devices(["0", "1", "2", "3"]) == [("2",), ("3",)]
-    [problem] = device_problems(devices_of(found), 3)
+    assert found.devices.own_devices(["0", "1", "2", "3"]) == [("2",), ("3",)]
+    [problem] = device_problems(found.devices, 3)
     assert (
         problem.kind == "machine" and "take 4 GPUs" in problem.text and "room for 1" in problem.text
     )
@@ -117,7 +115,10 @@ def test_restarts_are_of_ranks() -> None:
         ConfigError, match=r"system\.trainer_restarts has no effect with system\.trainer_ranks = 1"
     ):
         resolved(SFTConfig, "system.trainer_restarts=1")
-    assert resolved(SFTConfig, "system.trainer_restarts=1", gpus=2).system.trainer_restarts == 1
+    assert (
+        resolved(SFTConfig, "system.trainer_restarts=1", gpus=2).settings["system.trainer_restarts"]
+        == 1
+    )
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
@@ -126,13 +127,13 @@ def launched(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
 
 
 def test_a_launchers_processes_are_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert known(with_launched_ranks(config(SFTConfig)).system, "trainer_ranks") is None
+    assert with_launched_ranks(config(SFTConfig)).system.trainer_ranks is None
     launched(monkeypatch)
     assert with_launched_ranks(config(SFTConfig)).system.trainer_ranks == 2
     assert (
         with_launched_ranks(config(SFTConfig, "system.trainer_ranks=2")).system.trainer_ranks == 2
     )
-    assert known(with_launched_ranks(config(GenerateConfig)).system, "trainer_ranks") is None
+    assert with_launched_ranks(config(GenerateConfig)).system.trainer_ranks is None
 
 
 @pytest.mark.parametrize(
@@ -169,15 +170,15 @@ def test_ranks_on_several_machines(name: str, monkeypatch: pytest.MonkeyPatch) -
     said = with_launched_ranks(config(SFTConfig, "system.zero_stage=2"))
     gpu = replace(GPU, name=name)
     facts = Facts(replace(CPU, gpus=(gpu,) * 8), MODEL, train_size=100, longest=40, ranks_here=8)
-    assert resolve(said, facts).config.system.shard_size == 8
-    assert resolve(said, replace(facts, hardware=CPU)).config.system.threads == 1
+    assert resolve(said, facts).settings["system.shard_size"] == 8
+    assert resolve(said, replace(facts, hardware=CPU)).settings["system.threads"] == 1
 
 
 @pytest.mark.parametrize("setting", ["system.zero_stage=3", "system.sequence_parallel.size=2"])
 def test_a_launcher_shards_a_separate_critic(setting: str) -> None:
     said = config(RLConfig, setting, "system.trainer_ranks=2", 'algorithm.name="ppo"')
     facts = Facts(CPU, MODEL, train_size=100, longest=40)
-    alone, launched = (resolve(said, replace(facts, ranks_here=n)).config.system for n in (None, 2))
+    alone, launched = (resolve(said, replace(facts, ranks_here=n)).devices for n in (None, 2))
     assert (launched.trainer_ranks, launched.zero_stage) == (alone.trainer_ranks, alone.zero_stage)
 
 
@@ -297,9 +298,9 @@ def test_ranks_of_a_machine_share_a_copy(
         ranks_here=here,
     )
     sharded = config(SFTConfig, f"system.trainer_ranks={ranks}", "system.zero_stage=3")
-    found = resolve(sharded, facts).config
-    assert found.system.shard_size == size
-    assert layout_of(draft(found, facts)).shards == size
+    found = resolve(sharded, facts)
+    assert found.settings["system.shard_size"] == size
+    assert layout_of(found).shards == size
 
 
 @pytest.mark.parametrize(
@@ -332,7 +333,7 @@ def test_a_group_computes_longer_micro_batches() -> None:
         resolved(SFTConfig, *said, *more, gpus=4)
         for more in ((), ("system.sequence_parallel.size=4",))
     )
-    ratio = together.system.max_tokens_per_microbatch / alone.system.max_tokens_per_microbatch
+    ratio = together.memory.microbatch / alone.memory.microbatch
     assert ratio == pytest.approx(4, rel=0.03)  # less the temporaries of the log-probabilities
 
 
@@ -343,17 +344,14 @@ def test_a_sequence_that_fits_no_gpu_fits_several_that_share_it() -> None:
     with pytest.raises(CapacityError, match="does not fit") as error:
         resolve(config(SFTConfig, *said, "system.sequence_parallel.size=1"), facts)
     changes = dict(re.findall(r"(system\.[\w.]+) = (\d)", str(error.value)))
-    derived = resolve(config(SFTConfig, *said), facts).config
+    derived = resolve(config(SFTConfig, *said), facts)
     for found in (
         derived,
-        resolve(config(SFTConfig, *said, *map("=".join, changes.items())), facts).config,
+        resolve(config(SFTConfig, *said, *map("=".join, changes.items())), facts),
     ):
-        assert (
-            found.system.sequence_parallel.size == int(changes["system.sequence_parallel.size"]) > 1
-        )
-        assert (
-            found.system.max_tokens_per_microbatch >= 90_000 and found.system.gradient_checkpointing
-        )
+        assert found.devices.sequence == int(changes["system.sequence_parallel.size"]) > 1
+        assert found.memory.microbatch and found.memory.microbatch >= 90_000
+        assert found.memory.checkpointing
 
 
 def test_a_model_that_fits_no_gpu_fits_several_that_shard_it() -> None:
@@ -363,10 +361,8 @@ def test_a_model_that_fits_no_gpu_fits_several_that_shard_it() -> None:
         CapacityError, match=r"does not fit.*system\.zero_stage = 1.*, or 16 such GPUs"
     ):
         resolve(config(SFTConfig, "system.zero_stage=0"), facts)
-    found = resolve(
-        config(SFTConfig, "system.trainer_ranks=4", "system.zero_stage=3"), facts
-    ).config
-    assert found.system.max_tokens_per_microbatch >= 40
+    found = resolve(config(SFTConfig, "system.trainer_ranks=4", "system.zero_stage=3"), facts)
+    assert found.settings["system.max_tokens_per_microbatch"] >= 40
 
 
 def test_a_quantised_base_is_sharded_where_a_whole_one_does_not_fit(
@@ -376,11 +372,11 @@ def test_a_quantised_base_is_sharded_where_a_whole_one_does_not_fit(
     large = replace(MODEL, parameters=200 * 10**9)  # 104 GB in 4 bits, and 60 GB are free
     facts = Facts(replace(CPU, gpus=(GPU,) * 8), large, train_size=100, longest=40)
     said = ("lora.rank=8", "model.quantize=nf4")
-    found = resolve(config(SFTConfig, *said), facts).config
-    assert found.system.trainer_ranks == 8 and found.system.zero_stage == 3
+    found = resolve(config(SFTConfig, *said), facts)
+    assert found.settings["system.trainer_ranks"] == 8 and found.settings["system.zero_stage"] == 3
     with pytest.raises(CapacityError, match=r"does not fit.*system\.zero_stage = 3"):
         resolve(config(SFTConfig, *said, "system.zero_stage=0"), facts)
-    kept = price(large, layout_of(draft(found, facts)))
+    kept = price(large, layout_of(found))
     embeddings = 2 * 32000 * 2048
     quantised = int(0.516 * (200 * 10**9 - embeddings))
     assert kept.weights == (2 * embeddings + quantised) // 8 + 4 * adapter_numbers(large, 8)
@@ -396,7 +392,8 @@ def test_a_change_to_a_quantised_base_keeps_the_stage(monkeypatch: pytest.Monkey
         resolve(config(SFTConfig, *said), facts)
     assert "zero_stage = 0" not in str(error.value)
     assert (
-        resolve(config(SFTConfig, *said, "model.quantize=nf4"), facts).config.system.zero_stage == 3
+        resolve(config(SFTConfig, *said, "model.quantize=nf4"), facts).settings["system.zero_stage"]
+        == 3
     )
 
 

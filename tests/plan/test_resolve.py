@@ -25,14 +25,14 @@ from tunesmith.config.commands import (
     all_keys,
 )
 from tunesmith.config.load import load_config
-from tunesmith.config.resolved import Resolved, config_text, print_resolved, save_resolved, settings
+from tunesmith.config.resolved import config_text, print_resolved, save_resolved
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError, ModelError, StorageError
 from tunesmith.plan.cost.memory import planned
 from tunesmith.plan.facts import hardware
 from tunesmith.plan.facts.hardware import Gpu, Hardware, parse_gpus, read_hardware
 from tunesmith.plan.facts.model import ModelFacts, read_model_facts
-from tunesmith.plan.plan import devices_of, draft
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.plan.rules.rule import UNREAD
@@ -51,8 +51,8 @@ def sft(*overrides: str) -> SFTConfig:
     return load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", *overrides])
 
 
-def derived(resolved: Resolved[Any], key: str) -> tuple[Any, str]:
-    found = [d for d in resolved.derived if d.key == key]
+def derived(resolved: AnyPlan, key: str) -> tuple[Any, str]:
+    found = [d for d in resolved.reasons if d.key == key]
     assert len(found) == 1, key
     return found[0].value, found[0].reason
 
@@ -60,16 +60,15 @@ def derived(resolved: Resolved[Any], key: str) -> tuple[Any, str]:
 def test_steps_come_from_the_data_and_the_batch() -> None:
     resolved = resolve(rl("train.epochs=2", "rollout.prompts_per_step=16"), facts())
     assert derived(resolved, "train.steps") == (125, "2 passes over 1000 prompts, 16 to a step")
-    assert resolved.config.train.steps == 125
+    assert resolved.settings["train.steps"] == 125
     assert derived(resolved, "train.batch_size")[0] == 16 * 8
-    assert resolve(sft(), facts(train_size=65)).config.train.steps == 3, "ceil(65 / 32)"
+    assert resolve(sft(), facts(train_size=65)).settings["train.steps"] == 3, "ceil(65 / 32)"
     small = resolve(sft(), facts(train_size=5))
     assert derived(small, "train.batch_size") == (5, "all of the data")
-    assert resolve(sft("train.steps=7"), facts()).config.train.steps == 7
-    unknown = resolve(rl(), facts(train_size=None)).config
-    assert settings(unknown)["train.steps"] is None, "not known yet"
-    with pytest.raises(AttributeError, match="steps"):
-        _ = unknown.train.steps
+    assert resolve(sft("train.steps=7"), facts()).settings["train.steps"] == 7
+    unknown = resolve(rl(), facts(train_size=None))
+    assert unknown.settings["train.steps"] is None, "not known yet"
+    assert unknown.training.steps is None and unknown.said.train.steps is None
 
 
 def test_warmup_ratio_counts_optimizer_steps() -> None:
@@ -97,7 +96,7 @@ def test_learning_rate_falls_with_the_size_of_the_model() -> None:
     assert lr(rl(), 7 * GB) == lr(rl(), None) == 1e-6
     assert lr(rl(), 5_000_000) == pytest.approx(1e-4)
     assert lr(rl(), 1000) == 3e-4
-    assert resolve(rl("train.lr=0.5"), facts()).config.train.lr == 0.5
+    assert resolve(rl("train.lr=0.5"), facts()).settings["train.lr"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -125,16 +124,16 @@ def test_learning_rate_falls_with_the_size_of_the_model() -> None:
 def test_device_and_number_format(
     hardware: Hardware, overrides: list[str], device: str, dtype: str
 ) -> None:
-    config = resolve(rl(*overrides), facts(hardware=hardware)).config
-    assert (config.system.device, config.model.dtype) == (device, dtype)
+    config = resolve(rl(*overrides), facts(hardware=hardware))
+    assert (config.settings["system.device"], config.settings["model.dtype"]) == (device, dtype)
 
 
 def test_micro_batches_follow_the_memory_and_always_hold_the_longest_sample() -> None:
     def tokens(config: RunConfig, available: int, **changes: Any) -> int | None:
         machine = Hardware("c", 4, available, available, bf16=False)
-        return resolve(
-            config, facts(hardware=machine, **changes)
-        ).config.system.max_tokens_per_microbatch
+        return resolve(config, facts(hardware=machine, **changes)).settings[
+            "system.max_tokens_per_microbatch"
+        ]
 
     # Per token: 6 layers × (8·256 + 4·256 + 4·768) numbers × 4 bytes; half of what the state leaves
     # free, and the head: the gradient of 100 rows of 4096 logits, and three times a gradient of
@@ -167,8 +166,8 @@ def test_on_a_cpu_fewer_completions_are_sampled_at_once_so_that_the_first_end_ea
     given = resolve(
         load_config(GenerateConfig, None, [*base, "system.max_running=9"]), facts(model=model)
     )
-    assert given.config.system.max_running == 9
-    assert "system.max_running" not in {each.key for each in given.derived}
+    assert given.settings["system.max_running"] == 9
+    assert "system.max_running" not in {each.key for each in given.reasons}
 
 
 def test_sampler_memory_is_what_the_batch_needs_or_its_share() -> None:
@@ -177,7 +176,7 @@ def test_sampler_memory_is_what_the_batch_needs_or_its_share() -> None:
     # bytes per token, in bfloat16 too, as the local engine has them on a CPU without a compiler;
     # one plane to move rows in; a tenth more.
     wanted = 64 * (612 + 64) * (2 * 6 + 1) * 2 * 64 * 4
-    assert resolved.config.model.dtype == "bfloat16"
+    assert resolved.settings["model.dtype"] == "bfloat16"
     assert derived(resolved, "system.kv_memory")[0] == f"{-(-wanted * 11 // 10**7)}MB"
     tight = resolve(
         rl("rollout.group_size=256", "rollout.max_new_tokens=3000", "system.max_running=2048"),
@@ -201,7 +200,7 @@ def test_state_counts_the_teacher_in_place_of_a_reference() -> None:
         (load_config(OfflineDistillConfig, None, [*base, "teacher.path=org/t"]), 7, 18 * 5 + 2 * 7),
     ):
         known = facts(frozen_parameters=frozen * 1_000_000)
-        found = planned(draft(resolve(config, known).config, known))
+        found = planned(resolve(config, known))
         assert found is not None and found.state == expected * 1_000_000
 
 
@@ -218,35 +217,35 @@ def test_intervals_longer_than_the_run_are_shortened_and_it_says_so() -> None:
     )
     assert derived(resolved, "checkpoint.every") == (20, "shortened from 500: the run has 20 steps")
     assert derived(resolved, "eval.every")[0] == 20
-    assert resolved.config.monitor.every == 7
+    assert resolved.settings["monitor.every"] == 7
     assert derived(resolve(rl("train.steps=20"), facts()), "checkpoint.every") == (20, "at the end")
 
 
 def test_limits_come_from_the_models_context() -> None:
-    assert resolve(rl(), facts()).config.data.max_prompt_tokens == 2048 - 512
-    assert resolve(sft(), facts()).config.data.max_tokens == 2048
+    assert resolve(rl(), facts()).settings["data.max_prompt_tokens"] == 2048 - 512
+    assert resolve(sft(), facts()).settings["data.max_tokens"] == 2048
     rft = load_config(
         RFTConfig, None, ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]']
     )
-    assert resolve(rft, facts()).config.data.max_tokens is None, (
+    assert resolve(rft, facts()).settings["data.max_tokens"] is None, (
         "its prompts leave room for an answer"
     )
-    assert resolve(rl("data.eval=org/e", "eval.samples=8"), facts()).config.eval.pass_at == (
+    assert resolve(rl("data.eval=org/e", "eval.samples=8"), facts()).settings["eval.pass_at"] == [
         1,
         2,
         4,
         8,
-    )
+    ]
 
 
 @pytest.mark.parametrize(
     "config", [rl("data.eval=org/d", "eval.samples=4", "train.warmup_ratio=0.1"), sft()]
 )
-def test_resolving_again_changes_nothing(config: RunConfig) -> None:
+def test_what_was_said_is_not_changed(config: RunConfig) -> None:
+    before = config.model_dump()
     once = resolve(config, facts())
-    again = resolve(once.config, facts())
-    assert again.config == once.config
-    assert again.derived == ()
+    assert once.said is config and config.model_dump() == before
+    assert resolve(once.said, facts()) == once
 
 
 @pytest.mark.parametrize(
@@ -336,8 +335,8 @@ def test_batch_sizes_that_would_do_are_named() -> None:
 )
 def test_longer_samples_may_be_allowed_than_there_are(config: RunConfig) -> None:
     """The size of a micro-batch is derived by what there is."""
-    resolved = resolve(config, facts(longest=30)).config
-    assert resolved.system.max_tokens_per_microbatch < 3000
+    resolved = resolve(config, facts(longest=30))
+    assert resolved.settings["system.max_tokens_per_microbatch"] < 3000
     with pytest.raises(ConfigError, match="hard cap"):
         resolve(with_values(config, {"system.max_tokens_per_microbatch": 25}), facts(longest=30))
 
@@ -402,21 +401,23 @@ def test_what_is_saved_runs_again_and_says_where_each_value_comes_from(tmp_path:
     source = 'data.train=[{path="org/d", weight=2.0}, "org/e"]'
     config = rl(source, "train.epochs=2", "train.max_grad_norm=0", 'data.system_prompt=Say "hi"\\n')
     resolved = resolve(config, facts())
-    save_resolved(resolved, tmp_path)
+    save_resolved(resolved.listing, tmp_path)
     again = load_config(RLConfig, tmp_path / "config.toml", [])
     assert again == config
-    assert resolve(again, facts()).config == resolved.config
+    assert resolve(again, facts()) == resolved
     saved = json.loads((tmp_path / "resolved.json").read_text())["settings"]
     assert saved["train.max_grad_norm"] == {"value": 0.0, "source": "said"}
     assert saved["train.steps"]["source"] == "derived"
     assert "2 passes" in saved["train.steps"]["reason"]
     assert saved["rollout.group_size"] == {"value": 8, "source": "default"}
-    assert "# steps = 250  # 2 passes over 1000 prompts, 8 to a step" in config_text(resolved)
+    assert "# steps = 250  # 2 passes over 1000 prompts, 8 to a step" in config_text(
+        resolved.given, resolved.reasons
+    )
 
 
 def test_a_resumed_run_keeps_what_the_earlier_one_said(tmp_path: Path) -> None:
     for steps in (10, 10, 20, 30):
-        save_resolved(resolve(rl(f"train.steps={steps}"), facts()), tmp_path)
+        save_resolved(resolve(rl(f"train.steps={steps}"), facts()).listing, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "config-1.toml", "config-2.toml", "config.toml", "resolved.json",
     ]  # fmt: skip
@@ -441,38 +442,39 @@ def test_who_computes_at_once_shares_the_cores(
     machine = replace(facts().hardware, cores=8, gpus=())
     resolved = resolve(rl(*said), replace(facts(), hardware=machine))
     assert (
-        resolved.config.system.threads == trainer
-        and devices_of(resolved.config).engine_threads == engine
+        resolved.settings["system.threads"] == trainer and resolved.devices.engine_threads == engine
     )
-    assert all(d.reason.endswith(reason) for d in resolved.derived if d.key == "system.threads")
+    assert all(d.reason.endswith(reason) for d in resolved.reasons if d.key == "system.threads")
 
 
 def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write"):
-        save_resolved(resolve(rl(), facts()), tmp_path / "gone")
+        save_resolved(resolve(rl(), facts()).listing, tmp_path / "gone")
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     made = resolve(rl("rollout.top_p=0.9", "rollout.prompts_per_step=8"), facts(train_size=5))
-    print_resolved(made, all_of_it=False)
+    print_resolved(made.listing, all_of_it=False)
     shown = capsys.readouterr().out
     assert "rollout.top_p" in shown and "as you said" in shown
     assert "one pass over 5 prompts, 5 to a step" in shown
     assert "algorithm.decoupled" in shown and "rollout.top_p alters" in shown
     assert "lowered from 8: the data has 5 prompts" in shown
     rows = {line.split()[0] for line in shown.splitlines()}
-    off = {d.key for d in made.derived if d.value in (None, False, 0, "none")}
-    assert off and not off & rows and {d.key for d in made.derived} - off <= rows
+    off = {d.key for d in made.reasons if d.value in (None, False, 0, "none")}
+    assert off and not off & rows and {d.key for d in made.reasons} - off <= rows
     assert f"{len(off)} more are off" in shown and "-v" in shown
-    print_resolved(made, all_of_it=True)
+    print_resolved(made.listing, all_of_it=True)
     everything = capsys.readouterr().out
-    assert {d.key for d in made.derived} <= {line.split()[0] for line in everything.splitlines()}
+    assert {d.key for d in made.reasons} <= {line.split()[0] for line in everything.splitlines()}
 
 
 def test_a_said_value_is_shown_though_it_switches_something_off(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    print_resolved(resolve(rl("train.seed=0", "system.compile=false"), facts()), all_of_it=False)
+    print_resolved(
+        resolve(rl("train.seed=0", "system.compile=false"), facts()).listing, all_of_it=False
+    )
     rows = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
     assert {"train.seed", "system.compile"} <= rows
 
@@ -671,12 +673,12 @@ def test_keys_values_and_reasons_are_whole(
         "Console",
         lambda **_: plain(force_terminal=terminal, width=80, color_system=None, file=sys.stdout),
     )
-    print_resolved(made, all_of_it=True)
+    print_resolved(made.listing, all_of_it=True)
     lines = capsys.readouterr().out.splitlines()
     keys = [line.split()[0] for line in lines if not line.startswith((" ", "note"))]
-    assert {d.key for d in made.derived} <= set(keys)
+    assert {d.key for d in made.reasons} <= set(keys)
     text = " ".join(" ".join(lines).split())
-    assert all(" ".join(d.reason.split()) in text for d in made.derived)
+    assert all(" ".join(d.reason.split()) in text for d in made.reasons)
     assert str(tmp_path) not in text and "long" * 12 in text
     assert not any(line.endswith(" ") for line in lines)
     if terminal:
@@ -721,6 +723,6 @@ def test_the_choices_of_a_run_are_written_as_they_were_made(
     tmp_path: Path, overrides: list[str]
 ) -> None:
     found = resolve(rl(*overrides), facts())
-    (tmp_path / "run.toml").write_text(config_text(found))
+    (tmp_path / "run.toml").write_text(config_text(found.given, found.reasons))
     again = resolve(load_config(RLConfig, tmp_path / "run.toml"), facts())
-    assert settings(again.config) == settings(found.config) and again.given == found.given
+    assert again.settings == found.settings and again.given == found.given

@@ -23,7 +23,6 @@ from tunesmith.plan.cost.work import Work, amounts, work_of
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.measured import rates_file, read_rates
 from tunesmith.plan.facts.model import ModelFacts
-from tunesmith.plan.plan import draft, longest_sample
 from tunesmith.run.placement.planning import plan_run
 
 SMALL = ModelFacts(
@@ -143,20 +142,17 @@ def plan(kind: type[RunConfig], *said: str) -> Any:
 
 @pytest.mark.usefixtures("folder")
 def test_a_machine_that_was_not_measured_is_told() -> None:
-    found, facts = plan(RLConfig)
-    assert step_seconds(draft(found.config, facts)) == {}
+    found = plan(RLConfig)
+    assert step_seconds(found) == {}
     assert any("tunesmith check machine" in note for note in found.notes)
     measured()
-    found, facts = plan(RLConfig)
+    found = plan(RLConfig)
     assert not any("tunesmith check machine" in note for note in found.notes)
-    seconds = step_seconds(draft(found.config, facts))
+    seconds = step_seconds(found)
     assert seconds["step"] == pytest.approx(sum(s for name, s in seconds.items() if name != "step"))
-    longest = longest_sample(found.config, facts)
+    longest = found.training.longest
     assert longest is not None
-    assert (
-        seconds["decode"]
-        == phase_seconds(work_of(draft(found.config, facts), longest), RATES["4"])["decode"]
-    )
+    assert seconds["decode"] == phase_seconds(work_of(found, longest), RATES["4"])["decode"]
 
 
 @pytest.mark.parametrize(
@@ -166,41 +162,37 @@ def test_a_machine_that_was_not_measured_is_told() -> None:
 @pytest.mark.usefixtures("folder")
 def test_runs_that_do_something_else_have_no_seconds(said: str) -> None:
     measured()
-    found, facts = plan(RLConfig, said)
-    assert cpu_seconds(draft(found.config, facts)) == {}
+    found = plan(RLConfig, said)
+    assert cpu_seconds(found) == {}
     assert not any("check machine" in note for note in found.notes)
 
 
 @pytest.mark.usefixtures("folder")
 def test_settings_that_cost_time_do_so_here() -> None:
     measured()
-    usual, facts = plan(RLConfig)
-    whole = cpu_seconds(draft(usual.config, facts))
-    again, facts = plan(RLConfig, "system.gradient_checkpointing=true")
-    longest = longest_sample(again.config, facts)
+    usual = plan(RLConfig)
+    whole = cpu_seconds(usual)
+    again = plan(RLConfig, "system.gradient_checkpointing=true")
+    longest = again.training.longest
     assert longest is not None
-    more = cpu_seconds(draft(again.config, facts))["forward and backward"]
+    more = cpu_seconds(again)["forward and backward"]
     assert more == pytest.approx(
-        whole["forward and backward"]
-        + again_seconds(work_of(draft(again.config, facts), longest), RATES["4"])
+        whole["forward and backward"] + again_seconds(work_of(again, longest), RATES["4"])
     )
-    twice, facts = plan(RLConfig, "train.passes_per_batch=2")
-    assert cpu_seconds(draft(twice.config, facts))["optimizer"] == 2 * whole["optimizer"]
+    twice = plan(RLConfig, "train.passes_per_batch=2")
+    assert cpu_seconds(twice)["optimizer"] == 2 * whole["optimizer"]
     assert "scoring" not in whole
-    reference, facts = plan(RLConfig, "algorithm.kl.coef=0.1")
-    assert cpu_seconds(draft(reference.config, facts))["scoring"] > 0
-    apart, facts = plan(RLConfig, "system.share_prompts=false")
-    assert (
-        cpu_seconds(draft(apart.config, facts))["forward and backward"]
-        > whole["forward and backward"]
-    )
+    reference = plan(RLConfig, "algorithm.kl.coef=0.1")
+    assert cpu_seconds(reference)["scoring"] > 0
+    apart = plan(RLConfig, "system.share_prompts=false")
+    assert cpu_seconds(apart)["forward and backward"] > whole["forward and backward"]
 
 
 @pytest.mark.usefixtures("folder")
 def test_supervised_runs_have_no_sampling() -> None:
     measured()
-    found, facts = plan(SFTConfig, "data.max_tokens=64", "train.batch_size=4")
-    seconds = cpu_seconds(draft(found.config, facts))
+    found = plan(SFTConfig, "data.max_tokens=64", "train.batch_size=4")
+    seconds = cpu_seconds(found)
     assert seconds.keys() == {"forward and backward", "optimizer", "step"}
 
 

@@ -469,6 +469,7 @@ def test_the_least_seconds_of_a_step_are_summed_and_a_run_faster_than_them_leave
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tunesmith.config.schema import CheckpointSection, EvalSection
+    from tunesmith.plan.parts import Intervals
     from tunesmith.run.loop.checkpoint import Checkpoints
     from tunesmith.run.loop.recorder import Recorder
     from tunesmith.run.loop.session import Best, Session
@@ -476,6 +477,7 @@ def test_the_least_seconds_of_a_step_are_summed_and_a_run_faster_than_them_leave
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
         session = Session(
             3,
+            Intervals(),
             EvalSection(),
             CheckpointSection(),
             Recorder(metrics, Progress(3)),

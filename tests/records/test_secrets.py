@@ -44,22 +44,22 @@ def test_settings_are_shown_and_saved_without_secrets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     resolved = resolve(load_config(RLConfig, None, SETTINGS), Facts(read_hardware()))
-    assert resolved.config.reward.remote[0].urls == (URL,)  # the run has the real one
-    print_resolved(resolved, all_of_it=True)
-    save_resolved(resolved, tmp_path)
+    assert resolved.said.reward.remote[0].urls == (URL,)  # the run has the real one
+    print_resolved(resolved.listing, all_of_it=True)
+    save_resolved(resolved.listing, tmp_path)
     told = capsys.readouterr().out
     assert "http://***@host:80/r?key=***" in told and clean(told)
     for name in ("config.toml", "resolved.json"):
         file = tmp_path / name
         assert "***@host" in file.read_text() and clean(file.read_text())
         assert file.stat().st_mode & 0o077 == 0
-    found = changes(resolved, {}, tmp_path)
+    found = changes(resolved.listing, {}, tmp_path)
     assert not found.refused and not found.told
 
 
 def test_a_hidden_secret_is_refused_where_a_real_one_is_needed(tmp_path: Path) -> None:
     resolved = resolve(load_config(RLConfig, None, SETTINGS), Facts(read_hardware()))
-    save_resolved(resolved, tmp_path)
+    save_resolved(resolved.listing, tmp_path)
     with pytest.raises(ConfigError, match=r"reward.remote\[0\].urls\[0\].*write the real one"):
         load_config(RLConfig, tmp_path / "config.toml")
 

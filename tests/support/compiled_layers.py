@@ -11,12 +11,12 @@ from tests.support.tiny import save_model
 from tests.support.training import forest_of, samples_of
 from tunesmith.config.commands import KINDS
 from tunesmith.config.load import load_config
-from tunesmith.config.schema import RunConfig
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def gradients(model: CausalLM, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def resolved(
     tmp_path: Path, command: str, *said: str, family: str = "llama", on: str = ""
-) -> RunConfig:
+) -> AnyPlan:
     model = save_model(tmp_path / family, family)
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n')
@@ -54,4 +54,4 @@ def resolved(
     hardware = machine(on) if on else read_hardware()
     return resolve(
         load_config(KINDS[command], None, given), Facts(hardware, read_model_facts(model))
-    ).config
+    )

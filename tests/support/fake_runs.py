@@ -9,13 +9,13 @@ from typing import Any
 
 from tunesmith.config.commands import KINDS, OfflineDistillConfig
 from tunesmith.config.load import load_config
-from tunesmith.config.schema import RunConfig
 from tunesmith.guide.simulate.dry_run import DryPhase, dry_run
 from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.facts.hub import estimated_parameters
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import facts_of
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
 
 QWEN3: dict[str, Any] = {
@@ -43,7 +43,7 @@ def resolved(
     spec: str,
     *overrides: str,
     frozen: dict[str, Any] | None = None,
-) -> tuple[RunConfig, Facts]:
+) -> AnyPlan:
     """A run on the machine of a specification, whose models have only a ``config.json``.
 
     Args:
@@ -75,7 +75,7 @@ def resolved(
         ranks_here=len(there.gpus) if there.nodes > 1 and command != "rl" else None,
     )
     kind = OfflineDistillConfig if "distill.mode=offline" in overrides else KINDS[command]
-    return resolve(load_config(kind, None, [*own, *overrides]), facts).config, facts
+    return resolve(load_config(kind, None, [*own, *overrides]), facts)
 
 
 def phases_of(
@@ -84,4 +84,4 @@ def phases_of(
     """Of a tiny model, on the trainer's GPU."""
     data = RL if command == "rl" else ("data.max_tokens=64",)
     given = GIVEN[:2] if command == "rl" else (GIVEN[0], GIVEN[2])
-    return dry_run(*resolved(directory, command, TINY, spec, *data, *given, *overrides))[FIRST]
+    return dry_run(resolved(directory, command, TINY, spec, *data, *given, *overrides))[FIRST]

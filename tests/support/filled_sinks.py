@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.support.tiny_runs import sums, write_lines
 from tunesmith.config.load import load_config
+from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.records.run_dir import RunDir
 from tunesmith.run.placement.sinks import open_sinks
@@ -36,7 +37,10 @@ def fill(sink: str, place: Path, resume: int | None, values: Sequence[float]) ->
     run_dir = place / "run"
     run_dir.mkdir(exist_ok=True)
     said = list[str]()
-    [opened] = open_sinks(configured(sink, run_dir), RunDir(run_dir), place, resume, said.append)
+    config = configured(sink, run_dir)
+    [opened] = open_sinks(
+        config.monitor, settings(config), RunDir(run_dir), place, resume, said.append
+    )
     for step, value in enumerate(values, (resume or 0) + 1):
         opened.write(
             step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.documents import KeyRow
 from tunesmith.config.choice import Choice
 from tunesmith.config.reading.describe import describe_at
-from tunesmith.config.section import DERIVED, Section
+from tunesmith.config.section import Section
 from tunesmith.records.toml import toml_value
 
 
@@ -17,7 +17,7 @@ def check_row(heading: str, row: KeyRow, section: type[Section]) -> None:
     assert row.meaning.endswith("."), f"{heading} {row.key}"
     if field.is_required():
         assert row.default == "required"
-    elif field.default not in (None, DERIVED):
+    elif field.default is not None:
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         default = default.name if isinstance(default, Choice) else default
         assert row.default == f"`{toml_value(default)}`", f"{heading} {row.key}"

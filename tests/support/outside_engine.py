@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tests.support.fake_engine import FakeEngine
 from tunesmith.config.engines import EngineKind
-from tunesmith.config.schema import RunConfig
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.timeline import Timeline
 from tunesmith.run.engines.base import RolloutEngine
 from tunesmith.run.placement.base import EngineSpec, Report, WeightSource
@@ -16,8 +16,8 @@ MADE: list[FakeEngine] = []
 """The engines, which a test asks what they sampled."""
 
 
-def make_spec(config: RunConfig) -> UniformSpec:
-    return UniformSpec(config.system.max_running)
+def make_spec(plan: AnyPlan) -> UniformSpec:
+    return UniformSpec(plan.sampling.running)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tunesmith.config.schema import RunConfig
-from tunesmith.config.section import known
 from tunesmith.errors import Problem
 from tunesmith.plan.rules.rule import rule
 from tunesmith.plan.rules.situation import Situation
@@ -13,6 +12,6 @@ from tunesmith.plan.rules.situation import Situation
 
 @rule(RunConfig)
 def short_runs(s: Situation[RunConfig]) -> Iterator[Problem]:
-    steps: int | None = known(s.config.train, "steps")
+    steps = s.steps
     if steps is not None and steps > 100:
         yield Problem(("train.steps",), f"train.steps = {steps}: here a run has 100 at most")

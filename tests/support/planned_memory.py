@@ -47,7 +47,7 @@ def on(gpu: Gpu | None, model: ModelFacts, memory: int = 64 * GB, **changes: Any
 
 def resolved(kind: Any, facts: Facts, *said: str) -> Any:
     config = load_config(kind, None, ["model.path=org/m", "data.train=org/d", *KINDS[kind], *said])
-    return resolve(config, facts).config
+    return resolve(config, facts)
 
 
 def refusal(kind: Any, facts: Facts, *said: str) -> str:

@@ -205,9 +205,8 @@ def _on_ray(config: RunConfig, asked: bool | None, nodes: int) -> bool:
     Raises:
         ConfigError: the run cannot be started as requested or on the requested number of machines.
     """
-    from tunesmith.config.schema import RLConfig
 
-    samples = isinstance(config, RLConfig)
+    samples = config.rl
     if asked and not samples:
         raise ConfigError(f"--ray: tunesmith {config.command} does not use Ray; leave it out")
     ray = samples if asked is None else asked

@@ -29,9 +29,9 @@ def show_config(run: RunFile, overrides: Overrides = None) -> None:
 
     with placed(run, overrides or ()):
         config = load_run(run, overrides or ())
-        resolved = check_run(config, run.parent, hub=False, imports=True)
-        resolved = replace(resolved, reasons=read_tree(run, overrides or ())[1].reasons)
-    print_resolved(resolved, all_of_it=resolved.config.monitor.verbose)
+        plan = check_run(config, run.parent, hub=False, imports=True)
+        plan = replace(plan, origins=read_tree(run, overrides or ())[1].reasons)
+    print_resolved(plan.listing, all_of_it=config.monitor.verbose)
 
 
 def plan(
@@ -65,13 +65,12 @@ def plan(
     from tunesmith.config.resolved import print_resolved
     from tunesmith.errors import CapacityError
     from tunesmith.plan.cost.seconds import step_seconds
-    from tunesmith.plan.plan import draft
     from tunesmith.plan.report import (
         layout_of_run,
         memory_of,
         memory_rows,
         other_rows,
-        plan_of,
+        report_of,
         seconds_rows,
     )
     from tunesmith.run.placement.planning import plan_run
@@ -79,19 +78,19 @@ def plan(
     with placed(run, overrides or ()):
         config = load_run(run, overrides or ())
         try:
-            resolved, facts = plan_run(config, on, run.parent)
+            planned = plan_run(config, on, run.parent)
         except CapacityError as error:
             if as_json:
                 print(json.dumps({"fits": False, "problems": [*map(str, error.args)]}, indent=2))
             raise
-        found = plan_of(config, resolved, facts, price)
+        report = report_of(config, planned, price)
     if as_json:
-        print(json.dumps({"fits": True, **found}, indent=2))
+        print(json.dumps({"fits": True, **report}, indent=2))
         return
-    print_resolved(layout_of_run(resolved), all_of_it=True)
-    _print_table(memory_rows(memory_of(draft(resolved.config, facts))))
-    _print_table(seconds_rows(step_seconds(draft(resolved.config, facts))))
-    _print_table(other_rows(found))
+    print_resolved(layout_of_run(planned), all_of_it=True)
+    _print_table(memory_rows(memory_of(planned)))
+    _print_table(seconds_rows(step_seconds(planned)))
+    _print_table(other_rows(report))
 
 
 def _print_table(rows: Sequence[tuple[str, list[str]]]) -> None:

@@ -1,6 +1,6 @@
 """``[algorithm]`` and ``[critic]``: how rewards become gradients."""
 
-# A resolved section narrows the types of its fields, which are frozen.
+# ``Algorithm`` narrows the types of its fields, which are frozen.
 # pyright: reportIncompatibleVariableOverride=false
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tunesmith.config.families import (
     ReferenceKL,
 )
 from tunesmith.config.presets import find_preset
-from tunesmith.config.section import Section, derived
+from tunesmith.config.section import Open, Section
 from tunesmith.config.values import Count, GradNorm, Rate, Share, Text, at_most
 
 Aggregation = Literal[
@@ -42,20 +42,20 @@ class AlgorithmSection(Section):
 
     name: Text = "grpo"
     """A preset, ``file.toml`` or ``file.py:NAME``: fills in every omitted key below."""
-    advantage: AdvantageChoice = derived()
+    advantage: Open[AdvantageChoice] = None
     """The advantage estimator."""
-    loss: LossChoice = derived()
+    loss: Open[LossChoice] = None
     """The policy loss."""
-    aggregation: Aggregation = derived()
+    aggregation: Open[Aggregation] = None
     """How token losses are averaged."""
-    kl: KL = derived()
+    kl: Open[KL] = None
     """The KL to a reference: a loss term, a reward penalty, or none."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
-    correction: CorrectionChoice = derived()
+    correction: Open[CorrectionChoice] = None
     """Per-token weight that corrects for the difference between trainer and sampler (needs
     ``decoupled``)."""
-    decoupled: bool = derived()
+    decoupled: Open[bool] = None
     """Recompute the old log-probabilities with the trainer before the update; None: if there is a
     correction, or if settings such as ``rollout.top_p`` alter the sampling distribution."""
     overlong: Annotated[
@@ -107,14 +107,25 @@ class AlgorithmSection(Section):
             raise ValueError(f"{list(bounds)}: the lower bound comes first")
         return bounds
 
+
+class Algorithm(AlgorithmSection):
+    """``[algorithm]`` with its preset: every key has a value."""
+
+    advantage: AdvantageChoice = Field()
+    loss: LossChoice = Field()
+    aggregation: Aggregation = Field()
+    kl: KL = Field()
+    correction: CorrectionChoice = Field()
+    decoupled: bool = Field()
+
     @property
     def needs(self) -> frozenset[str]:
-        """Data that the training loop must provide (keys of ``NEEDS``); for a resolved section."""
+        """Data that the training loop must provide (keys of ``NEEDS``)."""
         return self.advantage.needs | self.loss.needs
 
     @property
     def reference(self) -> ReferenceKL | None:
-        """The KL of a resolved section, if any; samples then need ``ref_logprobs``."""
+        """The KL to a reference, if any; samples then need ``ref_logprobs``."""
         return self.kl if isinstance(self.kl, ReferenceKL) else None
 
 
@@ -126,17 +137,17 @@ class CriticSection(Section):
     head."""
     shared_trunk: bool = False
     """A value head on the policy instead of a separate model; one backward pass trains both."""
-    value_coef: Annotated[float, Field(gt=0)] = derived()
+    value_coef: Open[Annotated[float, Field(gt=0)]] = None
     """With ``shared_trunk``: weight of the value loss relative to the policy loss."""
     value_clip: Annotated[float, Field(ge=0)] = 0.5
     """How far a value may move from its old value; 0 is off."""
-    lr: Rate = derived()
+    lr: Open[Rate] = None
     """Learning rate of the critic, or of the head with ``shared_trunk``."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: Share = 0.0
     warmup_steps: Count = 0
     max_grad_norm: GradNorm = 1.0
-    passes_per_batch: Annotated[int, Field(gt=0), at_most(10_000)] = derived()
+    passes_per_batch: Open[Annotated[int, Field(gt=0), at_most(10_000)]] = None
     """Passes of the critic over one rollout batch; None: as many as the policy's."""
     freeze_actor_steps: Count = 0
     """Steps in which only the critic learns."""

@@ -13,17 +13,11 @@ from tunesmith.config.schema import RunConfig
 C = TypeVar("C", bound=RunConfig)
 
 
-def with_values(config: C, values: Mapping[str, Any], *, given: bool = True) -> C:
-    """A copy of ``config`` with the values of dotted keys replaced.
-
-    Args:
-        given: whether the values count as given.
-    """
+def with_values(config: C, values: Mapping[str, Any]) -> C:
+    """A copy of ``config`` with the values of dotted keys replaced, which count as given."""
     for key, value in values.items():
         *sections, name = key.split(".")
         inner: BaseModel = attrgetter(".".join(sections))(config) if sections else config
         inner = inner.model_copy(update={name: value})
-        if not given:
-            inner.model_fields_set.discard(name)
         config = with_values(config, {".".join(sections): inner}) if sections else cast(C, inner)
     return config

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.reading.describe import sections_of, tables_of
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig, SamplingKeys, SFTConfig
-from tunesmith.config.section import Section, derived
+from tunesmith.config.section import Open, Section
 from tunesmith.config.values import PositiveInt, Share
 
 # Reward models and preference optimisation
@@ -59,6 +59,8 @@ class ScoreConfig(RunConfig):
     """A command that trains a score model; a sample has one token more than its sequence, for the
     prediction."""
 
+    score_model = True
+
 
 class RMConfig(ScoreConfig):
     command = "rm"
@@ -90,9 +92,9 @@ class PRMConfig(ScoreConfig):
 class SamplingSection(SamplingKeys):
     table = "sampling"
 
-    n: PositiveInt = derived()
+    n: Open[PositiveInt] = None
     """Completions per prompt."""
-    temperature: Annotated[float, Field(ge=0)] = derived()
+    temperature: Open[Annotated[float, Field(ge=0)]] = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """0 is greedy."""
 
 
@@ -179,10 +181,10 @@ class DistillSection(Section):
     mode: Literal["on_policy", "sampled", "offline"] = "on_policy"
     """Reverse KL on the student's samples; forward KL on the student's samples; forward KL on given
     answers."""
-    top_k: PositiveInt = derived()
+    top_k: Open[PositiveInt] = None
     """How many of the teacher's most likely tokens a forward KL compares individually; the rest
     count as one."""
-    alpha: Share = derived()
+    alpha: Open[Share] = None
     """Offline only: weight of the KL; the given answers' negative log-probability has weight 1 −
     alpha."""
 

@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tunesmith.config.reading.files import same_path
-from tunesmith.config.resolved import RESOLVED_FILE, Resolved, entries, shown_value
+from tunesmith.config.resolved import RESOLVED_FILE, Listing, entries, shown_value
 from tunesmith.config.verdicts import CONTENTS, verdict_of
 from tunesmith.errors import StorageError
 from tunesmith.records.storage import read_json
@@ -36,7 +36,7 @@ class Changes:
     told: list[str] = field(default_factory=list[str])
 
 
-def changes(resolved: Resolved[Any], contents: Mapping[str, Content], directory: Path) -> Changes:
+def changes(listing: Listing, contents: Mapping[str, Content], directory: Path) -> Changes:
     """Compare with the run that was started in a directory; no changes for a new run.
 
     Values of ``system`` that are derived from the machine are not compared.
@@ -58,7 +58,7 @@ def changes(resolved: Resolved[Any], contents: Mapping[str, Content], directory:
             f"{file} is damaged, so that the settings cannot be compared with those of the run "
             f"that is continued: {error}. To continue without comparing, delete it"
         ) from error
-    for key, entry in json.loads(json.dumps(entries(resolved))).items():
+    for key, entry in json.loads(json.dumps(entries(listing))).items():
         if key not in before or same_path(before[key][0]) == same_path(entry["value"]):
             continue
         derived = key.startswith("system.") and before[key][1] == entry["source"] == "derived"

@@ -32,7 +32,7 @@ class EngineKind:
     title: str
     """Its name in messages."""
     spec: str
-    """``module:function`` that makes its ``EngineSpec`` from a resolved configuration."""
+    """``module:function`` that makes its ``EngineSpec`` from a plan."""
     served: bool = False
     """Servers that were started separately: the run allocates no memory for them, and sends them
     files of weights."""

@@ -1,14 +1,14 @@
-"""A configuration with every key filled in, and the origin of each value."""
+"""The settings of a run with the origin of each value: listed, printed and saved."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -20,8 +20,6 @@ from tunesmith.records.redact import redact_values
 from tunesmith.records.storage import write_output
 from tunesmith.records.text import beside_or_below, printable, shown_path
 from tunesmith.records.toml import toml_key, toml_value
-
-C = TypeVar("C", bound=RunConfig)
 
 RESOLVED_FILE = "resolved.json"
 
@@ -39,18 +37,18 @@ class Derived:
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved(Generic[C]):
-    """A resolved configuration; ``given`` has settings from file and overrides by dotted key;
-    ``notes`` are remarks.
+class Listing:
+    """The settings of a run, as they are printed and saved."""
 
-    ``reasons`` says why another command set some of the keys in ``given``.
-    """
-
-    config: C
+    values: Mapping[str, Any]
+    """Every setting, by dotted key."""
     given: Mapping[str, Any]
+    """Those from file and overrides."""
     derived: tuple[Derived, ...]
     notes: tuple[str, ...] = ()
-    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Remarks."""
+    origins: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Why another command set some of the keys in ``given``."""
 
 
 def settings(config: RunConfig, *, given_only: bool = False) -> dict[str, Any]:
@@ -70,9 +68,9 @@ def _by_key(
     """
     values: dict[str, Any] = {}
     held = vars(section)
-    said = section.model_fields_set  # ``held`` lacks keys without a value
+    said = section.model_fields_set
     for key, can_be_off in _keys(type(section)):
-        value = held.get(key)
+        value = held[key]
         name = prefix + key
         left_out = given_only and key not in said
         table = (
@@ -108,7 +106,7 @@ def _holds_tables(section: BaseModel) -> bool:
     return any(isinstance(value, BaseModel) for value in vars(section).values())
 
 
-def print_resolved(resolved: Resolved[Any], *, all_of_it: bool) -> None:
+def print_resolved(listing: Listing, *, all_of_it: bool) -> None:
     """Print given settings, then derived settings with their reasons; defaults are in
     ``resolved.json``.
 
@@ -119,12 +117,12 @@ def print_resolved(resolved: Resolved[Any], *, all_of_it: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    changed = {d.key for d in resolved.derived}
-    given = ((key, value) for key, value in resolved.given.items() if key not in changed)
+    changed = {d.key for d in listing.derived}
+    given = ((key, value) for key, value in listing.given.items() if key not in changed)
     acting = [
-        d for d in resolved.derived if all_of_it or d.key in resolved.given or d.value not in OFF
+        d for d in listing.derived if all_of_it or d.key in listing.given or d.value not in OFF
     ]
-    rows = [(key, value, resolved.reasons.get(key, "as you said")) for key, value in given]
+    rows = [(key, value, listing.origins.get(key, "as you said")) for key, value in given]
     rows += [(entry.key, entry.value, entry.reason) for entry in acting]
     shown = [
         (key, printable(shown_value(value, shown_path)), printable(reason))
@@ -140,17 +138,17 @@ def print_resolved(resolved: Resolved[Any], *, all_of_it: bool) -> None:
         line.stylize("bold", keys + 2, keys + 2 + len(value))
         line.stylize("dim", keys + 2 + len(value))
         console.print(line, soft_wrap=True)
-    hidden = len(resolved.derived) - len(acting)
+    hidden = len(listing.derived) - len(acting)
     if hidden:
         console.print(
             Text(f"{hidden} more are off or 0 here (-v prints them)", style="dim"), soft_wrap=True
         )
-    for note in resolved.notes:
+    for note in listing.notes:
         console.print(Text(printable(f"note: {note}"), style="yellow"), soft_wrap=True)
 
 
 def save_resolved(
-    resolved: Resolved[Any], directory: Path, contents: Mapping[str, str] = MappingProxyType({})
+    listing: Listing, directory: Path, contents: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Write ``config.toml`` (can be run again as is) and ``resolved.json`` (every value and its
     source).
@@ -163,7 +161,7 @@ def save_resolved(
         StorageError: they cannot be written.
     """
     config = directory / "config.toml"
-    text = config_text(resolved)
+    text = config_text(listing.given, listing.derived)
     with boundary(StorageError, f"cannot write {config}", OSError):
         if config.exists() and config.read_bytes() != text.encode():
             number = 1
@@ -171,8 +169,8 @@ def save_resolved(
                 number += 1
             config.rename(old)
         saved = {
-            "settings": entries(resolved),
-            "notes": list(resolved.notes),
+            "settings": entries(listing),
+            "notes": list(listing.notes),
             "contents": dict(contents),
         }
         document = json.dumps(saved, indent=2, ensure_ascii=False) + "\n"
@@ -180,10 +178,14 @@ def save_resolved(
             write_output(file, content.encode(), private=True)
 
 
-def config_text(resolved: Resolved[Any], shown: Callable[[Any], Any] = redact_values) -> str:
+def config_text(
+    given: Mapping[str, Any],
+    derived: Iterable[Derived] = (),
+    shown: Callable[[Any], Any] = redact_values,
+) -> str:
     """A run file of the given settings, with derived values as comments; ``shown`` redacts
     secrets."""
-    given = {k: toml_value(shown(v)) for k, v in resolved.given.items() if v is not None}
+    given = {k: toml_value(shown(v)) for k, v in given.items() if v is not None}
     tables = {key.rpartition(".")[0] for key in given} & given.keys()
     switched_on = {(table, "true") for table in tables}  # implied by the table's own header
     written = _by_section(
@@ -193,15 +195,15 @@ def config_text(resolved: Resolved[Any], shown: Callable[[Any], Any] = redact_va
             if (k, v) not in switched_on
         }
     )
-    derived = _by_section(
-        {d.key: f"{shown_value(d.value)}  # {d.reason}" for d in resolved.derived}, written
+    comments = _by_section(
+        {d.key: f"{shown_value(d.value)}  # {d.reason}" for d in derived}, written
     )
     lines: list[str] = []
-    for section in dict.fromkeys(["", *written, *derived]):
+    for section in dict.fromkeys(["", *written, *comments]):
         if section:
             lines += ["", f"[{'.'.join(map(toml_key, section.split('.')))}]"]
         lines += [f"{toml_key(key)} = {value}" for key, value in written.get(section, {}).items()]
-        lines += [f"# {key} = {value}" for key, value in derived.get(section, {}).items()]
+        lines += [f"# {key} = {value}" for key, value in comments.get(section, {}).items()]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -233,12 +235,12 @@ def shown_value(value: Any, text: Callable[[str], str] = str) -> str:
     return "none" if value is None else toml_value(redact_values(value))
 
 
-def entries(resolved: Resolved[Any]) -> dict[str, dict[str, Any]]:
+def entries(listing: Listing) -> dict[str, dict[str, Any]]:
     """Each setting's value, its source and, if derived, the reason."""
-    reasons = {d.key: d.reason for d in resolved.derived}
+    reasons = {d.key: d.reason for d in listing.derived}
     entries: dict[str, dict[str, Any]] = {}
-    for key, value in redact_values(settings(resolved.config)).items():
-        source = "derived" if key in reasons else "said" if key in resolved.given else "default"
+    for key, value in redact_values(listing.values).items():
+        source = "derived" if key in reasons else "said" if key in listing.given else "default"
         entry = {"value": value, "source": source}
         entries[key] = {**entry, "reason": reasons[key]} if key in reasons else entry
     return entries

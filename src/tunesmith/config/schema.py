@@ -2,8 +2,8 @@
 
 ``[model] [lora] [data] [reward] [environment] [algorithm] [critic] [rollout] [train] [eval]``
 determine what is learned. ``[system]`` determines how fast, and never changes what is learned.
-``[monitor] [checkpoint]`` determine what is kept. Omitted ``derived()`` keys have no value until
-``resolve`` fills them in and gives a reason for each.
+``[monitor] [checkpoint]`` determine what is kept. An ``Open`` key that is left out is None; the plan
+has its value, and a reason for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import Field
 
 from tunesmith.config.algorithm import AlgorithmSection, CriticSection
 from tunesmith.config.optimizer import AdamW, Optimizer
-from tunesmith.config.section import Section, derived
+from tunesmith.config.section import Open, Section
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import (
     Beta,
@@ -37,7 +37,7 @@ from tunesmith.config.values import (
 class ModelSection(Section):
     path: str
     """A directory or a hub name, in Hugging Face format."""
-    dtype: Literal["float32", "bfloat16", "float16"] = derived()
+    dtype: Open[Literal["float32", "bfloat16", "float16"]] = None
     """Dtype of the computation. With 16 bits the optimizer keeps float32 master weights; with
     float16 the loss is scaled too."""
     trust_remote_code: bool = False
@@ -109,7 +109,7 @@ class DataSection(Section):
     too_long: Literal["error", "skip", "truncate_left", "truncate_right"] = "error"
     skip_bad: bool = False
     shuffle: bool = True
-    seed: Seed = derived()
+    seed: Open[Seed] = None
 
 
 class ModelReward(Section):
@@ -244,10 +244,10 @@ class RolloutSection(SamplingKeys):
     over_generation: Annotated[float, Field(ge=1)] = 1.0
     """With ``max_staleness``, prompts played at once per prompt of a step; the step takes those
     that finish first."""
-    queue_size: PositiveInt = derived()
+    queue_size: Open[PositiveInt] = None
     """With ``max_staleness``, no new prompt starts while this many finished ones wait for
     training."""
-    seed: Seed = derived()
+    seed: Open[Seed] = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def samples(self) -> int:
@@ -256,20 +256,20 @@ class RolloutSection(SamplingKeys):
 
 
 class TrainSection(Section):
-    steps: PositiveInt = derived()
+    steps: Open[PositiveInt] = None
     """Rollout batches (RL) or optimizer steps (supervised); None: derived from ``epochs``."""
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the data; None: one, unless ``steps`` is given."""
-    batch_size: PositiveInt = derived()
+    batch_size: Open[PositiveInt] = None
     """Samples per optimizer step; None: the whole rollout batch (RL) or 32 (supervised)."""
     passes_per_batch: Annotated[int, Field(gt=0), at_most(10_000)] = 1
     """Passes over each rollout batch."""
     optimizer: Optimizer = AdamW()
     """The optimizer: AdamW, or Muon for the layers' matrices with AdamW for everything else."""
-    lr: Rate = derived()
+    lr: Open[Rate] = None
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: Share = 0.0
-    warmup_steps: Count = derived()
+    warmup_steps: Open[Count] = None
     """Optimizer steps; set this or ``warmup_ratio``."""
     warmup_ratio: Share | None = None
     weight_decay: Annotated[float, Field(ge=0), at_most(100)] = 0.0
@@ -340,7 +340,7 @@ class MonitorSection(Section):
 
 
 class CheckpointSection(Section):
-    every: PositiveInt | Literal["epoch"] = derived()
+    every: Open[PositiveInt | Literal["epoch"]] = None
     """Steps between checkpoints, or one after each pass over the data; None: at the end, and every
     ``minutes``."""
     minutes: Annotated[float, Field(gt=0)] | None = None
@@ -369,6 +369,10 @@ class RunConfig(Section):
     supervised: ClassVar[bool] = True
     """Whether the data contains the text to learn, so nothing is sampled."""
     trains: ClassVar[bool] = True
+    rl: ClassVar[bool] = False
+    """Whether the command samples and trains in one loop."""
+    score_model: ClassVar[bool] = False
+    """Whether it trains a model with one score instead of a vocabulary head."""
 
     run_dir: Path | None = None
     model: ModelSection
@@ -400,6 +404,7 @@ class RLConfig(RunConfig):
     command = "rl"
     goal = "rl"
     supervised = False
+    rl = True
     reward: RewardSection = RewardSection()
     environment: EnvironmentSection = EnvironmentSection()
     algorithm: AlgorithmSection = AlgorithmSection()

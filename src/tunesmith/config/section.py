@@ -1,30 +1,33 @@
-"""The base class of every table in a run file."""
+"""The base class of every table in a run file, which holds what was said and is never changed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-
-class _Derived:
-    def __repr__(self) -> str:
-        return "derived"
+T = TypeVar("T")
 
 
-DERIVED = _Derived()
+def _written(value: object) -> object:
+    if value is None:
+        raise PydanticCustomError("null", "a key that is open is left out")
+    return value
 
 
-def derived() -> Any:
-    """The default of a key that ``resolve`` fills in if the run file omits it.
+_OPEN = BeforeValidator(_written)
 
-    The field's type is that of the resolved value. Before ``resolve`` the key has no value, and
-    reading it raises ``AttributeError``; use ``known`` to read keys that may not have a value yet.
-    """
-    return Field(default=DERIVED, validate_default=False)
+Open = Annotated[T | None, Field(validate_default=False), _OPEN]
+"""The type of a key that follows from others where it is left out. It is None then, and the plan
+has its value; nobody writes None."""
+
+
+def is_open(field: FieldInfo) -> bool:
+    return _OPEN in field.metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,3 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
-
-    def model_post_init(self, _context: object, /) -> None:
-        for key in [key for key, value in self.__dict__.items() if value is DERIVED]:
-            object.__delattr__(self, key)
-
-
-def known(section: Section, key: str) -> Any:
-    """The value of a key, or None if it has been neither set nor derived."""
-    return getattr(section, key, None)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from tunesmith.config.engines import EngineKind, EngineName, engine_kinds
-from tunesmith.config.section import Section, derived
+from tunesmith.config.section import Open, Section
 from tunesmith.config.values import Count, Part, PositiveInt, Size, Text, Url
 
 Role = Literal["actor", "ref", "critic", "reward", "rollout"]
@@ -66,7 +66,7 @@ class SequenceParallelSection(Section):
 class VllmSection(Section):
     """``[system.vllm]``: settings of ``engine = "vllm"``."""
 
-    tensor_parallel_size: PositiveInt = derived()
+    tensor_parallel_size: Open[PositiveInt] = None
     """Devices over which each layer of one engine is split."""
     pipeline_parallel_size: PositiveInt = 1
     """Groups of devices among which the layers of one engine are divided."""
@@ -80,9 +80,9 @@ class VllmSection(Section):
     chunked_prefill: bool | None = None
     """Prefill long prompts in chunks while other requests decode; None: if vLLM supports it for
     this model."""
-    prefix_caching: bool = derived()
+    prefix_caching: Open[bool] = None
     """Keep the KV cache of prompts for other prompts with the same prefix."""
-    eager: bool = derived()
+    eager: Open[bool] = None
     """Run the model without compilation and CUDA graphs."""
     cuda_graph_sizes: tuple[PositiveInt, ...] | None = None
     """Token counts per step for which CUDA graphs are captured; None: vLLM's choice, up to
@@ -103,12 +103,12 @@ class SystemSection(Section):
     tuned: bool = False
     """Fill omitted keys with the fastest values that ``tunesmith tune`` found for this kind of run
     on this machine."""
-    device: Text = derived()
+    device: Open[Text] = None
     device_memory: Size | None = None
     """How much device memory the run may use, such as ``20GB``; None: all that is free at the
     start."""
-    threads: PositiveInt = derived()
-    compile: bool | Literal["default", "max-autotune"] = derived()
+    threads: Open[PositiveInt] = None
+    compile: Open[bool | Literal["default", "max-autotune"]] = None
     """True: on a CPU, compile decoding (``engines.local``), and training in bfloat16 with AMX or
     AVX-512 BF16 (``kernels``). A mode of ``torch.compile``: the same for decoding, and PyTorch
     compiles the decoder layers of policy, critic and reference for training; ``max-autotune`` also
@@ -116,26 +116,26 @@ class SystemSection(Section):
     kernels: Literal["torch", "liger"] = "torch"
     """Implementation of the decoder layers' norms, rotations and SwiGLU in training and scoring:
     PyTorch's operations, or Liger's Triton kernels on GPUs (``kernels.liger``)."""
-    max_tokens_per_microbatch: PositiveInt = derived()
+    max_tokens_per_microbatch: Open[PositiveInt] = None
     """Maximum tokens per micro-batch of one rank, or of a ``sequence_parallel`` group together."""
-    scoring_max_tokens: PositiveInt = derived()
+    scoring_max_tokens: Open[PositiveInt] = None
     """Maximum tokens of a pass without gradients, by policy, reference or critic."""
-    critic_max_tokens: PositiveInt = derived()
+    critic_max_tokens: Open[PositiveInt] = None
     """``max_tokens_per_microbatch`` for a critic with its own model."""
-    reward_max_tokens: PositiveInt = derived()
+    reward_max_tokens: Open[PositiveInt] = None
     """Maximum tokens of a reward model's pass."""
     share_prompts: bool = True
-    gradient_checkpointing: bool | Part = derived()
+    gradient_checkpointing: Open[bool | Part] = None
     """Whether the backward pass recomputes activations, or in which share of the layers."""
-    offload_activations: bool = derived()
+    offload_activations: Open[bool] = None
     """Keep activations saved for the backward pass in host memory."""
-    offload_optimizer: bool = derived()
+    offload_optimizer: Open[bool] = None
     """Keep master weights, their gradients and the optimizer's moments in host memory, and step on
     the CPU."""
-    offload_parameters: bool = derived()
+    offload_parameters: Open[bool] = None
     """Keep the layers' weights in host memory, and bring each layer's to the GPU while it
     computes."""
-    offload_reference: bool = derived()
+    offload_reference: Open[bool] = None
     """Keep frozen models (a reference, a teacher, reward models) in host memory while they do not
     score."""
     logprob_chunk: PositiveInt | None = None
@@ -153,7 +153,7 @@ class SystemSection(Section):
     engine_python: Path | None = None
     """Python interpreter for ``engine_process``, if the engine is installed in another
     environment."""
-    engines: PositiveInt = derived()
+    engines: Open[PositiveInt] = None
     """Number of engine processes, each with ``kv_memory`` and a copy of the weights."""
     engine_restarts: Count = 3
     """How often each engine process may be replaced after it dies."""
@@ -165,7 +165,7 @@ class SystemSection(Section):
     adapter_sync: Literal["adapter", "merged"] | None = None
     """How an adapter reaches engine processes: alone, for the same base, or merged into full
     weights."""
-    hybrid: bool = derived()
+    hybrid: Open[bool] = None
     """Engine and trainer take turns on a device: the engine frees its memory while the policy
     trains, and state needed only by the optimizer step is in host memory while the engine samples.
     None: where they share a GPU."""
@@ -181,13 +181,13 @@ class SystemSection(Section):
         dict[str, Any] | None, Field(description="a table, as Ray has it")
     ] = None
     """Ray's runtime environment for the actors, such as ``{env_vars = {NCCL_DEBUG = "INFO"}}``."""
-    trainer_ranks: PositiveInt = derived()
+    trainer_ranks: Open[PositiveInt] = None
     """Processes that share the micro-batches of each step; a separate critic has the same number.
     Under ``torchrun``, its processes are the ranks."""
-    zero_stage: Literal[0, 1, 2, 3] = derived()
+    zero_stage: Open[Literal[0, 1, 2, 3]] = None
     """What the trainer's ranks shard: nothing (0), optimizer state (1), gradients too (2), weights
     too (3)."""
-    shard_size: PositiveInt = derived()
+    shard_size: Open[PositiveInt] = None
     """Ranks that shard one copy of the model; with more ranks there are several copies, as on
     several machines."""
     trainer_restarts: Count = 3
@@ -195,7 +195,7 @@ class SystemSection(Section):
     placement: PlacementSection | None = None
     """CPUs and GPUs of each process on a cluster; None: 1 CPU and, if ``device`` is a GPU, 1
     GPU."""
-    kv_memory: Size = derived()
+    kv_memory: Open[Size] = None
     """Size of the engine's KV cache, such as ``512MB`` or ``4GB``. Keys and values have the model's
     dtype, but are float32 on a CPU without ``compile`` or with float16."""
     max_running: PositiveInt = 256

@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunesmith.config.commands import ScoreConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.records.metrics import read_metrics
@@ -96,7 +95,7 @@ def _card(config: RunConfig, run_dir: RunDir) -> str:
     algorithm = config.algorithm.name if isinstance(config, RLConfig) else None
     command = shown_command([_FOLDERS.sub("", word) for word in own_command() or []])
     local = Path(path).is_absolute()
-    task = "text-classification" if isinstance(config, ScoreConfig) else "text-generation"
+    task = "text-classification" if config.score_model else "text-generation"
     data = ModelCardData(
         base_model=None if local else path,
         library_name="peft" if config.lora.on else "transformers",

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tunesmith.config.algorithm import AlgorithmSection
+from tunesmith.config.algorithm import Algorithm
 from tunesmith.config.commands import (
     DistillConfig,
     DPOConfig,
     KTOConfig,
     OfflineDistillConfig,
     SampledDistillConfig,
-    ScoreConfig,
 )
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 
@@ -55,8 +54,8 @@ class RunKind:
         return self.trains and not self.supervised and not self.rl
 
 
-def kind_of(said: RunConfig, algorithm: AlgorithmSection | None = None) -> RunKind:
-    """Args: algorithm: resolved; what depends on it does not hold without it."""
+def kind_of(said: RunConfig, algorithm: Algorithm | None = None) -> RunKind:
+    """Args: algorithm: what depends on it does not hold without it."""
     adapter = said.lora.on
     teacher: Teaching | None = None
     if isinstance(said, SampledDistillConfig | OfflineDistillConfig):
@@ -68,11 +67,11 @@ def kind_of(said: RunConfig, algorithm: AlgorithmSection | None = None) -> RunKi
         trains=said.trains,
         samples=said.samples,
         supervised=said.supervised,
-        rl=isinstance(said, RLConfig),
+        rl=said.rl,
         adapter=adapter,
         teacher=teacher,
         reward_models=len(reward.models) if reward else 0,
-        score_model=isinstance(said, ScoreConfig),
+        score_model=said.score_model,
     )
     if isinstance(said, RLConfig):
         return _of_rl(kind, said, algorithm)
@@ -83,7 +82,7 @@ def kind_of(said: RunConfig, algorithm: AlgorithmSection | None = None) -> RunKi
     return replace(kind, scores=kind.supervised and said.data.eval is not None)
 
 
-def _of_rl(kind: RunKind, said: RLConfig, algorithm: AlgorithmSection | None) -> RunKind:
+def _of_rl(kind: RunKind, said: RLConfig, algorithm: Algorithm | None) -> RunKind:
     kind = replace(kind, ahead=said.rollout.max_staleness > 0)
     if algorithm is None:
         return kind

@@ -8,17 +8,17 @@ from __future__ import annotations
 from math import ceil
 
 from tunesmith.config.schema import RLConfig, RunConfig, Source
-from tunesmith.config.section import known
+from tunesmith.plan.parts import Training
 
 
-def draws(config: RunConfig, size: int | None) -> int | None:
+def draws(training: Training, size: int | None) -> int | None:
     """Items that the run draws, as ``train.epochs`` says; None: as many as full steps need
     (``train.steps``)."""
-    epochs = config.train.epochs
+    epochs = training.epochs
     return None if size is None or epochs is None else max(1, round(epochs * size))
 
 
-def steps_of_epochs(config: RunConfig, size: int, each: int) -> tuple[int, str]:
+def steps_of_epochs(said: RunConfig, training: Training, size: int, each: int) -> tuple[int, str]:
     """The steps of ``train.epochs``, and what the reason for them adds about short ones.
 
     In supervised training no step spans two passes. Rollout batches keep their size, which the
@@ -28,8 +28,8 @@ def steps_of_epochs(config: RunConfig, size: int, each: int) -> tuple[int, str]:
     Args:
         each: the items of a full step.
     """
-    total = draws(config, size) or size
-    if config.supervised and not _weighted(config):
+    total = draws(training, size) or size
+    if said.supervised and not _weighted(said):
         steps = steps_of_passes(total, size, each)
         several = total > size
         short = min(size, total) % each
@@ -38,10 +38,7 @@ def steps_of_epochs(config: RunConfig, size: int, each: int) -> tuple[int, str]:
         steps = ceil(total / each)
         short = total % each
         where = "the last"
-    filtered = isinstance(config, RLConfig) and config.algorithm.dynamic_filter
-    return steps, (f", {short} to {where}" if short else "") + (
-        "; filtered prompts do not count" if filtered else ""
-    )
+    return steps, f", {short} to {where}" if short else ""
 
 
 def steps_of_passes(total: int, size: int, each: int) -> int:
@@ -51,45 +48,43 @@ def steps_of_passes(total: int, size: int, each: int) -> int:
     return passes * ceil(size / each) + ceil(rest / each)
 
 
-def prompts_of(config: RLConfig, step: int, size: int | None) -> int:
+def prompts_of(training: Training, step: int, size: int | None) -> int:
     """Prompts of a step, counted from 0: the last step of ``train.epochs`` has those that are
     left."""
-    each = config.rollout.prompts_per_step
-    total = draws(config, size)
+    each = training.prompts
+    total = draws(training, size)
     return each if total is None else max(1, min(each, total - each * step))
 
 
-def optimizer_steps(config: RunConfig, size: int | None = None) -> int:
-    """Optimizer steps of the policy in the whole run, unless the filter or failures leave a step
-    less to learn from."""
-    if not isinstance(config, RLConfig):
-        return config.train.steps
-    return (
-        max(1, _batches(config, config.critic.freeze_actor_steps, size))
-        * config.train.passes_per_batch
-    )
+def optimizer_steps(said: RunConfig, training: Training, size: int | None = None) -> int:
+    """Optimizer steps of the policy in the whole run, whose number of steps is known, unless the
+    filter or failures leave a step less to learn from."""
+    assert training.steps is not None, "it is known"
+    if not isinstance(said, RLConfig):
+        return training.steps
+    batches = _batches(training, said.critic.freeze_actor_steps, size)
+    return max(1, batches) * said.train.passes_per_batch
 
 
-def critic_steps(config: RLConfig, size: int | None = None) -> int:
+def critic_steps(said: RLConfig, training: Training, size: int | None = None) -> int:
     """Optimizer steps of a critic with its own model."""
-    return _batches(config, 0, size) * (
-        known(config.critic, "passes_per_batch") or config.train.passes_per_batch
-    )
+    passes = said.critic.passes_per_batch or said.train.passes_per_batch
+    return _batches(training, 0, size) * passes
 
 
-def _batches(config: RLConfig, first: int, size: int | None) -> int:
+def _batches(training: Training, first: int, size: int | None) -> int:
     """Optimizer steps in one pass over each rollout batch from step ``first`` on."""
-    samples = config.rollout.samples
-    last = config.train.steps - 1
+    assert training.steps is not None, "it is known"
+    last = training.steps - 1
     if first > last:
         return 0
-    batch = known(config.train, "batch_size") or samples
-    short = prompts_of(config, last, size) * config.rollout.group_size
-    return (last - first) * ceil(samples / batch) + ceil(short / batch)
+    batch = training.batch or training.samples
+    short = prompts_of(training, last, size) * training.group
+    return (last - first) * ceil(training.samples / batch) + ceil(short / batch)
 
 
-def _weighted(config: RunConfig) -> bool:
-    sources = config.data.train if isinstance(config.data.train, tuple) else ()
+def _weighted(said: RunConfig) -> bool:
+    sources = said.data.train if isinstance(said.data.train, tuple) else ()
     return len(sources) > 1 and any(
         isinstance(one, Source) and one.weight is not None for one in sources
     )

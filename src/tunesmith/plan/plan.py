@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
+from pydantic import BaseModel
+
+from tunesmith.config.algorithm import Algorithm
 from tunesmith.config.changing import with_values
-from tunesmith.config.resolved import Derived
+from tunesmith.config.commands import SamplingConfig
+from tunesmith.config.resolved import Derived, Listing, settings
 from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import known
 from tunesmith.config.system import PlacementSection, SystemSection
 from tunesmith.config.values import parse_size
 from tunesmith.plan.devices import Devices
 from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.kind import RunKind, kind_of
+from tunesmith.plan.parts import Intervals, Lengths, Memory, SamplingChoices, Training, Vllm
 
 MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 """Larger micro-batches are no faster: every matrix product is already large enough."""
@@ -23,46 +28,37 @@ MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What takes or saves memory on the devices; None: the run has no such pass or cache, or its
-    size is still open."""
-
-    microbatch: int | None = None
-    """Maximum tokens per micro-batch of one rank, or of the ranks that share sequences."""
-    scoring: int | None = None
-    """Maximum tokens of a pass without gradients."""
-    critic: int | None = None
-    """Maximum tokens per micro-batch of a critic with its own model."""
-    reward: int | None = None
-    """Maximum tokens of a reward model's pass."""
-    kv: str | None = None
-    """Size of an engine's KV cache."""
-    checkpointing: bool | float = False
-    """Whether activations are recomputed, or in which share of the layers."""
-    offload_activations: bool = False
-    offload_optimizer: bool = False
-    offload_parameters: bool = False
-    offload_reference: bool = False
-
-    @property
-    def kv_bytes(self) -> int:
-        return parse_size(self.kv) if self.kv else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """The size of a step."""
-
-    samples: int = 0
-    """Samples that a step draws: those of a rollout batch, or of an optimizer step."""
-    batch: int | None = None
-    """Samples per optimizer step; None: nothing is trained."""
-    prompts: int = 0
-    """Prompts of a rollout batch."""
-    longest: int | None = None
-    """Tokens of the longest sample, or of samples that must share a micro-batch; None: unknown."""
+OF_DEVICES = {
+    "trainer_ranks": "trainer_ranks",
+    "zero_stage": "zero_stage",
+    "shard_size": "shard_size",
+    "sequence": "sequence_parallel.size",
+    "engines": "engines",
+    "tensor": "vllm.tensor_parallel_size",
+    "engine_process": "engine_process",
+    "hybrid": "hybrid",
+    "placement": "placement",
+    "weight_plane": "weight_plane",
+    "weight_copy": "weight_copy",
+    "adapter_sync": "adapter_sync",
+    "device": "device",
+    "threads": "threads",
+    "compile": "compile",
+}
+"""The key of ``[system]`` for fields of ``Devices``."""
+OF_MEMORY = {
+    "microbatch": "max_tokens_per_microbatch",
+    "scoring": "scoring_max_tokens",
+    "critic": "critic_max_tokens",
+    "reward": "reward_max_tokens",
+    "kv": "kv_memory",
+    "checkpointing": "gradient_checkpointing",
+    "offload_activations": "offload_activations",
+    "offload_optimizer": "offload_optimizer",
+    "offload_parameters": "offload_parameters",
+    "offload_reference": "offload_reference",
+}
+"""The key of ``[system]`` for each field of ``Memory``."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +69,50 @@ class Plan(Generic[C]):
     """
 
     said: C
+    """What a person said, or had a profile say."""
     facts: Facts
     devices: Devices
     memory: Memory
     training: Training
-    eager: bool = False
-    """Whether vLLM runs without compilation and CUDA graphs."""
+    sampling: SamplingChoices
+    intervals: Intervals
+    lengths: Lengths
+    vllm: Vllm
+    algorithm: Algorithm | None = None
+    """None: it is no reinforcement learning."""
+    given: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What a person said, by dotted key."""
+    reasons: tuple[Derived, ...] = ()
+    """The values that a person left open, or that had to change, and why."""
+    assumed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Values that follow without a reason of their own, by dotted key."""
+    notes: tuple[str, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Why another command set some of the keys in ``given``."""
 
     @property
     def kind(self) -> RunKind:
         return self.devices.kind
+
+    @property
+    def steps(self) -> int:
+        """Steps of a run whose data is known."""
+        assert self.training.steps is not None, "the data has been read"
+        return self.training.steps
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The value of every setting, by dotted key, as plain JSON values."""
+        said: RunConfig = self.said
+        if self.algorithm is not None:
+            said = said.model_copy(update={"algorithm": self.algorithm})
+        derived = {entry.key: plain(entry.value) for entry in self.reasons}
+        return {**settings(said), **self.assumed, **derived}
+
+    @property
+    def listing(self) -> Listing:
+        """The settings as they are printed and saved."""
+        return Listing(self.settings, self.given, self.reasons, self.notes, self.origins)
 
     @property
     def gpus(self) -> int:
@@ -172,28 +202,44 @@ def gpu_of(device: str, facts: Facts) -> Gpu | None:
     return gpus[index] if device.startswith("cuda") and index < len(gpus) else None
 
 
-def draft(said: C, facts: Facts) -> Plan[C]:
+def open_plan(said: C, facts: Facts, algorithm: Algorithm | None = None) -> Plan[C]:
     """The plan of what was said, with one process and nothing in host memory where that is open."""
-    batch: int | None = known(said.train, "batch_size")
-    rollout = said.rollout if isinstance(said, RLConfig) else None
-    training = Training(
-        samples=rollout.samples if rollout else batch or 0,
-        batch=batch,
-        prompts=rollout.prompts_per_step if rollout else 0,
-        longest=longest_sample(said, facts),
+    devices = devices_said(kind_of(said, algorithm), said)
+    return Plan(
+        said,
+        facts,
+        devices,
+        memory_said(said.system),
+        training_said(said, facts),
+        sampling_said(said),
+        intervals_said(said),
+        lengths_said(said),
+        vllm_said(said.system),
+        algorithm,
     )
-    eager = bool(known(said.system.vllm, "eager"))
-    return Plan(said, facts, devices_of(said), memory_said(said.system), training, eager)
 
 
-def devices_of(said: RunConfig) -> Devices:
-    """The devices of what was said, with one process where that is open."""
-    algorithm = None
-    if isinstance(said, RLConfig):
-        keys = ("advantage", "loss", "kl", "decoupled")
-        whole = all(known(said.algorithm, key) is not None for key in keys)
-        algorithm = said.algorithm if whole else None
-    return devices_said(kind_of(said, algorithm), said)
+def reopened(plan: Plan[C], system: SystemSection) -> Plan[C]:
+    """The plan on its device with another ``[system]``, which leaves its processes and their memory
+    open."""
+    said = plan.said.model_copy(update={"system": system})
+    devices = devices_said(plan.kind, said)
+    devices = replace(devices, device=plan.devices.device, dtype=plan.devices.dtype)
+    memory = memory_said(system)
+    return replace(plan, said=said, devices=devices, memory=memory, vllm=vllm_said(system))
+
+
+def with_said(plan: Plan[C], values: Mapping[str, Any]) -> Plan[C]:
+    """The plan, if more had been said about its processes, their memory, and what it trains; by
+    dotted key."""
+    said = with_values(plan.said, values)
+    own = {key.removeprefix("system."): value for key, value in values.items()}
+    devices = {name: own[key] for name, key in OF_DEVICES.items() if key in own}
+    memory = {name: own[key] for name, key in OF_MEMORY.items() if key in own}
+    devices["kind"] = kind_of(said, plan.algorithm)
+    plan = replace(plan, said=said).with_devices(**devices).with_memory(**memory)
+    running = replace(plan.sampling, running=own.get("max_running", plan.sampling.running))
+    return replace(plan, sampling=running)
 
 
 def devices_said(kind: RunKind, said: RunConfig) -> Devices:
@@ -202,20 +248,20 @@ def devices_said(kind: RunKind, said: RunConfig) -> Devices:
         kind=kind,
         engine=system.engine_kind,
         cluster=system.cluster,
-        device=known(system, "device") or "",
-        dtype=known(said.model, "dtype") or "",
-        threads=known(system, "threads") or 1,
-        compile=known(system, "compile") or False,
-        trainer_ranks=known(system, "trainer_ranks") or 1,
-        zero_stage=known(system, "zero_stage") or 0,
-        shard_size=known(system, "shard_size"),
+        device=system.device or "",
+        dtype=said.model.dtype or "",
+        threads=system.threads or 1,
+        compile=system.compile or False,
+        trainer_ranks=system.trainer_ranks or 1,
+        zero_stage=system.zero_stage or 0,
+        shard_size=system.shard_size,
         sequence=system.sequence_parallel.size,
         ring=system.sequence_parallel.type == "ring",
-        engines=known(system, "engines") or 1,
-        tensor=known(system.vllm, "tensor_parallel_size") or 1,
+        engines=system.engines or 1,
+        tensor=system.vllm.tensor_parallel_size or 1,
         pipeline=system.vllm.pipeline_parallel_size,
         engine_process=system.engine_process,
-        hybrid=bool(known(system, "hybrid")),
+        hybrid=bool(system.hybrid),
         placement=system.placement or PlacementSection(),
         weight_plane=system.weight_plane,
         weight_copy=system.weight_copy,
@@ -225,39 +271,99 @@ def devices_said(kind: RunKind, said: RunConfig) -> Devices:
 
 def memory_said(system: SystemSection) -> Memory:
     return Memory(
-        microbatch=known(system, "max_tokens_per_microbatch"),
-        scoring=known(system, "scoring_max_tokens"),
-        critic=known(system, "critic_max_tokens"),
-        reward=known(system, "reward_max_tokens"),
-        kv=known(system, "kv_memory"),
-        checkpointing=known(system, "gradient_checkpointing") or False,
-        offload_activations=bool(known(system, "offload_activations")),
-        offload_optimizer=bool(known(system, "offload_optimizer")),
-        offload_parameters=bool(known(system, "offload_parameters")),
-        offload_reference=bool(known(system, "offload_reference")),
+        microbatch=system.max_tokens_per_microbatch,
+        scoring=system.scoring_max_tokens,
+        critic=system.critic_max_tokens,
+        reward=system.reward_max_tokens,
+        kv=system.kv_memory,
+        checkpointing=system.gradient_checkpointing or False,
+        offload_activations=bool(system.offload_activations),
+        offload_optimizer=bool(system.offload_optimizer),
+        offload_parameters=bool(system.offload_parameters),
+        offload_reference=bool(system.offload_reference),
     )
 
 
-def longest_sample(said: RunConfig, facts: Facts) -> int | None:
+def training_said(said: RunConfig, facts: Facts | None = None) -> Training:
+    train = said.train
+    rollout = said.rollout if isinstance(said, RLConfig) else None
+    longest = longest_sample(said, lengths_said(said), facts) if facts else None
+    return Training(
+        samples=rollout.samples if rollout else train.batch_size or 0,
+        batch=train.batch_size,
+        prompts=rollout.prompts_per_step if rollout else 0,
+        group=rollout.group_size if rollout else 1,
+        longest=longest,
+        steps=train.steps,
+        epochs=train.epochs,
+        warmup=train.warmup_steps,
+        lr=train.lr or 0.0,
+        data_seed=said.data.seed or 0,
+    )
+
+
+def sampling_said(said: RunConfig) -> SamplingChoices:
+    running = said.system.max_running
+    if isinstance(said, RLConfig):
+        rollout = said.rollout
+        seed = rollout.seed or 0
+        queue = rollout.queue_size or 0
+        return SamplingChoices(rollout.group_size, rollout.temperature, seed, running, queue)
+    section = said.sampling_settings
+    if isinstance(said, SamplingConfig) and section:
+        return SamplingChoices(
+            said.sampling.n or 1, section.temperature or 0.0, section.seed or 0, running
+        )
+    return SamplingChoices(running=running)
+
+
+def intervals_said(said: RunConfig) -> Intervals:
+    checkpoint = said.checkpoint
+    evaluation = said.eval
+    return Intervals(
+        checkpoint.every,
+        checkpoint.minutes,
+        said.monitor.every,
+        evaluation.every,
+        evaluation.pass_at,
+    )
+
+
+def lengths_said(said: RunConfig) -> Lengths:
+    episode = said.environment.max_tokens if isinstance(said, RLConfig) else None
+    return Lengths(said.data.max_prompt_tokens, said.data.max_tokens, episode)
+
+
+def vllm_said(system: SystemSection) -> Vllm:
+    vllm = system.vllm
+    return Vllm(bool(vllm.eager), bool(vllm.prefix_caching), vllm.max_model_len)
+
+
+def longest_sample(said: RunConfig, lengths: Lengths, facts: Facts) -> int | None:
     """Tokens in the longest sample, or in samples that must share a micro-batch; None if
     unknown."""
     if said.supervised:
-        return facts.together or facts.longest or said.data.max_tokens
-    if isinstance(said, RLConfig) and said.environment.max_tokens is not None:
-        return said.environment.max_tokens
-    prompt = facts.longest or said.data.max_prompt_tokens
+        return facts.together or facts.longest or lengths.sample
+    if lengths.episode is not None:
+        return lengths.episode
+    prompt = facts.longest or lengths.prompt
     return None if prompt is None else prompt + said.new_tokens
 
 
+def plain(value: Any) -> Any:
+    """A setting's value as plain JSON."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_unset=True)
+    return [*value] if isinstance(value, tuple) else value
+
+
 class Reasons:
-    """Collects the reasons of a derivation."""
+    """Collects the reasons of derivations."""
 
     def __init__(self) -> None:
         self.entries: list[Derived] = []
         self.assumed: dict[str, Any] = {}
         """Values that follow without a reason of their own, and do not count as given."""
-        self.lowered: set[str] = set()
-        """Keys whose earlier reason no longer holds."""
 
     def add(self, key: str, value: T, reason: str) -> T:
         self.entries.append(Derived(key, value, reason))
@@ -265,18 +371,9 @@ class Reasons:
 
     def lower(self, key: str, value: T, reason: str) -> T:
         """As ``add``, in place of an earlier reason."""
-        self.lowered.add(key)
+        self.entries = [entry for entry in self.entries if entry.key != key]
         return self.add(key, value, reason)
 
     def fill(self, key: str, said: T | None, value: T, reason: str) -> T:
         """What was said, or else the value, for the reason."""
         return self.add(key, value, reason) if said is None else said
-
-    def __iter__(self) -> Iterator[Derived]:
-        return iter(self.entries)
-
-
-def settled(said: C, reasons: Reasons) -> C:
-    """What was said, with what was derived."""
-    said = with_values(said, {entry.key: entry.value for entry in reasons})
-    return with_values(said, reasons.assumed, given=False)

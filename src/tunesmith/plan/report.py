@@ -8,16 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from tunesmith.config.changing import with_values
-from tunesmith.config.resolved import Derived, Resolved, settings
+from tunesmith.config.resolved import Derived, Listing
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.device import PARTS, Price
 from tunesmith.plan.cost.memory import planned_devices, planned_roles
 from tunesmith.plan.cost.seconds import step_seconds
-from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.kind import RunKind
 from tunesmith.plan.layout.alternatives import cost, limits, next_best
-from tunesmith.plan.plan import AnyPlan, draft
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.toml import toml_value
 
 LAYOUT = (
@@ -47,39 +46,36 @@ LAYOUT = (
 """The settings that a plan shows, besides given settings in ``[system]`` and ``[lora]``."""
 
 
-def layout_of_run(resolved: Resolved[Any]) -> Resolved[Any]:
-    """The part of a resolved run that concerns its layout, including defaults."""
-    values = settings(resolved.config)
-    reasons = {d.key: d.reason for d in resolved.derived}
+def layout_of_run(plan: AnyPlan) -> Listing:
+    """The settings that concern a run's layout, including defaults."""
+    values = plan.settings
+    reasons = {d.key: d.reason for d in plan.reasons}
     given = {
-        k: v for k, v in resolved.given.items() if k in LAYOUT or k.startswith(("system.", "lora."))
+        k: v for k, v in plan.given.items() if k in LAYOUT or k.startswith(("system.", "lora."))
     }
     shown = [
         key
         for key in LAYOUT
-        if values.get(key) is not None and key not in given and _matters(resolved, key)
+        if values.get(key) is not None and key not in given and _matters(plan, key)
     ]
     derived = tuple(Derived(key, values[key], reasons.get(key, "the default")) for key in shown)
-    return replace(resolved, given=given, derived=derived)
+    return replace(plan.listing, given=given, derived=derived)
 
 
-def plan_of(
-    config: RunConfig, resolved: Resolved[Any], facts: Facts, price: float | None = None
-) -> dict[str, Any]:
-    """The plan of a resolved run as plain JSON values, in bytes and seconds.
+def report_of(config: RunConfig, plan: AnyPlan, price: float | None = None) -> dict[str, Any]:
+    """The plan of a run as plain JSON values, in bytes and seconds.
 
     Args:
-        config: the run before its settings were derived.
+        config: the run as its file has it.
         price: the price of one GPU for an hour.
     """
-    plan = draft(resolved.config, facts)
-    machine = facts.hardware
-    model = facts.model
-    layout = layout_of_run(resolved)
-    if config.system.engine != resolved.config.system.engine:
-        config = with_values(config, {"system.engine": resolved.config.system.engine})
-    told = {key: {"value": value, "reason": "given"} for key, value in layout.given.items()}
-    told |= {d.key: {"value": d.value, "reason": d.reason} for d in layout.derived}
+    machine = plan.facts.hardware
+    model = plan.facts.model
+    layout = layout_of_run(plan)
+    if config.system.engine != plan.said.system.engine:
+        config = with_values(config, {"system.engine": plan.said.system.engine})
+    entries = {key: {"value": value, "reason": "given"} for key, value in layout.given.items()}
+    entries |= {d.key: {"value": d.value, "reason": d.reason} for d in layout.derived}
     gpus = [gpu.name for gpu in machine.gpus]
     return {
         "machine": {
@@ -89,27 +85,27 @@ def plan_of(
             "memory": machine.memory_total,
         },
         "model": {
-            "path": resolved.config.model.path,
+            "path": plan.said.model.path,
             "parameters": model.parameters if model else None,
         },
-        "layout": told,
+        "layout": entries,
         "memory": memory_of(plan),
         "seconds": step_seconds(plan),
         "limits": limits(config, plan),
         "next_best": next_best(config, plan),
         **({"cost": cost(plan, price)} if price is not None else {}),
-        "notes": [*resolved.notes],
+        "notes": [*plan.notes],
     }
 
 
-def _matters(resolved: Resolved[Any], key: str) -> bool:
+def _matters(plan: AnyPlan, key: str) -> bool:
     """Whether a setting applies to the run."""
-    config = resolved.config
+    kind = plan.kind
     if key.startswith("system.vllm."):
-        return config.samples and config.system.engine_kind.spans_devices
+        return kind.samples and plan.devices.engine.spans_devices
     if key in ("system.trainer_ranks", "system.zero_stage", "system.sequence_parallel.size"):
-        return config.trains
-    return config.samples or not key.startswith(("system.engine", "system.hybrid"))
+        return kind.trains
+    return kind.samples or not key.startswith(("system.engine", "system.hybrid"))
 
 
 def memory_of(plan: AnyPlan) -> list[dict[str, Any]]:

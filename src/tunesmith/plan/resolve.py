@@ -4,30 +4,30 @@ argument."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from tunesmith.config.resolved import Derived, Resolved, settings
+from tunesmith.config.algorithm import Algorithm
+from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CapacityError
-from tunesmith.plan.derive.capacity import derive_device, with_capacity
-from tunesmith.plan.derive.generation import derive_sampling
-from tunesmith.plan.derive.lengths import derive_episode, derive_isolation, derive_limits
-from tunesmith.plan.derive.training import (
-    derive_adapter,
-    derive_critic,
-    derive_distillation,
-    derive_intervals,
-    derive_lr,
-    derive_size,
-    derive_steps,
-    derive_warmup,
-)
+from tunesmith.plan.derive.capacity import with_capacity, with_device
+from tunesmith.plan.derive.generation import most_running, with_profile, with_sampling
+from tunesmith.plan.derive.lengths import isolate, with_episode, with_limits
+from tunesmith.plan.derive.training import with_training
 from tunesmith.plan.derive.weights import with_weights
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.fitting import memory_notes, memory_problems
-from tunesmith.plan.layout.profiles import derive_profile
+from tunesmith.plan.layout.profiles import with_system_profile
 from tunesmith.plan.layout.search import with_layout
-from tunesmith.plan.plan import AnyPlan, Reasons, draft, longest_sample, settled
+from tunesmith.plan.plan import (
+    AnyPlan,
+    Plan,
+    Reasons,
+    lengths_said,
+    longest_sample,
+    open_plan,
+)
 from tunesmith.plan.rules.checks import check, contradictions, raise_all, unread_problems
 from tunesmith.plan.rules.notes import notes
 from tunesmith.plan.rules.situation import Situation, resolved_algorithm
@@ -35,19 +35,8 @@ from tunesmith.plan.rules.vllm import with_vllm
 
 C = TypeVar("C", bound=RunConfig)
 
-OF_TRAINING = (
-    derive_size,
-    derive_steps,
-    derive_warmup,
-    derive_adapter,
-    derive_distillation,
-    derive_lr,
-    derive_critic,
-    derive_intervals,
-)
 
-
-def resolve(said: C, facts: Facts) -> Resolved[C]:
+def resolve(said: C, facts: Facts) -> Plan[C]:
     """Check what was said and derive every key that follows from ``facts``.
 
     A key that depends on an unknown fact gets no value.
@@ -57,44 +46,52 @@ def resolve(said: C, facts: Facts) -> Resolved[C]:
         CapacityError: the run needs more memory than its devices have.
     """
     check(said, installed=not facts.hardware.named)
-    sampling = derive_sampling(said, facts)
-    config, derived = _with_algorithm(settled(said, sampling), facts)
-    derived = [*sampling, *derived]
-    training = OF_TRAINING if said.trains else ()
+    reasons = Reasons()
+    plan = _begin(said, facts, reasons)
+    plan = with_episode(with_training(plan, reasons), reasons)
+    isolate(said, facts, reasons)
     # The device is derived before the limits, which are often far higher than the data needs.
-    machine = (derive_device, derive_profile, _derive_devices)
-    limits = (derive_limits,) if said.trains else ()
-    for derive in (*training, derive_episode, derive_isolation, *machine, *limits):
-        reasons = derive(config, facts)
-        config = settled(config, reasons)
-        kept = [entry for entry in derived if entry.key not in reasons.lowered]
-        derived = [*kept, *reasons]
-    plan = draft(config, facts)
+    plan = with_system_profile(with_device(plan, reasons), reasons)
+    plan = with_limits(_with_devices(plan, reasons), reasons)
+    given = settings(said, given_only=True)
+    derived = tuple(reasons.entries)
+    plan = replace(plan, given=given, reasons=derived, assumed=reasons.assumed)
     unread = unread_problems(said, plan)
     problems = [*memory_problems(plan, said)]
     if problems:
         raise CapacityError(*problems)  # what else does not fit follows from it
     raise_all([*unread, *contradictions(plan)])
-    remarks = _notes(plan, device_derived=any(each.key == "system.device" for each in derived))
-    return Resolved(config, settings(said, given_only=True), tuple(derived), tuple(remarks))
+    device_derived = any(entry.key == "system.device" for entry in derived)
+    return replace(plan, notes=tuple(_notes(plan, device_derived=device_derived)))
 
 
-def _with_algorithm(config: C, facts: Facts) -> tuple[C, list[Derived]]:
-    """The run with ``[algorithm]`` resolved."""
-    if not isinstance(config, RLConfig):
-        return config, []
+def _begin(said: C, facts: Facts, reasons: Reasons) -> Plan[C]:
+    """The plan with a profile's settings, its algorithm, and how it samples; else open."""
+    running = most_running(said, facts, reasons)
+    said = with_profile(said, reasons)
+    plan = open_plan(said, facts)
+    plan = with_sampling(replace(plan, sampling=replace(plan.sampling, running=running)), reasons)
+    algorithm = _algorithm(said, facts, reasons)
+    if algorithm is None:
+        return plan
+    return replace(open_plan(said, facts, algorithm), sampling=plan.sampling)
+
+
+def _algorithm(said: RunConfig, facts: Facts, reasons: Reasons) -> Algorithm | None:
+    if not isinstance(said, RLConfig):
+        return None
     switch = facts.model.switch if facts.model else None
-    longest = longest_sample(config, facts)
+    longest = longest_sample(said, lengths_said(said), facts)
     crossed = switch is not None and longest is not None and longest > switch
-    section, reasons = resolved_algorithm(config, switch if crossed else None)
-    derived = [Derived(key, value, reason) for key, value, reason in reasons]
-    return config.model_copy(update={"algorithm": section}), derived
+    algorithm, entries = resolved_algorithm(said, switch if crossed else None)
+    for key, value, reason in entries:
+        reasons.add(key, value, reason)
+    return algorithm
 
 
-def _derive_devices(config: RunConfig, facts: Facts) -> Reasons:
-    """Processes and memory."""
-    reasons = Reasons()
-    plan, turns_open = with_layout(draft(config, facts), reasons)
+def _with_devices(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    """The plan with its processes and memory."""
+    plan, turns_open = with_layout(plan, reasons)
     plan = with_capacity(plan, reasons, turns_open=turns_open)
     plan = with_vllm(with_weights(plan, reasons), reasons)
     devices = plan.devices
@@ -107,9 +104,7 @@ def _derive_devices(config: RunConfig, facts: Facts) -> Reasons:
     if devices.engine.spans_devices:
         usual["system.vllm.tensor_parallel_size"] = devices.tensor
     reasons.assumed |= usual
-    if any(entry.key == "system.placement" for entry in reasons):  # they have plain values
-        reasons.assumed["system.placement"] = devices.placement
-    return reasons
+    return plan
 
 
 def _notes(plan: AnyPlan, *, device_derived: bool) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tunesmith.cli.main import app
 from tunesmith.config.choice import Choice
 from tunesmith.config.load import load_config
-from tunesmith.config.resolved import Derived, Resolved, save_resolved
+from tunesmith.config.resolved import Derived, Listing, save_resolved, settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import StorageError
 from tunesmith.guide.explain.advice import advice_about
@@ -154,7 +154,9 @@ def run_dir(tmp_path: Path) -> Path:
         RLConfig, None, ["model.path=org/m", "data.train=org/d", "rollout.group_size=16", PLACED]
     )
     save_resolved(
-        Resolved(config, {"rollout.group_size": 16}, (Derived("train.lr", 2e-6, "the size"),)),
+        Listing(
+            settings(config), {"rollout.group_size": 16}, (Derived("train.lr", 2e-6, "the size"),)
+        ),
         tmp_path,
     )
     rows = [

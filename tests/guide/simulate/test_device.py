@@ -28,7 +28,6 @@ from tunesmith.learn.usercode.far import gather
 from tunesmith.models.parallel.host_memory import HostShelf
 from tunesmith.plan.cost.memory import planned, planned_devices
 from tunesmith.plan.devices import BUCKET
-from tunesmith.plan.plan import draft
 from tunesmith.run.engines.local.attention import attend
 from tunesmith.run.processes.checksum import SLAB
 from tunesmith.run.processes.rank_group import RankGroup
@@ -218,7 +217,7 @@ def test_soft_caps_keep_no_scores_of_pairs(tmp_path: Path) -> None:
     shape = TINY | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **capped}
     tokens = 2048
     given = (f"data.max_tokens={tokens}", f"system.max_tokens_per_microbatch={tokens}", GIVEN[2])
-    train = dry_run(*resolved(tmp_path, "sft", shape, "H100-80GB", *given))[FIRST]["train"]
+    train = dry_run(resolved(tmp_path, "sft", shape, "H100-80GB", *given))[FIRST]["train"]
     assert {key.split("/")[1].split(":")[0] for key in train.waits} == AT_THE_END
     assert (
         train.peak["activations"] < tokens * tokens * TINY["num_attention_heads"]
@@ -296,8 +295,8 @@ def test_gradients_in_host_memory_are_summed_between_gpus_and_come_back() -> Non
 )
 def test_ranks_step_in_host_memory(tmp_path: Path, options: tuple[str, ...]) -> None:
     said = ("data.max_tokens=64", GIVEN[0], GIVEN[2], "system.offload_optimizer=true", *options)
-    config, facts = resolved(tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "4xH100-80GB", *said)
-    train = dry_run(config, facts)[FIRST]["train"]
+    config = resolved(tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "4xH100-80GB", *said)
+    train = dry_run(config)[FIRST]["train"]
     assert not train.peak.get("optimizer") and any(
         key.startswith("trainers/masters.py") for key in train.waits
     )
@@ -323,9 +322,9 @@ def test_the_plan_of_a_quantised_base_is_what_it_takes(tmp_path: Path, stage: in
         "system.trainer_ranks=4",
         "system.gradient_checkpointing=true",
     )
-    config, facts = resolved(tmp_path, "sft", shape, "4xH100-80GB", *said, GIVEN[0], GIVEN[2])
-    train = dry_run(config, facts)[FIRST]["train"]
-    [(_, planned, _)] = planned_devices(draft(config, facts))
+    config = resolved(tmp_path, "sft", shape, "4xH100-80GB", *said, GIVEN[0], GIVEN[2])
+    train = dry_run(config)[FIRST]["train"]
+    [(_, planned, _)] = planned_devices(config)
     assert train.peak["weights"] == pytest.approx(planned.weights, rel=0.05)
     assert train.total <= planned.peak - planned.libraries <= 1.08 * train.total
 
@@ -355,7 +354,7 @@ def test_activations_in_host_memory_make_nobody_wait(tmp_path: Path) -> None:
             "system.max_tokens_per_microbatch=16384",
             f"system.offload_activations={str(away).lower()}",
         )
-        train = dry_run(*resolved(tmp_path, "sft", deep, "H100-80GB", *said, *more))[FIRST]["train"]
+        train = dry_run(resolved(tmp_path, "sft", deep, "H100-80GB", *said, *more))[FIRST]["train"]
         assert {key.split("/")[1].split(":")[0] for key in train.waits} == AT_THE_END
         peaks.append(train.total)
     assert peaks[1] < 0.8 * peaks[0]
@@ -442,10 +441,10 @@ def test_engines_have_gpus_of_their_own(tmp_path: Path, engine: str) -> None:
         "system.trainer_ranks=2",
         f"system.engine={engine}",
     )
-    config, facts = resolved(tmp_path, "rl", TINY, "4xH100-80GB", *given)
-    gpus = dry_run(config, facts)
+    config = resolved(tmp_path, "rl", TINY, "4xH100-80GB", *given)
+    gpus = dry_run(config)
     assert set(gpus) == {FIRST, "engine"} and not {*HELD} & gpus[FIRST]["train"].peak.keys()
-    planned = {name: price for name, price, _ in planned_devices(draft(config, facts))}["engine"]
+    planned = {name: price for name, price, _ in planned_devices(config)}["engine"]
     assert gpus["engine"]["sample"].peak["keys and values"] == pytest.approx(planned.kv, rel=0.01)
     assert gpus["engine"]["sample"].peak["engines' weights"] == pytest.approx(
         planned.engine, rel=0.06
@@ -474,10 +473,10 @@ def test_roles_on_ray_have_gpus_of_their_own(tmp_path: Path, processes: int) -> 
     )
     given = (*given, f"system.placement.ref.processes={min(2, processes)}")
     given = (*given, f"system.placement.reward.processes={processes}")
-    config, facts = resolved(tmp_path, "rl", TINY, "2x8xH100-80GB", *given, frozen=judge)
-    gpus = dry_run(config, facts)
+    config = resolved(tmp_path, "rl", TINY, "2x8xH100-80GB", *given, frozen=judge)
+    gpus = dry_run(config)
     assert set(gpus) == {FIRST, "engine", "critic", "reference", "reward model"}
-    planned = {name: price for name, price, _ in planned_devices(draft(config, facts))}
+    planned = {name: price for name, price, _ in planned_devices(config)}
     for name in ("trainer", "critic"):
         peak = gpus[name]["train"].peak
         assert peak["weights"] == pytest.approx(planned[name].weights, rel=0.06), (
@@ -508,15 +507,11 @@ def test_the_plan_of_a_reward_model_that_two_share_is_what_it_takes(tmp_path: Pa
         "system.placement.reward.shards=2",
     )
     given = (*given, "system.trainer_ranks=1", "system.engines=1", "system.reward_max_tokens=256")
-    config, facts = resolved(
-        tmp_path, "rl", shape, "8xH100-80GB", *RL, *GIVEN[:2], *given, frozen=judge
-    )
-    phase = dry_run(config, facts)["reward model"]["reward"]
-    [planned] = [
-        price for name, price, _ in planned_devices(draft(config, facts)) if name == "reward model"
-    ]
+    config = resolved(tmp_path, "rl", shape, "8xH100-80GB", *RL, *GIVEN[:2], *given, frozen=judge)
+    phase = dry_run(config)["reward model"]["reward"]
+    [planned] = [price for name, price, _ in planned_devices(config) if name == "reward model"]
     assert phase.peak["frozen models"] == pytest.approx(planned.frozen, rel=0.001)
-    assert planned.frozen == 2 * facts.frozen_parameters // 2
+    assert planned.frozen == 2 * config.facts.frozen_parameters // 2
     assert phase.total == pytest.approx(planned.peak - planned.libraries, rel=0.05)
 
 
@@ -528,12 +523,12 @@ def test_weights_are_gathered_in_two_buckets_at_most(tmp_path: Path) -> None:
         "intermediate_size": 8192,
         "num_hidden_layers": 4,
     }
-    config, facts = resolved(
+    config = resolved(
         tmp_path, "rl", shape, "4xH100-80GB", *RL, *GIVEN[:2], STAGE(3), "rollout.max_staleness=1"
     )
-    peak = dry_run(config, facts)[FIRST]["publish"].peak
+    peak = dry_run(config)[FIRST]["publish"].peak
     largest = 65536 * 4096 * 2
-    assert facts.model and 2 * (facts.model.parameters or 0) > 1.5 * largest
+    assert config.facts.model and 2 * (config.facts.model.parameters or 0) > 1.5 * largest
     assert largest <= peak["gathered weights"] <= 2 * max(largest, FILE_BYTES)
 
 
@@ -551,10 +546,10 @@ def test_weights_for_nccl_are_copied_on_the_gpu_and_nowhere_else(
         "system.weight_plane=nccl",
     )
     given += (STAGE(3),) if ranks > 1 else ()
-    config, facts = resolved(tmp_path, "rl", shape, "4xH100-80GB", *given)
-    price = planned(draft(config, facts))
-    publish = dry_run(config, facts)[FIRST]["publish"]
-    assert price is not None and config.system.weight_copy == "gpu"
+    config = resolved(tmp_path, "rl", shape, "4xH100-80GB", *given)
+    price = planned(config)
+    publish = dry_run(config)[FIRST]["publish"]
+    assert price is not None and config.settings["system.weight_copy"] == "gpu"
     copy = price.published
     measured = publish.peak["weights for engines"]
     if ranks == 1:  # and two slabs, while it is summed
@@ -566,7 +561,7 @@ def test_weights_for_nccl_are_copied_on_the_gpu_and_nowhere_else(
 
 def test_what_has_no_fake_is_refused(tmp_path: Path) -> None:
     said = ("system.engine_process=true", "system.weight_plane=ipc")
-    config, _ = resolved(tmp_path, "rl", TINY, "H100-80GB", *RL, *said)
+    config = resolved(tmp_path, "rl", TINY, "H100-80GB", *RL, *said)
     with pytest.raises(ConfigError, match=r"system\.weight_plane"):
         check_dry_run(config)
 

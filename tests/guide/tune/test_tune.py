@@ -24,7 +24,6 @@ from tunesmith.config.changing import with_values
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, SFTConfig
-from tunesmith.config.section import known
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.guide.tune.arms import TrialEnded
 from tunesmith.guide.tune.bench import Bench
@@ -49,7 +48,6 @@ from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.measured import remembered
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import draft
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.progress import duration
 from tunesmith.run.trainers.state_files import write_state
@@ -229,8 +227,8 @@ def test_the_cost_model_orders_settings() -> None:
     facts = Facts(machine(), MODEL, longest=256, train_size=100)
 
     def seconds(*more: str) -> float:
-        found = resolve(load_config(RLConfig, None, [*said, *more]), facts).config
-        return expected_seconds(draft(found, facts), 64, 300)
+        found = resolve(load_config(RLConfig, None, [*said, *more]), facts)
+        return expected_seconds(found, 64, 300)
 
     usual = seconds()
     for slow in (
@@ -376,7 +374,7 @@ class FakeArm:
     dead: ClassVar[set[int]] = set()
 
     def __init__(self, config: SFTConfig, *_: Any) -> None:
-        self.threads = known(config.system, "threads")
+        self.threads = config.system.threads
 
     def start(self) -> None:
         if self in self.running:

@@ -49,11 +49,8 @@ def test_every_preset_resolves_with_a_reason_for_each_value_that_is_not_a_defaul
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_resolving_twice_changes_nothing(name: str) -> None:
     once = algorithm(name=name)
-    assert resolve_algorithm(once, max_new_tokens=7) == (once, [])
-    assert (
-        resolve_algorithm(AlgorithmSection.model_validate(once.model_dump()), max_new_tokens=7)[0]
-        == once
-    )
+    written = AlgorithmSection.model_validate(once.model_dump())
+    assert resolve_algorithm(written, max_new_tokens=7) == (once, [])
 
 
 def test_what_some_presets_are() -> None:

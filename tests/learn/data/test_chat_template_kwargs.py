@@ -17,6 +17,9 @@ from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.errors import ConfigError
 from tunesmith.learn.data.preference import load_judged, load_pairs, load_steps
 from tunesmith.learn.data.prepare import load_samples, load_tasks
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import open_plan
 from tunesmith.run import placement
 from tunesmith.run.offline.sampling import identity
 from tunesmith.run.placement.specs import load_tokenizer
@@ -97,7 +100,8 @@ def test_what_was_generated_with_other_variables_is_not_gone_on_with(model: Path
                 variables,
             ],
         )
-        said.append(identity(config, "data", load_tokenizer(config)))
+        plan = open_plan(config, Facts(read_hardware()))
+        said.append(identity(plan, "data", load_tokenizer(config)))
     assert said[0] != said[1] and said[0]["data.chat_template_kwargs"] == {"shout": True}
 
 

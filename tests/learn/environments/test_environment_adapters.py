@@ -16,12 +16,12 @@ from tests.support import tiny
 from tests.support.episodes import check_tokens, load, made_task, ok, play
 from tests.support.tool_calls import call, said
 from tunesmith.config.load import load_config
-from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RewardSection, RLConfig
 from tunesmith.errors import ConfigError
 from tunesmith.learn.environments.loading import EnvironmentSet
 from tunesmith.learn.rewards.loading import load_rewards
 from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.plan.plan import Plan
 from tunesmith.run.placement.checking import check_run
 from tunesmith.run.placement.environments import hand_instances
 from tunesmith.types import Status
@@ -307,7 +307,7 @@ def test_functions_that_take_instances_derive_threads(
     model = tiny.save_model(tmp_path / "model")
     (tmp_path / "t.jsonl").write_text('{"prompt": "a", "goal": 7}\n')
 
-    def resolved(function: str, **changed: str) -> Resolved[RLConfig]:
+    def resolved(function: str, **changed: str) -> Plan[RLConfig]:
         settings = [
             f"model.path={model}",
             f"data.train={tmp_path / 't.jsonl'}",
@@ -320,8 +320,8 @@ def test_functions_that_take_instances_derive_threads(
 
     for function, kind in (("totals", "thread"), ("maybe", "thread"), ("blind", "process")):
         found = resolved(function)
-        assert found.config.reward.isolation == found.config.environment.isolation == kind
-        reasons = [d.reason for d in found.derived if d.key.endswith(".isolation")]
+        assert found.settings["reward.isolation"] == found.settings["environment.isolation"] == kind
+        reasons = [d.reason for d in found.reasons if d.key.endswith(".isolation")]
         assert len(reasons) == 2 and all(
             (f"judges.py:{function}" in r) == (kind == "thread") for r in reasons
         )

@@ -386,7 +386,7 @@ def test_a_reward_models_weights_leave_less_for_the_sampler(
     room: list[int] = []
     for parameters in (0, 200_000_000):
         facts = Facts(machine, read_model_facts(policy), 12, None, 8, frozen_parameters=parameters)
-        room.append(resolve(config, facts).config.system.max_tokens_per_microbatch or 0)
+        room.append(resolve(config, facts).settings["system.max_tokens_per_microbatch"] or 0)
     assert room[0] > room[1] > 0
     assert count_parameters(path) == sum(
         p.numel() for p in AutoModelForSequenceClassification.from_pretrained(path).parameters()

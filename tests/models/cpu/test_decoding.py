@@ -36,6 +36,7 @@ from tunesmith.models.kernels.decoding import KVSpan, tables
 from tunesmith.plan.facts.hardware import compilers, find_compiler, read_hardware
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.costs import largest_costs
 from tunesmith.run.engines.local.engine import LocalEngine
@@ -499,9 +500,9 @@ def test_the_setting_is_derived_from_compiler_family_and_device(
             *more,
         ]
         config = load_config(GenerateConfig, None, given)
-        return resolve(
-            config, Facts(read_hardware(), read_model_facts(model))
-        ).config.system.compile
+        return resolve(config, Facts(read_hardware(), read_model_facts(model))).settings[
+            "system.compile"
+        ]
 
     assert found(directory, sys.executable) and not found(
         directory, sys.executable, "system.compile=false"
@@ -524,7 +525,7 @@ def test_training_in_bfloat16_compiles_where_the_cpu_multiplies_it(
     hardware = replace(read_hardware(), tiles=has == "tiles", pairs=has == "pairs")
     facts = Facts(hardware, read_model_facts(directory))
 
-    def found(*more: str) -> SFTConfig:
+    def found(*more: str) -> Plan[SFTConfig]:
         given = [
             f"model.path={directory}",
             f"data.train={data}",
@@ -532,14 +533,15 @@ def test_training_in_bfloat16_compiles_where_the_cpu_multiplies_it(
             "model.dtype=bfloat16",
             *more,
         ]
-        return resolve(load_config(SFTConfig, None, given), facts).config
+        return resolve(load_config(SFTConfig, None, given), facts)
 
-    assert found().system.compile == bool(has) and not found("model.dtype=float32").system.compile
+    assert found().devices.compile == bool(has)
+    assert not found("model.dtype=float32").devices.compile
     if not has:
         with pytest.raises(ConfigError, match=r"system\.compile"):
             found("system.compile=true")
     config = found("system.compile=false")
-    model_spec(config).build(load_tokenizer(config))
+    model_spec(config).build(load_tokenizer(config.said))
     assert not functions.usable()
 
 

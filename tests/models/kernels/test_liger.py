@@ -34,7 +34,6 @@ from tunesmith.models.kernels.liger import LIGER
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import draft
 from tunesmith.plan.rules import checks
 from tunesmith.plan.rules.checks import check, contradictions
 from tunesmith.run.placement.specs import load_tokenizer, model_spec
@@ -231,11 +230,9 @@ def test_a_run_on_a_gpu_computes_with_them(
 ) -> None:
     monkeypatch.setattr(functions, "_allowed", False)
     config = resolved(tmp_path, "sft", "system.kernels=liger", "model.dtype=float32", on=GPU)
-    assert config.system.kernels == "liger"
-    here = config.model_copy(
-        update={"system": config.system.model_copy(update={"device": "cpu", "threads": 1})}
-    )
-    model = model_spec(here).build(load_tokenizer(here))
+    assert config.settings["system.kernels"] == "liger"
+    here = config.with_devices(device="cpu", threads=1)
+    model = model_spec(here).build(load_tokenizer(here.said))
     assert torch.isfinite(model.predict(forest_of(samples_of())).logprobs).all() and stand_in.calls
     with pytest.raises(ConfigError, match=r"system\.kernels = 'liger'"):
         check_dry_run(config)
@@ -246,8 +243,8 @@ def test_ours_is_the_default(
 ) -> None:
     monkeypatch.setattr(functions, "_allowed", False)
     config = resolved(tmp_path, "sft", "system.device=cpu", "system.threads=1")
-    assert config.system.kernels == "torch"
-    model_spec(config).build(load_tokenizer(config)).predict(forest_of(samples_of()))
+    assert config.settings["system.kernels"] == "torch"
+    model_spec(config).build(load_tokenizer(config.said)).predict(forest_of(samples_of()))
     assert not stand_in.calls
 
 
@@ -273,12 +270,12 @@ def test_what_does_not_go_together(
 
 def test_rows_that_are_too_wide_are_refused_with_their_width(tmp_path: Path) -> None:
     config = resolved(tmp_path, "sft", "system.kernels=liger", on=GPU)
-    model = read_model_facts(Path(config.model.path))
+    model = read_model_facts(Path(config.settings["model.path"]))
     assert model is not None
     for width, problems in ((65536, 0), (65537, 1)):
         found = list(
             contradictions(
-                draft(config, Facts(machine(GPU), replace(model, intermediate_size=width)))
+                replace(config, facts=Facts(machine(GPU), replace(model, intermediate_size=width)))
             )
         )
         assert (

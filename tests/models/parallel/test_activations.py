@@ -289,11 +289,11 @@ def test_what_is_sent_and_what_is_recomputed_by_hand() -> None:
         return (26 - kept) * inputs + kept * saved
 
     def found(longest: int, memory: int) -> tuple[bool, bool, int]:
-        system = resolved(SFTConfig, with_memory(longest, memory)).system
+        system = resolved(SFTConfig, with_memory(longest, memory)).settings
         return (
-            system.offload_activations,
-            system.offload_optimizer,
-            round(28 * system.gradient_checkpointing),
+            system["system.offload_activations"],
+            system["system.offload_optimizer"],
+            round(28 * system["system.gradient_checkpointing"]),
         )
 
     # A host with room for all layers but two, which stay; for ten of these; and for no more than
@@ -325,14 +325,17 @@ def test_what_is_sent_and_what_is_recomputed_by_hand() -> None:
 def test_it_is_derived_where_the_inputs_of_the_layers_do_not_fit() -> None:
     key = "system.offload_activations"
     facts = with_memory(58_000, 512)
-    assert resolved(SFTConfig, on(A100, SMALL, longest=2048)).system.offload_activations is False
+    assert (
+        resolved(SFTConfig, on(A100, SMALL, longest=2048)).settings["system.offload_activations"]
+        is False
+    )
     assert f"{key} = true" in refusal(
         SFTConfig, facts, f"{key}=false", "system.offload_optimizer=false"
     )
     assert "does not fit" in refusal(SFTConfig, replace(facts, longest=300_000))
     small = replace(facts, hardware=replace(facts.hardware, memory_available=4 * GB))
     assert f"{key} = true" in refusal(SFTConfig, small, f"{key}=true")
-    assert resolved(SFTConfig, on(None, SMALL)).system.offload_activations is False
+    assert resolved(SFTConfig, on(None, SMALL)).settings["system.offload_activations"] is False
 
 
 @pytest.mark.parametrize(

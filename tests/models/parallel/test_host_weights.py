@@ -192,8 +192,8 @@ def test_a_reference_goes_where_the_optimizer_can_stay(n: int, reference_goes: b
     The optimizer of 7B has to go, and then the reference has room.
     """
     assert 20 * n > ROOM > (18 if reference_goes else 4) * n and (18 * n < ROOM) == reference_goes
-    system = resolved(DPOConfig, on(A100, replace(QWEN_7B, parameters=n), memory=512 * GB)).system
-    assert (system.offload_reference, system.offload_optimizer) == (
+    system = resolved(DPOConfig, on(A100, replace(QWEN_7B, parameters=n), memory=512 * GB)).settings
+    assert (system["system.offload_reference"], system["system.offload_optimizer"]) == (
         reference_goes,
         not reference_goes,
     )
@@ -222,8 +222,8 @@ def test_what_takes_less_time_goes(batch: int, reward_model_goes: bool) -> None:
     facts = on(
         A100, replace(QWEN_7B, layers=4, parameters=n), memory=512 * GB, frozen_parameters=frozen
     )
-    system = resolved(RLConfig, facts, 'reward.models=[{path="org/rm"}]', *said).system
-    assert (system.offload_reference, system.offload_optimizer) == (
+    system = resolved(RLConfig, facts, 'reward.models=[{path="org/rm"}]', *said).settings
+    assert (system["system.offload_reference"], system["system.offload_optimizer"]) == (
         reward_model_goes,
         not reward_model_goes,
     )
@@ -234,18 +234,23 @@ def test_it_is_derived_where_the_gpu_is_short() -> None:
     host = 512 * GB
     large = on(A100, QWEN_7B, memory=host)
     assert (
-        resolved(DPOConfig, large, "dpo.precompute_reference=true").system.offload_reference
+        resolved(DPOConfig, large, "dpo.precompute_reference=true").settings[
+            "system.offload_reference"
+        ]
         is False
     )
-    assert resolved(SFTConfig, large).system.offload_reference is False
-    assert resolved(DPOConfig, on(A100, SMALL)).system.offload_reference is False
-    assert resolved(DPOConfig, large, "lora.rank=16").system.offload_reference is False
+    assert resolved(SFTConfig, large).settings["system.offload_reference"] is False
+    assert resolved(DPOConfig, on(A100, SMALL)).settings["system.offload_reference"] is False
+    assert resolved(DPOConfig, large, "lora.rank=16").settings["system.offload_reference"] is False
     model = 'reward.models=[{path="org/rm"}]'
-    assert resolved(RLConfig, on(A100, SMALL), model).system.offload_reference is False
+    assert resolved(RLConfig, on(A100, SMALL), model).settings["system.offload_reference"] is False
     for length, away in ((1000, False), (30_000, True)):
         taught = on(A100, QWEN_7B, memory=host, frozen_parameters=26 * GB, longest=length)
         assert (
-            resolved(OfflineDistillConfig, taught, "lora.rank=16").system.offload_reference is away
+            resolved(OfflineDistillConfig, taught, "lora.rank=16").settings[
+                "system.offload_reference"
+            ]
+            is away
         )
     said: list[tuple[Any, Any, list[str], str]] = [
         (DPOConfig, on(None, SMALL), [], "GPUs"),

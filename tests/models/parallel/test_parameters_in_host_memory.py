@@ -48,7 +48,6 @@ from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import PINNED, layer_copy, price
 from tunesmith.plan.cost.seconds import TO_THE_HOST, step_seconds
 from tunesmith.plan.facts.machines import machine
-from tunesmith.plan.plan import draft
 from tunesmith.run.placement.planes import published
 from tunesmith.run.placement.scorers import SequenceScores
 from tunesmith.run.processes.rank_group import join_group_of_one
@@ -211,10 +210,8 @@ def test_no_host_waits_for_weights(tmp_path: Path, options: tuple[str, ...]) -> 
     """Beside the reads at a step's end only for gradients, as with the optimizer in host memory
     alone."""
     said = ("data.max_tokens=64", GIVEN[0], GIVEN[2], f"{KEY}=true", *options)
-    config, facts = resolved_there(
-        tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "H100-80GB", *said
-    )
-    waits = dry_run(config, facts)[FIRST]["train"].waits
+    config = resolved_there(tmp_path, "sft", TINY | {"num_hidden_layers": 4}, "H100-80GB", *said)
+    waits = dry_run(config)[FIRST]["train"].waits
     assert {key.split("/")[-1].split(":")[0] for key in waits} <= {
         "passes.py",
         "optimizer.py",
@@ -241,10 +238,10 @@ def test_a_rank_waits_once_for_the_gradients_of_a_backward_pass(
     optimizer there."""
     data = (*RL, *GIVEN[:2]) if command == "rl" else ("data.max_tokens=64", GIVEN[0], GIVEN[2])
     said = (*data, f"{KEY}=true", "system.zero_stage=3", *options)
-    config, facts = resolved_there(
+    config = resolved_there(
         tmp_path, command, TINY | {"num_hidden_layers": 4}, "4xH100-80GB", *said
     )
-    train = dry_run(config, facts)[FIRST]["train"]
+    train = dry_run(config)[FIRST]["train"]
     places = {(key.split("/")[-1].split(":")[0], key.split()[-1]) for key in train.waits}
     copied = {place for place, operation in places if operation == "_to_copy"}
     assert copied <= {"lock_step.py", "passes.py", "rank_group.py", "torch.py"}
@@ -293,20 +290,23 @@ def test_the_price_of_rows_by_hand() -> None:
 
 def test_it_is_derived_where_the_weights_do_not_fit_and_the_host_has_room() -> None:
     large, small = (on(A100, LLAMA_70B, memory=n * GB) for n in (4000, 300))
-    system = resolved(SFTConfig, large).system
-    assert (system.offload_parameters, system.offload_optimizer) == (True, True)
-    adapter = resolved(SFTConfig, large, "lora.rank=16").system
-    assert (adapter.offload_parameters, adapter.offload_optimizer) == (True, False)
-    fits = resolved(SFTConfig, on(A100, QWEN_7B, memory=4000 * GB)).system
-    assert (fits.offload_parameters, fits.offload_optimizer) == (False, True)
-    rows = resolved(SFTConfig, EIGHT).system
+    system = resolved(SFTConfig, large).settings
+    assert (system["system.offload_parameters"], system["system.offload_optimizer"]) == (True, True)
+    adapter = resolved(SFTConfig, large, "lora.rank=16").settings
+    assert (adapter["system.offload_parameters"], adapter["system.offload_optimizer"]) == (
+        True,
+        False,
+    )
+    fits = resolved(SFTConfig, on(A100, QWEN_7B, memory=4000 * GB)).settings
+    assert (fits["system.offload_parameters"], fits["system.offload_optimizer"]) == (False, True)
+    rows = resolved(SFTConfig, EIGHT).settings
     assert (
-        rows.trainer_ranks,
-        rows.zero_stage,
-        rows.offload_parameters,
-        rows.offload_optimizer,
+        rows["system.trainer_ranks"],
+        rows["system.zero_stage"],
+        rows["system.offload_parameters"],
+        rows["system.offload_optimizer"],
     ) == (8, 3, True, True)
-    assert resolved(SFTConfig, on(None, SMALL)).system.offload_parameters is False
+    assert resolved(SFTConfig, on(None, SMALL)).settings["system.offload_parameters"] is False
     assert f"{KEY} = true" in refusal(SFTConfig, large, f"{KEY}=false")
     assert "of host memory" in refusal(SFTConfig, small, f"{KEY}=true")
 
@@ -320,7 +320,7 @@ def test_each_micro_batch_brings_the_layers_twice() -> None:
         "train.steps=1",
         "data.max_tokens=64",
     )
-    seconds = step_seconds(draft(resolved(SFTConfig, facts, *said), facts))
+    seconds = step_seconds(resolved(SFTConfig, facts, *said))
     brought = 4 * 2 * LLAMA_70B.layers * layer_copy(LLAMA_70B, Layout(4))
     assert seconds["training"] == pytest.approx(brought / TO_THE_HOST, rel=0.05)
 

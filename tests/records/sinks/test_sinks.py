@@ -19,6 +19,7 @@ from tests.support import forks
 from tests.support.documents import ROOT
 from tests.support.filled_sinks import configured, fill
 from tests.support.tiny_runs import REWARDS, rl_settings, sft_settings, sums, write_lines
+from tunesmith.config.resolved import settings
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.records.metrics import read_metrics
 from tunesmith.records.run_dir import RunDir
@@ -458,7 +459,9 @@ def test_no_secret_reaches_a_sink(place: Path) -> None:
         }  # type: ignore[attr-defined]
     )
     (place / "run").mkdir()
-    [opened] = open_sinks(secret, RunDir(place / "run"), place, None, print)
+    [opened] = open_sinks(
+        secret.monitor, settings(secret), RunDir(place / "run"), place, None, print
+    )
     opened.close(failed=False)
     text = (place / "run" / "fake.jsonl").read_text()
     assert "host:1" in text and "hunter2" not in text

@@ -15,13 +15,12 @@ from tests.support import tiny
 from tests.support.tiny_runs import REWARDS, same_tensors, sums, untimed, write_lines
 from tunesmith.config.commands import RFTConfig
 from tunesmith.config.load import find_kind, load_config
-from tunesmith.config.resolved import settings
 from tunesmith.config.schema import DataSection
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.guide.recipes.unit_conversion import ANSWER, questions, write
 from tunesmith.learn.data.prepare import load_samples, load_tasks
 from tunesmith.learn.data.prompts import PromptEncoder, read_shots
-from tunesmith.plan.derive.generation import derive_rft_warmup
+from tunesmith.plan.derive.generation import rft_warmup
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
@@ -98,27 +97,27 @@ def test_profiles_are_those_of_the_guide_and_give_way_to_what_is_said() -> None:
             "sampling.temperature": 0.5,
         },
     }.items():
-        found = settings(resolved(f"rft.profile={name}").config)
+        found = resolved(f"rft.profile={name}").settings
         assert {key: found[key] for key in expected} == expected
     made = resolved("rft.profile=aggressive", "sampling.n=3", "train.schedule=constant")
-    assert (made.config.sampling.n, made.config.train.schedule) == (3, "constant")
-    reasons = {d.key: d.reason for d in made.derived}
+    assert (made.settings["sampling.n"], made.settings["train.schedule"]) == (3, "constant")
+    reasons = {d.key: d.reason for d in made.reasons}
     assert reasons["train.epochs"].startswith("profile aggressive: ")
     assert "sampling.n" not in reasons and "train.schedule" not in reasons
 
 
 def test_only_an_adapter_gets_the_guides_learning_rate() -> None:
-    assert resolved("lora.rank=8").config.train.lr == 2e-4
-    assert resolved().config.train.lr != 2e-4
+    assert resolved("lora.rank=8").settings["train.lr"] == 2e-4
+    assert resolved().settings["train.lr"] != 2e-4
 
 
 def test_the_warm_up_is_never_longer_than_a_tenth_of_the_training() -> None:
-    config = resolved().config
-    assert derive_rft_warmup(config, {}, 64 * 1000) == (50, "profile balanced")
-    steps, reason = derive_rft_warmup(config, {}, 640) or (0, "")
+    plan = resolved()
+    assert rft_warmup(plan, 64 * 1000) == (50, "profile balanced")
+    steps, reason = rft_warmup(plan, 640) or (0, "")
     assert (steps, "30 steps" in reason) == (3, True)
-    assert derive_rft_warmup(config, {"train.warmup_steps": 7}, 640) is None
-    assert derive_rft_warmup(resolved("rft.profile=conservative").config, {}, 640) is None
+    assert rft_warmup(resolved("train.warmup_steps=7"), 640) is None
+    assert rft_warmup(resolved("rft.profile=conservative"), 640) is None
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,17 @@ from tests.support.seen_gpus import SeenGpus, ended, never, refused
 from tests.support.tiny import save_model
 from tunesmith.config.commands import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
-from tunesmith.config.schema import RLConfig
+from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.values import megabytes, parse_size
 from tunesmith.errors import ConfigError, EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.cluster import cluster_problems
-from tunesmith.plan.devices import device_problems, visible_names
-from tunesmith.plan.facts.hardware import Gpu, Hardware
+from tunesmith.plan.devices import Devices, device_problems, visible_names
+from tunesmith.plan.facts.hardware import Gpu, Hardware, read_hardware
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import devices_of
+from tunesmith.plan.kind import kind_of
+from tunesmith.plan.plan import devices_said, open_plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import said_contradictions
 from tunesmith.run.engines.far import FarEngine
@@ -56,6 +57,10 @@ def vllm(tensor: int, pipeline: int = 1) -> tuple[str, ...]:
         f"system.vllm.pipeline_parallel_size={pipeline}",
     )
     return 'system.engine="vllm"', *sizes
+
+
+def devices_of(said: RunConfig) -> Devices:
+    return devices_said(kind_of(said), said)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +229,7 @@ def test_a_run_on_gpus_is_refused_before_anything_starts(monkeypatch: pytest.Mon
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     wanted = config("system.engines=2", "system.trainer_ranks=1")
     with pytest.raises(ConfigError, match="take 3 GPUs, and this process sees 2"):
-        on_this_machine(wanted)
+        on_this_machine(open_plan(wanted, Facts(read_hardware())))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -269,9 +274,8 @@ def test_an_engine_on_a_gpu_of_its_own_plans_with_its_memory() -> None:
     def planned(*said: str, gpus: int = 3) -> tuple[str | None, str]:
         facts = Facts(replace(cpu, gpus=(gpu,) * gpus), model, train_size=100, longest=40)
         found = resolve(config(*crowd, *said), facts)
-        assert resolve(found.config, facts).config == found.config
-        return found.config.system.kv_memory, next(
-            d.reason for d in found.derived if d.key == "system.kv_memory"
+        return found.settings["system.kv_memory"], next(
+            d.reason for d in found.reasons if d.key == "system.kv_memory"
         )
 
     here = ("system.engine_python=" + f'"{sys.executable}"',)
@@ -329,9 +333,9 @@ def test_engines_on_one_device_share_what_is_free_of_it(kind: Any, gpus: int) ->
             *crowd,
         )
         found = resolve(load_config(kind, None, [*said, f"system.engines={engines}"]), facts)
-        assert found.config.system.kv_memory
-        reason = next(d.reason for d in found.derived if d.key == "system.kv_memory")
-        return parse_size(found.config.system.kv_memory), reason
+        assert found.settings["system.kv_memory"]
+        reason = next(d.reason for d in found.reasons if d.key == "system.kv_memory")
+        return parse_size(found.settings["system.kv_memory"]), reason
 
     alone = planned(1)[0]
     together = planned(4)
@@ -347,9 +351,9 @@ def on_ray(**said: Any) -> RLConfig:
     system = {
         k: v for k, v in {"cluster": "ray", "device": "cuda", **said}.items() if v is not None
     }
-    return RLConfig.model_validate(
-        config("system.engine_process=false").model_dump(exclude={"system"}) | {"system": system}
-    )
+    elsewhere = config("system.engine_process=false")
+    others = elsewhere.model_dump(exclude={"system"}, exclude_unset=True)
+    return RLConfig.model_validate(others | {"system": system})
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from tests.support.pool_bench import PoolBench, each_check, local_spec, lose_pat
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings
 from tests.support.training import learner_of
-from tunesmith.config.changing import with_values
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.config.system import SystemSection
@@ -45,7 +44,7 @@ from tunesmith.plan.cluster import Bundle, bundles, missing, processes
 from tunesmith.plan.facts.hardware import Gpu, read_hardware
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import devices_of
+from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.run.engines.pool import EnginePool
@@ -144,7 +143,7 @@ def test_an_engine_that_cannot_be_built_says_why(bench: Bench) -> None:
     bench.runner.run(run())
 
 
-def resolved(folder: Path, **changed: Any) -> RLConfig:
+def resolved(folder: Path, **changed: Any) -> Plan[RLConfig]:
     path = folder / "model"
     if not path.exists():
         save_model(path)
@@ -152,7 +151,7 @@ def resolved(folder: Path, **changed: Any) -> RLConfig:
         RLConfig, None, rl_settings(folder, path, **{"system__cluster": "ray", **changed})
     )
     check(config)
-    return resolve(config, Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)).config
+    return resolve(config, Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8))
 
 
 def batch() -> Batch:
@@ -172,8 +171,8 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_pat
     """Losses travel there, numbers come back, bit by bit; so do the reference, the average and
     checkpoints."""
     config = resolved(tmp_path, algorithm__kl__coef=0.1, train__ema_decay=0.5)
-    assert processes(devices_of(config)) == {"actor": 1, "ref": 1, "rollout": 1}
-    local = trainer_spec(with_values(config, {"system.cluster": "none"})).build().backend
+    assert processes(config.devices) == {"actor": 1, "ref": 1, "rollout": 1}
+    local = trainer_spec(config.with_devices(cluster="none")).build().backend
     there: Any = Ray(cluster).trainer(trainer_spec(config)).backend
     assert there.cost == local.cost
     objective = policy_objective(config.algorithm)
@@ -216,7 +215,7 @@ def test_a_trainer_in_an_actor_takes_the_same_steps(cluster: RayCluster, tmp_pat
 def test_two_trainer_ranks_take_the_steps_of_one(cluster: RayCluster, tmp_path: Path) -> None:
     """Memory runs out on one at first; then a checkpoint of both goes on in one; then one dies."""
     config = resolved(tmp_path, system__trainer_ranks=2, train__ema_decay=0.5)
-    local = trainer_spec(with_values(config, {"system.cluster": "none"})).build().backend
+    local = trainer_spec(config.with_devices(cluster="none")).build().backend
     trained = Ray(cluster).trainer(trainer_spec(config))
     there: Any = trained.backend
     limits = trained.limits
@@ -346,7 +345,7 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(tmp_path: Path) -> None:
         ClusterError,
         match=r"4 GPUs are needed \(1 × trainer 1, 3 × engine 1\), and the cluster has 0",
     ):
-        RayCluster.open(config.system, bundles(devices_of(config)))
+        RayCluster.open(config.said.system, bundles(config.devices))
 
 
 @pytest.mark.slow
@@ -414,9 +413,9 @@ def test_roles_that_share_a_place(tmp_path: Path) -> None:
     said = {"colocate": [["actor", "ref"]], "actor__gpus": 1, "actor__cpus": 3, "rollout__gpus": 2}
     placement = {f"system__placement__{key}": value for key, value in said.items()}
     config = resolved(tmp_path, algorithm__kl__coef=0.1, system__engines=2, **placement)
-    together, *engines = bundles(devices_of(config))
+    together, *engines = bundles(config.devices)
     assert together == Bundle(("actor",), 3.0, 1.0), "the reference is in the trainer's process"
-    assert "ref" not in processes(devices_of(config))
+    assert "ref" not in processes(config.devices)
     assert engines == [Bundle(("rollout",), 1.0, 2.0)] * 2
     side_by_side = {
         **placement,
@@ -425,20 +424,20 @@ def test_roles_that_share_a_place(tmp_path: Path) -> None:
     }
     del side_by_side["system__placement__rollout__gpus"]
     config = resolved(tmp_path, algorithm__kl__coef=0.1, system__engines=2, **side_by_side)
-    assert processes(devices_of(config)) == {"actor": 2, "ref": 1, "rollout": 2}
-    assert bundles(devices_of(config)) == [Bundle(("actor", "rollout"), 4.0, 1.0)] * 2 + [
+    assert processes(config.devices) == {"actor": 2, "ref": 1, "rollout": 2}
+    assert bundles(config.devices) == [Bundle(("actor", "rollout"), 4.0, 1.0)] * 2 + [
         Bundle(("ref",), 1.0, 0.0)
     ]
     scoring = {"system__placement__ref__processes": 3, "system__placement__ref__gpus": 1}
     config = resolved(tmp_path, algorithm__kl__coef=0.1, **scoring)
-    assert bundles(devices_of(config)) == [
+    assert bundles(config.devices) == [
         Bundle((role,), 1.0, gpus)
         for role, gpus in (("actor", 0.0), *[("ref", 1.0)] * 3, ("rollout", 0.0))
     ]
     with pytest.raises(ConfigError, match="names 'critic'"):
-        bundles(devices_of(resolved(tmp_path, system__placement__critic__gpus=1)))
+        bundles(resolved(tmp_path, system__placement__critic__gpus=1).devices)
     with pytest.raises(ConfigError, match="names 'reward'"):  # functions are not sharded
-        bundles(devices_of(resolved(tmp_path, system__placement__reward__shards=2)))
+        bundles(resolved(tmp_path, system__placement__reward__shards=2).devices)
 
 
 GPUS = {"system__device": "cuda", "system__engine": "vllm", "system__engine_python": sys.executable}
@@ -469,8 +468,8 @@ def test_an_engine_of_several_ranks_shares_a_place_with_enough_gpus(
     facts = Facts(
         replace(read_hardware(), gpus=(gpu,) * 8), known_model_facts(str(path)), 12, None, 8
     )
-    config = resolve(config, facts).config
-    assert bundles(devices_of(config)) == expected
+    found = resolve(config, facts)
+    assert bundles(found.devices) == expected
     assert expected[0].dealt == (ranks > 1) and (not expected[0].dealt or expected[0].share[1] == 0)
     with pytest.raises(ConfigError, match="different numbers of processes"):
         check(
@@ -487,7 +486,7 @@ def test_the_derived_plane_reaches_every_rank(tmp_path: Path) -> None:
         RLConfig, None, rl_settings(tmp_path, path, **{"system__cluster": "ray", **said})
     )
     facts = Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)
-    assert resolve(config, facts).config.system.weight_plane == "gloo"
+    assert resolve(config, facts).settings["system.weight_plane"] == "gloo"
     with pytest.raises(ClusterError, match="on the trainer's machine"):
         check_machines([Bundle(("actor",), 1, 1), Bundle(("rollout",), 1, 2)], {0: "a", 1: "b"})
     check_machines([Bundle(("actor",), 1, 1), Bundle(("rollout",), 1, 2)], {0: "a", 1: "a"})
@@ -531,7 +530,7 @@ def test_processes_of_one_place_see_their_part_of_its_gpus() -> None:
 
 def test_ranks_on_one_machine_share_its_cores(tmp_path: Path) -> None:
     config = resolved(tmp_path, system__threads=None, system__trainer_ranks=2)
-    assert config.system.threads == max(1, read_hardware().cores // 2)
+    assert config.settings["system.threads"] == max(1, read_hardware().cores // 2)
 
 
 def test_what_is_missing() -> None:

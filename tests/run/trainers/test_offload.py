@@ -14,9 +14,7 @@ from torch import nn
 from tests.support import training
 from tests.support.planned_memory import A100, LLAMA_70B, QWEN_7B, SMALL, on, refusal, resolved
 from tests.support.tiny import save_model
-from tunesmith.config.changing import with_values
 from tunesmith.config.load import load_config
-from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
 from tunesmith.errors import DeviceMemoryError
 from tunesmith.learn.algorithms.objective import SFTObjective
@@ -28,7 +26,7 @@ from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import LIMIT, planned_devices
 from tunesmith.plan.cost.price import PINNED, price
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import draft
+from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.run.trainers import optimizer
 from tunesmith.run.trainers.optimizer import AdamWSettings, MasterOptimizer
@@ -168,7 +166,7 @@ def test_pinned_memory_is_taken_in_powers_of_two_with_little_lost() -> None:
             assert sum(pieces) <= PINNED * sum(sizes)
 
 
-def resolve_sft(facts: Facts, *said: str) -> Resolved[SFTConfig]:
+def resolve_sft(facts: Facts, *said: str) -> Plan[SFTConfig]:
     return resolve(
         load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", *said]), facts
     )
@@ -210,9 +208,9 @@ def test_70b_is_trained_on_eight_gpus_of_80gb_with_it() -> None:
     eight = replace(facts, hardware=replace(facts.hardware, gpus=facts.hardware.gpus * 8))
     config = resolved(SFTConfig, eight)
     assert (
-        config.system.trainer_ranks,
-        config.system.zero_stage,
-        config.system.offload_optimizer,
+        config.settings["system.trainer_ranks"],
+        config.settings["system.zero_stage"],
+        config.settings["system.offload_optimizer"],
     ) == (8, 3, True)
     assert "32 such GPUs" in refusal(
         SFTConfig, replace(eight, hardware=replace(eight.hardware, memory_available=GB))
@@ -222,10 +220,10 @@ def test_70b_is_trained_on_eight_gpus_of_80gb_with_it() -> None:
 def test_it_is_derived_where_a_gpu_needs_it_and_the_host_has_room() -> None:
     big = on(A100, QWEN_7B, memory=512 * GB)
     small = on(A100, QWEN_7B, memory=64 * GB)
-    assert resolved(SFTConfig, big).system.offload_optimizer is True
-    assert resolved(RLConfig, big, "algorithm.kl=none").system.offload_optimizer is True
-    assert resolved(SFTConfig, big, "lora.rank=16").system.offload_optimizer is False
-    assert resolved(SFTConfig, on(None, SMALL)).system.offload_optimizer is False
+    assert resolved(SFTConfig, big).settings["system.offload_optimizer"] is True
+    assert resolved(RLConfig, big, "algorithm.kl=none").settings["system.offload_optimizer"] is True
+    assert resolved(SFTConfig, big, "lora.rank=16").settings["system.offload_optimizer"] is False
+    assert resolved(SFTConfig, on(None, SMALL)).settings["system.offload_optimizer"] is False
     assert "lora.rank" in refusal(SFTConfig, small)
     assert "system.offload_optimizer = true" in refusal(
         SFTConfig, big, "system.offload_optimizer=false"
@@ -241,26 +239,26 @@ def test_it_is_not_derived_for_a_run_that_may_fit_without_it() -> None:
     was refused."""
     host = 512 * GB
     config = resolved(SFTConfig, on(replace(A100, memory_free=400 * GB), QWEN_7B, memory=host))
-    whole = with_values(config, {"system.gradient_checkpointing": True})
-    peak = planned_devices(draft(whole, on(A100, QWEN_7B)), least=True)[0][1].peak
+    whole = config.with_memory(checkpointing=True)
+    peak = planned_devices(whole, least=True)[0][1].peak
     for share in (1.2, 1.0, 0.95):
         gpu = replace(A100, memory_total=200 * GB, memory_free=int(share * peak))
         assert not resolve_sft(on(gpu, QWEN_7B, memory=host)).notes
         short = resolve_sft(on(gpu, QWEN_7B, memory=8 * GB))
-        assert not short.config.system.offload_optimizer and bool(short.notes) == (
+        assert not short.settings["system.offload_optimizer"] and bool(short.notes) == (
             share < 1 / LIMIT
         ), share
-    assert resolve_sft(on(gpu, QWEN_7B, memory=host)).config.system.offload_optimizer
+    assert resolve_sft(on(gpu, QWEN_7B, memory=host)).settings["system.offload_optimizer"]
 
 
 def test_the_ranks_of_a_machine_share_its_memory_and_leave_some() -> None:
     said = ("system.offload_optimizer=true", "system.offload_activations=false", "train.steps=1")
     config = resolved(SFTConfig, on(A100, QWEN_7B, memory=512 * GB), *said)
-    kept = planned_devices(draft(config, on(A100, QWEN_7B)), least=True)[0][1].host
+    kept = planned_devices(config, least=True)[0][1].host
     assert "128GB" in refusal(SFTConfig, on(A100, QWEN_7B, memory=int(1.02 * kept)), *said)
-    assert resolved(
-        SFTConfig, on(A100, QWEN_7B, memory=int(1.06 * kept)), *said
-    ).system.offload_optimizer
+    assert resolved(SFTConfig, on(A100, QWEN_7B, memory=int(1.06 * kept)), *said).settings[
+        "system.offload_optimizer"
+    ]
     ray = (
         "system.cluster=ray",
         "system.placement.actor.gpus=1",
@@ -268,14 +266,14 @@ def test_the_ranks_of_a_machine_share_its_memory_and_leave_some() -> None:
         "algorithm.kl=none",
     )
     head = on(A100, QWEN_7B, memory=32 * GB)
-    assert resolved(
-        RLConfig, head, *ray, *said[:1], "system.trainer_ranks=8"
-    ).system.offload_optimizer
+    assert resolved(RLConfig, head, *ray, *said[:1], "system.trainer_ranks=8").settings[
+        "system.offload_optimizer"
+    ]
 
 
 def test_the_reason_is_given() -> None:
     found = resolve_sft(on(A100, QWEN_7B, memory=512 * GB), "system.offload_activations=false")
-    [derived] = [d for d in found.derived if d.key == "system.offload_optimizer"]
+    [derived] = [d for d in found.reasons if d.key == "system.offload_optimizer"]
     assert derived.value is True and "128GB" in derived.reason
 
 

@@ -28,7 +28,6 @@ from tunesmith.errors import CapacityError
 from tunesmith.guide.simulate.dry_run import dry_run
 from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.cost.memory import planned
-from tunesmith.plan.plan import draft
 
 
 def once(cases: Iterable[Any]) -> list[Any]:
@@ -71,11 +70,11 @@ def test_a_pass_without_gradients_is_planned_within_five_percent(tmp_path: Path,
     (tmp_path / "eval.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     scoring = f"system.scoring_max_tokens={2 * case.tokens}"
     more = (*case.options, f"data.eval={tmp_path}/eval.jsonl", scoring)
-    config, facts = planned_case(tmp_path, replace(case, options=more))
-    price = planned(draft(config, facts))
+    config = planned_case(tmp_path, replace(case, options=more))
+    price = planned(config)
     assert price is not None and price.scored
     expected = price.scoring - price.libraries
-    assert dry_run(config, facts)[FIRST]["score"].total == pytest.approx(expected, rel=0.05)
+    assert dry_run(config)[FIRST]["score"].total == pytest.approx(expected, rel=0.05)
 
 
 FROZEN: dict[str, tuple[str, ...]] = {
@@ -115,11 +114,11 @@ def test_frozen_models_in_host_memory_are_within_five_percent(tmp_path: Path, co
         *models,
     )
     given = (*said, "system.offload_reference=true")
-    config, facts = resolved(
+    config = resolved(
         tmp_path, command, shape, "H200", *given, frozen=shape | judge | {"num_hidden_layers": 8}
     )
-    price = planned(draft(config, facts))
-    phases = dry_run(config, facts)[FIRST]
+    price = planned(config)
+    phases = dry_run(config)[FIRST]
     assert (
         price is not None and price.frozen == 0 < price.scorer and bool(price.judge) == bool(judge)
     )

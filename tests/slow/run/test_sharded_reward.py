@@ -27,7 +27,7 @@ from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.model import count_parameters
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import devices_of
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
 from tunesmith.run.placement import elsewhere
 from tunesmith.run.placement.host import PartHost
@@ -72,7 +72,7 @@ class Telling(PartHost):
         return self.score_ids.passes.model.module
 
 
-def resolved(folder: Path, **reward: int) -> RLConfig:
+def resolved(folder: Path, **reward: int) -> AnyPlan:
     path = save_model(folder / "model")
     said = rl_settings(
         folder,
@@ -85,7 +85,7 @@ def resolved(folder: Path, **reward: int) -> RLConfig:
     )
     models = [f'reward.models=[{{path="{folder / "judge"}", normalize=true}}]']
     facts = Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)
-    return resolve(load_config(RLConfig, None, [*said, *models]), facts).config
+    return resolve(load_config(RLConfig, None, [*said, *models]), facts)
 
 
 @pytest.fixture
@@ -119,14 +119,14 @@ def test_two_processes_share_a_reward_model_and_score_as_one(
     config = resolved(tmp_path, shards=2)
     said = list[str]()
     expected = [(score - 0.25) / 2.0 for score in direct_scores(judge, SEQUENCES)]
-    assert [bundle.roles for bundle in bundles(devices_of(config))] == [
+    assert [bundle.roles for bundle in bundles(config.devices)] == [
         ("actor",),
         ("reward",),
         ("reward",),
         ("rollout",),
     ]
-    with RayCluster.open(SystemSection(), bundles(devices_of(config))) as cluster:
-        model = Ray(cluster).scorer(scorer_spec(config, config.reward.models[0]), said.append)
+    with RayCluster.open(SystemSection(), bundles(config.devices)) as cluster:
+        model = Ray(cluster).scorer(scorer_spec(config, config.said.reward.models[0]), said.append)
 
         def check(fits: int = len(SEQUENCES)) -> None:
             assert model.score(SEQUENCES[:fits]) == pytest.approx(expected[:fits], abs=1e-5)
@@ -161,8 +161,8 @@ def test_two_copies_of_two_shares_deal_out_what_there_is(
     judge = save_reward_model(tmp_path / "judge", stats=(0.0, 1.0))
     config = resolved(tmp_path, processes=4, shards=2)
     expected = direct_scores(judge, SEQUENCES)
-    with RayCluster.open(SystemSection(), bundles(devices_of(config))) as cluster:
-        model = Ray(cluster).scorer(scorer_spec(config, config.reward.models[0]), print)
+    with RayCluster.open(SystemSection(), bundles(config.devices)) as cluster:
+        model = Ray(cluster).scorer(scorer_spec(config, config.said.reward.models[0]), print)
         assert [far.call("held") for far in started] == 2 * shares_of(judge)
         for fits in (len(SEQUENCES), 1):
             assert model.score(SEQUENCES[:fits]) == pytest.approx(expected[:fits], abs=1e-5)

@@ -122,12 +122,13 @@ def choices_at(model: type[BaseModel], path: KeyPath, *, closed: bool = False) -
 
 
 def names_of(annotation: object) -> list[str]:
-    """The names of a family of choices; empty for anything else."""
-    return (
-        list(annotation.named())
-        if isinstance(annotation, type) and issubclass(annotation, Choice)
-        else []
-    )
+    """The names of a family of choices, which may be left out; empty for anything else."""
+    return [
+        name
+        for kind in alternatives(annotation)
+        if isinstance(kind, type) and issubclass(kind, Choice)
+        for name in kind.named()
+    ]
 
 
 def sections_of(annotation: object) -> Iterator[type[BaseModel]]:

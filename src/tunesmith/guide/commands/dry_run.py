@@ -44,19 +44,18 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
     from tunesmith.config.resolved import print_resolved
     from tunesmith.guide.simulate.dry_run import check_dry_run, dry_run
     from tunesmith.plan.cost.memory import planned_devices
-    from tunesmith.plan.plan import draft
     from tunesmith.plan.report import layout_of_run
     from tunesmith.plan.resolve import resolve
     from tunesmith.run.placement.planning import plan_run
 
     with placed(run, overrides):
         config = load_run(run, overrides)
-        resolved, facts = plan_run(config, on)
-        check_dry_run(resolved.config)
-    print_resolved(layout_of_run(resolved), all_of_it=True)
-    prices = {name: price for name, price, _ in planned_devices(draft(resolved.config, facts))}
-    assumed = replace(facts, train_size=facts.train_size or ASSUMED_LINES)
-    gpus = dry_run(resolve(config, assumed).config, facts)
+        plan = plan_run(config, on)
+        check_dry_run(plan)
+    print_resolved(layout_of_run(plan), all_of_it=True)
+    prices = {name: price for name, price, _ in planned_devices(plan)}
+    lines = plan.facts.train_size or ASSUMED_LINES
+    gpus = dry_run(resolve(config, replace(plan.facts, train_size=lines)))
     waits: dict[str, None] = {}
     for gpu, phases in gpus.items():
         phases.pop("load", None)

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from tunesmith.config.choice import Choice
 from tunesmith.config.commands import KINDS, all_keys
 from tunesmith.config.reading.describe import describe_at, fields_at, is_section
-from tunesmith.config.section import DERIVED
+from tunesmith.config.section import is_open
 from tunesmith.records.toml import toml_value
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -105,7 +105,9 @@ def _default(field: FieldInfo) -> str:
     value = field.default.name if isinstance(field.default, Choice) else field.default
     if isinstance(value, BaseModel):
         return "the defaults of its keys"
-    return "none" if value is None else "derived" if value is DERIVED else toml_value(value)
+    if value is None:
+        return "derived" if is_open(field) else "none"
+    return toml_value(value)
 
 
 def _meaning(section: type[BaseModel], key: str) -> str:

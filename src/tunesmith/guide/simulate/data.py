@@ -8,22 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.config.commands import DPOConfig, KTOConfig, PRMConfig, RMConfig
-from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.schema import RunConfig
 from tunesmith.learn.data.loader import Part
 from tunesmith.learn.data.preference import Comparison, Solution
 from tunesmith.learn.data.prepare import Prepared
 from tunesmith.learn.data.report import LoadReport
 from tunesmith.models.no_tokenizer import NoTokenizer
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.run_dir import RunDir
 from tunesmith.run.placement.opening import FROM_A_COMMAND, OpenRun
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sample, Task
 
 
-def run_with_data(config: RunConfig, items: list[Any]) -> OpenRun[Any, Any]:
-    """A resolved run with these items as its data."""
-    run = OpenRun(config, Path(), RunDir(Path()), None, NoTokenizer(), FROM_A_COMMAND)
+def run_with_data(plan: AnyPlan, items: list[Any]) -> OpenRun[Any, Any]:
+    """A planned run with these items as its data."""
+    run = OpenRun(plan.said, Path(), RunDir(Path()), None, NoTokenizer(), FROM_A_COMMAND)
     run.train = Prepared(items, (Part("made up", 0, len(items)),), LoadReport(), "")
     run.held_out = None
+    run.plan = plan
     return run
 
 
@@ -58,11 +60,11 @@ def items_of(config: RunConfig, longest: int, tokens: int) -> list[Any]:
             return [next(each) for _ in range(least)]
 
 
-def groups_of(config: RLConfig, longest: int, tokens: int) -> list[RolloutGroup]:
+def groups_of(plan: AnyPlan, longest: int, tokens: int) -> list[RolloutGroup]:
     """About ``tokens`` tokens, in groups of rollouts of ``longest`` tokens, one of which
     succeeded."""
-    size = config.rollout.group_size
-    new = min(config.rollout.max_new_tokens, longest - 1)
+    size = plan.training.group
+    new = min(plan.said.new_tokens, longest - 1)
     prompt = longest - new
     groups: list[RolloutGroup] = []
     for number in range(-(-tokens // (prompt + size * new))):

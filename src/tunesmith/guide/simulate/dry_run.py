@@ -17,11 +17,8 @@ from importlib import import_module
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.config.changing import with_values
-from tunesmith.config.commands import DistillConfig
-from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import known
-from tunesmith.config.system import Role
+from tunesmith.config.schema import RLConfig
+from tunesmith.config.system import Role, SystemSection
 from tunesmith.errors import ConfigError
 from tunesmith.guide.simulate.data import groups_of, items_of, run_with_data
 from tunesmith.guide.simulate.placement import Simulated
@@ -33,8 +30,7 @@ from tunesmith.models.no_tokenizer import NoTokenizer
 from tunesmith.plan.cluster import NAMES
 from tunesmith.plan.cost.device import Price
 from tunesmith.plan.cost.memory import LEAST_TOKENS, planned, planned_elsewhere
-from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import devices_of, draft, longest_sample
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.run.placement import rl_run, supervised_run
 from tunesmith.run.placement.here import Here
 from tunesmith.run.placement.port import Placement
@@ -77,10 +73,9 @@ class DryPhase:
 
 @dataclass(slots=True)
 class DryRun:
-    """A resolved run on simulated devices."""
+    """A run on simulated devices."""
 
-    config: RunConfig
-    facts: Facts
+    plan: AnyPlan
     device: FakeDevice
     placement: Simulated
     phases: defaultdict[str, dict[str, DryPhase]] = field(default_factory=lambda: defaultdict(dict))
@@ -100,24 +95,25 @@ class DryRun:
 
     @property
     def longest(self) -> int:
-        return longest_sample(self.config, self.facts) or LEAST_TOKENS
+        return self.plan.training.longest or LEAST_TOKENS
 
     @property
     def tokens(self) -> int:
         """Tokens of an optimizer step."""
-        return self._tokens(self.config.system.max_tokens_per_microbatch)
+        assert self.plan.memory.microbatch is not None, "the run trains"
+        return self._tokens(self.plan.memory.microbatch)
 
     def _tokens(self, cap: int) -> int:
         """Tokens of as many samples as fill micro-batches of ``cap`` tokens."""
-        system = self.config.system
+        devices = self.plan.devices
         full = max(1, cap // self.longest) * self.longest
-        return MICROBATCHES * (system.trainer_ranks // system.sequence_parallel.size) * full
+        return MICROBATCHES * (devices.trainer_ranks // devices.sequence) * full
 
     def supervised(self) -> None:
-        items = items_of(self.config, self.longest, self.tokens)
+        items = items_of(self.plan.said, self.longest, self.tokens)
         with self.phase("load"):
             parts = supervised_run.make_parts(
-                run_with_data(self.config, items), self.placement, _silent
+                run_with_data(self.plan, items), self.placement, _silent
             )
             self.name(parts.learner)
             self.name_gradients(parts.learner)
@@ -125,26 +121,26 @@ class DryRun:
             with self.phase("train"):
                 parts.learner.update(parts.prepare(items), parts.objective)
             self.name(parts.learner)
-        scoring = known(self.config.system, "scoring_max_tokens")
+        scoring = self.plan.memory.scoring
         if scoring:
-            more = items_of(self.config, self.longest, self._tokens(scoring))
+            more = items_of(self.plan.said, self.longest, self._tokens(scoring))
             with self.phase("score"):
                 parts.learner.evaluate(parts.prepare(more), parts.objective)
 
-    async def reinforced(self, config: RLConfig) -> None:
+    async def reinforced(self) -> None:
         """Take the steps of an RL run with a single engine; the others are like it."""
-        groups = groups_of(config, self.longest, self.tokens)
+        groups = groups_of(self.plan, self.longest, self.tokens)
         with self.phase("load"):
-            parts = await self._load(config, groups)
+            parts = await self._load(groups)
         for step in range(STEPS):
             await self._step(parts, groups, step)
         await parts.engine.close()
 
-    async def _load(self, config: RLConfig, groups: Sequence[RolloutGroup]) -> RLParts:
+    async def _load(self, groups: Sequence[RolloutGroup]) -> RLParts:
+        config: RLConfig = self.plan.said
         models = {each.name: 1.0 for each in (*config.reward.models, *config.reward.remote)}
-        run = run_with_data(
-            with_values(config, {"system.engines": 1}), [group.task for group in groups]
-        )
+        alone = self.plan.with_devices(engines=1)
+        run = run_with_data(alone, [group.task for group in groups])
         parts = await rl_run.make_parts(
             run,
             self.placement,
@@ -161,12 +157,12 @@ class DryRun:
         from tunesmith.run.loop.rl import learn
         from tunesmith.run.loop.rollouts import hand_device_to_engine, hand_device_to_trainer
 
-        config = parts.config
-        if devices_of(config).weights_apart or config.system.hybrid:
+        devices = self.plan.devices
+        if devices.weights_apart or devices.hybrid:
             with self.phase("publish"):
                 await hand_device_to_engine(parts, parts.engine.load_weights, step)
         with self.phase("sample"):
-            await _sample(parts.engine, groups[: ceil(len(groups) / self.config.system.engines)])
+            await _sample(parts.engine, groups[: ceil(len(groups) / devices.engines)])
         if self.placement.scorers:
             played = [rollout.token_ids for group in groups for rollout in group.rollouts]
             with self.phase("reward"):
@@ -178,20 +174,20 @@ class DryRun:
         with self.phase("train"):
             learn(parts, groups, step)
         self.name(*_learners(parts))
-        scoring = known(config.system, "scoring_max_tokens")
+        scoring = self.plan.memory.scoring
         if scoring:
             with self.phase("score"):
-                self._score(parts, groups_of(config, self.longest, self._tokens(scoring)))
+                self._score(parts, groups_of(self.plan, self.longest, self._tokens(scoring)))
 
     def _score(self, parts: RLParts, groups: Sequence[RolloutGroup]) -> None:
         from tunesmith.run.loop.experience import make_experience
 
         make_experience(
             groups,
-            parts.config.algorithm,
+            parts.algorithm,
             parts.learner,
             kl_coef=0.0,
-            max_new_tokens=parts.config.rollout.max_new_tokens,
+            max_new_tokens=parts.plan.said.rollout.max_new_tokens,
             seed=0,
             critic=parts.critic,
         )
@@ -243,16 +239,17 @@ def _learners(parts: RLParts) -> list[Learner]:
     return [parts.learner] if critic in (None, parts.learner) else [parts.learner, critic]
 
 
-def check_dry_run(config: RunConfig) -> None:
+def check_dry_run(plan: AnyPlan) -> None:
     """Raise ConfigError for a run with parts that cannot be simulated."""
-    system = config.system
+    system: SystemSection = plan.said.system
+    devices = plan.devices
     asked = {
-        f"system.device = '{system.device}'": not system.device.startswith("cuda"),
-        f"system.engine = '{system.engine}'": config.samples and system.engine_kind.served,
-        f"system.weight_plane = '{system.weight_plane}'": system.weight_plane == "ipc",
-        f"system.compile = '{system.compile}'": isinstance(system.compile, str),
+        f"system.device = '{devices.device}'": not devices.on_gpu,
+        f"system.engine = '{system.engine}'": plan.kind.samples and devices.engine.served,
+        f"system.weight_plane = '{devices.weight_plane}'": devices.weight_plane == "ipc",
+        f"system.compile = '{devices.compile}'": isinstance(devices.compile, str),
         f"system.kernels = '{system.kernels}'": system.kernels != "torch",
-        "rollouts for a teacher": isinstance(config, DistillConfig),
+        "rollouts for a teacher": plan.kind.rl and plan.kind.teacher is not None,
     }
     others = [key for key, unknown in asked.items() if unknown]
     if others:
@@ -262,28 +259,28 @@ def check_dry_run(config: RunConfig) -> None:
         )
 
 
-def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, DryPhase]]:
-    """The phases of a resolved run on simulated GPUs: the trainer's and those of other processes.
+def dry_run(plan: AnyPlan) -> dict[str, dict[str, DryPhase]]:
+    """The phases of a run on simulated GPUs: the trainer's and those of other processes.
 
     Args:
-        config: resolved for data of any size; only the number of steps depends on it.
+        plan: for data of any size; only the number of steps depends on it.
     """
     from tunesmith.guide.simulate.device import FakeDevice
     from tunesmith.models.parallel.sequence import sequence_group
 
-    engine = planned_elsewhere(draft(config, facts)) or planned(draft(config, facts)) or Price()
-    if config.model.quantize is not None:
+    devices = plan.devices
+    engine = planned_elsewhere(plan) or planned(plan) or Price()
+    if plan.said.model.quantize is not None:
         import_module("bitsandbytes")  # it detects real GPUs on import
-    judges = devices_of(config).scoring_shards("reward")
-    together = max(config.system.trainer_ranks, devices_of(config).scoring_shards("ref"), judges)
-    gpus = len(facts.hardware.gpus)
-    with FakeDevice(gpus, together) as device:
-        inner = _inner(config, facts, judges)
+    judges = devices.scoring_shards("reward")
+    together = max(devices.trainer_ranks, devices.scoring_shards("ref"), judges)
+    with FakeDevice(plan.gpus, together) as device:
+        inner = _inner(plan, judges)
         try:
             with Simulated(inner, device, engine) as placement:
-                run = DryRun(config, facts, device, placement)
-                if isinstance(config, RLConfig):
-                    asyncio.run(run.reinforced(config))
+                run = DryRun(plan, device, placement)
+                if plan.kind.rl:
+                    asyncio.run(run.reinforced())
                 else:
                     run.supervised()
         finally:
@@ -291,25 +288,24 @@ def dry_run(config: RunConfig, facts: Facts) -> dict[str, dict[str, DryPhase]]:
     return dict(run.phases)
 
 
-def _inner(config: RunConfig, facts: Facts, judges: int) -> Placement:
+def _inner(plan: AnyPlan, judges: int) -> Placement:
     """The run's own placement, over simulated processes."""
-    apart = isinstance(config, RLConfig) and devices_of(config).weights_apart
-    if config.system.trainer_ranks == 1 and not apart:
+    devices = plan.devices
+    apart = plan.kind.rl and devices.weights_apart
+    if devices.trainer_ranks == 1 and not apart:
         return Here(NoTokenizer())
-    starter = FakeProcesses(partial(_gpu_of, config, facts), judges)
-    if config.system.cluster == "ray":
+    starter = FakeProcesses(partial(_gpu_of, plan), judges)
+    if devices.cluster == "ray":
         return Ray(starter, launched_address)
-    own_gpus = devices_of(config).have_own_gpus(len(facts.hardware.gpus))
+    own_gpus = devices.have_own_gpus(plan.gpus)
     return Processes(starter, own_gpus=own_gpus, tokenizer=NoTokenizer())
 
 
-def _gpu_of(config: RunConfig, facts: Facts, role: Role) -> str:
+def _gpu_of(plan: AnyPlan, role: Role) -> str:
     """The name of the GPU of a role's processes."""
-    here = (
-        not draft(config, facts).engines_elsewhere
-        if role == "rollout"
-        else devices_of(config).shares_trainer_device(role)
-    )
+    here = plan.devices.shares_trainer_device(role)
+    if role == "rollout":
+        here = not plan.engines_elsewhere
     return FIRST if here or role == "actor" else NAMES[role]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tunesmith.config.changing import with_values
 from tunesmith.config.load import load_run
-from tunesmith.config.resolved import Resolved, config_text, settings
+from tunesmith.config.resolved import config_text, settings
 from tunesmith.errors import ConfigError
 from tunesmith.guide.tune.intervals import Interval
 from tunesmith.guide.tune.knobs import Values
@@ -195,5 +195,5 @@ def write_run_file(result: Result, run: Path, overrides: list[str], file: Path) 
     given = settings(tuned, given_only=True)
     why = [f"{FIRST_LINE}: {run.name} as it was {result.reason}.", *map(trial_text, result.brought)]
     header = "\n".join(f"# {line}" if not line.startswith("#") else line for line in why)
-    text = config_text(Resolved(tuned, given, ()), lambda value: value)
+    text = config_text(given, shown=lambda value: value)
     write_output(file, f"{header}\n{text}".encode(), private=True)

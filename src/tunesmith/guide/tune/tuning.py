@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from tunesmith.config.changing import with_values
 from tunesmith.config.load import load_run
@@ -51,7 +50,7 @@ from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.measured import tuned_file
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
-from tunesmith.plan.plan import draft
+from tunesmith.plan.plan import AnyPlan, open_plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.children import remove_at_end
 from tunesmith.records.interrupts import Interrupted
@@ -100,8 +99,10 @@ class Tuning:
     accepted: list[Trial] = field(default_factory=list[Trial])
     _left: Trial | None = None
     """The derived settings instead of the run file's, if they are faster."""
-    _resolved: list[tuple[Values, Any]] = field(default_factory=list[tuple[Values, Any]])
-    """Resolved settings: a configuration, or the outcome if they are refused."""
+    _plans: list[tuple[Values, AnyPlan | TrialOutcome]] = field(
+        default_factory=list["tuple[Values, AnyPlan | TrialOutcome]"]
+    )
+    """Plans of settings, or the outcome if they are refused."""
 
     def __post_init__(self) -> None:
         self.given = self.best = self.derived
@@ -115,33 +116,33 @@ class Tuning:
     def config_of(self, values: Values) -> RunConfig:
         return with_values(self.config, without_defaults(values, self.usual))
 
-    def resolved(self, values: Values) -> RunConfig | TrialOutcome:
+    def planned(self, values: Values) -> AnyPlan | TrialOutcome:
         """The run with these settings; the outcome if they are refused."""
-        for known, before in self._resolved:
+        for known, before in self._plans:
             if known == values:
                 return before
         try:
-            config: RunConfig | TrialOutcome = resolve(self.config_of(values), self.facts).config
+            plan: AnyPlan | TrialOutcome = resolve(self.config_of(values), self.facts)
         except (CapacityError, ConfigError) as error:
             status = "memory" if isinstance(error, CapacityError) else "refused"
-            config = TrialOutcome(status, None, str(error))
-        self._resolved.append((values, config))
-        return config
+            plan = TrialOutcome(status, None, str(error))
+        self._plans.append((values, plan))
+        return plan
 
     def fits_beside(self, values: Values) -> bool:
         """Whether a run fits into the memory that is free now, next to running processes."""
-        config = self.resolved(values)
-        if isinstance(config, TrialOutcome):
+        plan = self.planned(values)
+        if isinstance(plan, TrialOutcome):
             return False
-        devices = planned_devices(draft(config, replace(self.facts, hardware=read_hardware())))
+        now = replace(self.facts, hardware=read_hardware())
+        devices = planned_devices(replace(plan, facts=now))
         return bool(devices) and all(needed.peak <= ROOM * free for _, needed, free in devices)
 
     def expected(self, values: Values) -> float:
-        config = self.resolved(values)
-        if isinstance(config, TrialOutcome):
+        plan = self.planned(values)
+        if isinstance(plan, TrialOutcome):
             return inf
         shape = self.shape
-        plan = draft(config, self.facts)
         return expected_seconds(plan, shape.samples, shape.tokens / shape.samples)
 
     def candidates(self, best: Values) -> Iterator[Candidate]:
@@ -151,11 +152,11 @@ class Tuning:
         moves = [(move, {**best, **move}) for move in alone]
         for move, values in (*moves, *self._layouts(best)):
             if self.pinned.isdisjoint(move):
-                config = self.resolved(values)
-                if not isinstance(config, TrialOutcome):
+                plan = self.planned(values)
+                if not isinstance(plan, TrialOutcome):
                     yield Candidate(move, values)
                 elif self.journal.find(best, values) is None:
-                    self.journal.add(Trial(best, values, move, config))
+                    self.journal.add(Trial(best, values, move, plan))
 
     def _layouts(self, best: Values) -> Iterator[tuple[Values, Values]]:
         """Layouts, each with the settings derived for it; all other settings stay."""
@@ -165,11 +166,12 @@ class Tuning:
             if key not in OF_THE_LAYOUT and value != self.derived[key]
         }
         found: Iterator[Values] = iter(()) if self.shape.gpu else layouts_here(self.shape)
-        if gpus_of_run(draft(self.config, self.facts)) > 1:
-            found = (each.settings for each in layouts(draft(self.config, self.facts)))
+        plan = open_plan(self.config, self.facts)
+        if gpus_of_run(plan) > 1:
+            found = (each.settings for each in layouts(plan))
         for layout in found:
             with suppress(ConfigError):
-                there = settings(resolve(with_values(self.config, layout), self.facts).config)
+                there = resolve(with_values(self.config, layout), self.facts).settings
                 move = {key: value for key, value in layout.items() if best.get(key) != value}
                 if move:
                     yield move, {**{key: there.get(key) for key in best}, **kept}
@@ -267,7 +269,7 @@ class Tuning:
 
     def _prove(self, values: Values) -> Proof:
         file = self.bench.folder / "rollouts.pickle"
-        rollouts = file if isinstance(self.config, RLConfig) else None
+        rollouts = file if self.config.rl else None
         checkpoints: list[Path] = []
         for each in (self.derived, values):
             arm = Arm(proof_config(self.config_of(each)), self.path, self.bench.folder, rollouts)
@@ -276,9 +278,9 @@ class Tuning:
             finally:
                 arm.end()
         ours, theirs = checkpoints
-        config = self.resolved(self.derived)
-        assert not isinstance(config, TrialOutcome), "it runs"
-        return compare_gradients(ours, theirs, config.model.dtype)
+        plan = self.planned(self.derived)
+        assert not isinstance(plan, TrialOutcome), "it runs"
+        return compare_gradients(ours, theirs, plan.devices.dtype)
 
     def conclude(self) -> Result:
         """Prove the best settings, remeasure their gain, and store them."""
@@ -373,7 +375,7 @@ def open_tuning(
         bench.hold(first, derived)
         journal = Journal.open(*tuned_file(config, facts.hardware, facts.model), again=again)
         facts = replace(facts, train_size=shape.samples)
-        if not isinstance(base, RLConfig):
+        if not base.rl:
             facts = replace(facts, longest=-(-shape.tokens // shape.samples))
         ends = began + 60 * minutes
         tuning = Tuning(

@@ -36,7 +36,7 @@ from tunesmith.learn.algorithms.outcomes import flat
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tunesmith.config.algorithm import AlgorithmSection
+    from tunesmith.config.algorithm import Algorithm
     from tunesmith.learn.data.batch import Batch
     from tunesmith.models.forest import Forest, Predictions
 
@@ -48,7 +48,7 @@ OWN = "loss."
 training loop."""
 
 
-def prepare_columns(batch: Batch, algorithm: AlgorithmSection, seed: int) -> None:
+def prepare_columns(batch: Batch, algorithm: Algorithm, seed: int) -> None:
     """Add ``correction``, if the resolved ``algorithm`` has one, and its loss's own columns.
 
     They depend on whole sequences, groups or the batch, so they are computed before any split.
@@ -170,9 +170,7 @@ class PolicyObjective:
         return (weight * total).sum(), metrics
 
 
-def policy_objective(
-    algorithm: AlgorithmSection, *, kl_coef: float | None = None
-) -> PolicyObjective:
+def policy_objective(algorithm: Algorithm, *, kl_coef: float | None = None) -> PolicyObjective:
     """The objective of a resolved section; an adaptive controller's ``kl_coef`` replaces the
     section's."""
     kl = algorithm.kl

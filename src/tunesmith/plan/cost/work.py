@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from tunesmith.config.schema import RLConfig
 from tunesmith.costs import CostModel, chunk_rows
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import engine_kv, kv_bytes_per_number, layout_of
@@ -92,7 +91,7 @@ def work_of(plan: AnyPlan, longest: int) -> Work:
     assert model is not None and plan.memory.microbatch is not None, "it was checked"
     number = plan.devices.bytes_per_number
     micro = plan.memory.microbatch
-    rollout = plan.said.rollout if isinstance(plan.said, RLConfig) else None
+    rollout = plan.said.rollout if plan.kind.rl else None
     if rollout is None:
         each = 2 if plan.kind.preference else 1
         samples = each * plan.training.samples
@@ -117,7 +116,7 @@ def _running(plan: AnyPlan, model: ModelFacts, asked: int, tokens: float) -> int
     kept = tokens * model.kv_bytes_per_token(kv_bytes_per_number(plan))
     kv = engine_kv(plan, model)
     held = int(kv * plan.devices.ranks_per_engine // kept) if kv else asked
-    return max(1, min(asked, plan.said.system.max_running, held))
+    return max(1, min(asked, plan.sampling.running, held))
 
 
 def amounts(work: Work) -> dict[str, Amounts]:
@@ -243,7 +242,7 @@ def _step(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> Step
     prompt = max(0.0, tokens - new)
     batches = 1
     again = 0.0
-    if isinstance(plan.said, RLConfig):
+    if plan.kind.rl:
         samples = samples * plan.said.train.passes_per_batch
         batches = samples // (plan.training.batch or samples) or 1
         if plan.said.system.share_prompts:
@@ -422,7 +421,7 @@ def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> 
     steps = max(1.0, asked / together) * new  # a request that ends makes room for the next one
     prompts = samples / plan.said.rollout.group_size / engines
     prefills = max(1, ceil(prompts * prompt / system.max_prefill_tokens))
-    graphs = plan.devices.engine.spans_devices and not plan.eager
+    graphs = plan.devices.engine.spans_devices and not plan.vllm.eager
     return {
         "operations": prompts * cost_of(model).prefix(int(prompt)) / 3 / ranks,
         "bytes read": steps * (weights + together * (tokens - new / 2) * per_token) / ranks,

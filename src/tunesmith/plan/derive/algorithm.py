@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tunesmith.config.algorithm import AlgorithmSection
+from tunesmith.config.algorithm import Algorithm, AlgorithmSection
 from tunesmith.config.choice import Choice
 from tunesmith.config.families import CorrectionChoice, KLInReward, NoKL, OverlongRamp
 from tunesmith.config.presets import Preset, find_preset
-from tunesmith.config.section import DERIVED, Section
+from tunesmith.config.section import Section, is_open
 from tunesmith.errors import ConfigError, Problem
 
 Reasons = list[tuple[str, object, str]]
@@ -27,9 +27,8 @@ def resolve_algorithm(
     max_new_tokens: int,
     max_staleness: int = 0,
     altered_by: Collection[str] = (),
-) -> tuple[AlgorithmSection, Reasons]:
-    """Fill in every key that was left out; return the section and ``(key, value, reason)`` for
-    each.
+) -> tuple[Algorithm, Reasons]:
+    """The algorithm, and ``(key, value, reason)`` for each key that was left out.
 
     Args:
         max_staleness: above 0, truncated importance sampling is the default correction.
@@ -61,7 +60,7 @@ def resolve_algorithm(
             reason = preset.origin
         written = getattr(section, key) if key in section.model_fields_set else None
         value = default if written is None else written
-        if value is DERIVED:
+        if value is None and is_open(field):
             raise ConfigError(
                 f"algorithm.name: preset '{preset.name}' has no {key}; set algorithm.{key}",
                 keys=("algorithm.name",),
@@ -79,7 +78,7 @@ def resolve_algorithm(
         reasons.append(
             ("algorithm.overlong.buffer", buffer, "a fifth of rollout.max_new_tokens, as in DAPO")
         )
-    algorithm = section.model_copy(update=values)
+    algorithm = Algorithm.model_construct(section.model_fields_set, **values)
     _refuse_contradictions(algorithm, altered_by)
     return algorithm, reasons
 
@@ -126,7 +125,6 @@ def _merged(key: str, written: Section | None, usual: Any, reason: str) -> tuple
         why = reason if name in known else default
         if name not in own and field is not None and why:
             reasons.append((f"{key}.{name}", field, why))
-    merged.model_fields_set.update(kind.model_fields, {"type"})
     return merged, reasons
 
 
@@ -145,7 +143,7 @@ def _cause(altered_by: Collection[str]) -> str:
     return " and ".join(altered_by) + (" alters" if len(altered_by) == 1 else " alter")
 
 
-def _refuse_contradictions(algorithm: AlgorithmSection, altered_by: Collection[str]) -> None:
+def _refuse_contradictions(algorithm: Algorithm, altered_by: Collection[str]) -> None:
     correction = algorithm.correction
     decoupled = "algorithm.decoupled"
     altering = tuple(name for name in altered_by if name.startswith("rollout."))

@@ -6,8 +6,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from tunesmith.config.schema import RunConfig
-from tunesmith.config.section import known
 from tunesmith.config.values import format_size
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import bytes_per_token, layout_of, planned, planned_devices
@@ -15,7 +13,6 @@ from tunesmith.plan.derive.caps import with_caps
 from tunesmith.plan.derive.savings import with_savings, with_shards, without_savings
 from tunesmith.plan.derive.sizes import reserved, with_sizes
 from tunesmith.plan.facts.hardware import Gpu, compilers
-from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, gpu_of
 
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
@@ -32,18 +29,18 @@ def device_problem(device: str, gpus: tuple[Gpu, ...]) -> str | None:
     return None
 
 
-def derive_device(said: RunConfig, facts: Facts) -> Reasons:
-    """Device and dtype.
+def with_device(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    """The plan with device and dtype.
 
     Raises:
         ConfigError: there is no such device, or nothing is known of it.
     """
-    reasons = Reasons()
+    said = plan.said
+    facts = plan.facts
     machine = facts.hardware
     system = said.system
-    known_device: str | None = known(system, "device")
     found = ("cuda", f"found: {machine.gpus[0].name}") if machine.gpus else None
-    device = reasons.fill("system.device", known_device, *found or ("cpu", "no GPU was found"))
+    device = reasons.fill("system.device", system.device, *found or ("cpu", "no GPU was found"))
     problem = device_problem(device, machine.gpus)
     if problem:
         raise ConfigError(problem, keys=("system.device",))
@@ -67,8 +64,8 @@ def derive_device(said: RunConfig, facts: Facts) -> Reasons:
         number = ("float16", f"{why}{scaled}")
     else:
         number = ("float32", why)
-    reasons.fill("model.dtype", known(said.model, "dtype"), *number)
-    return reasons
+    dtype = reasons.fill("model.dtype", said.model.dtype, *number)
+    return plan.with_devices(device=device, dtype=dtype)
 
 
 def with_capacity(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> Plan[C]:
@@ -83,8 +80,8 @@ def with_capacity(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> Plan[
     """
     plan = _with_processes(plan, reasons)
     said = plan.said.system
-    threads = reasons.fill("system.threads", known(said, "threads"), *_threads(plan))
-    compiles = reasons.fill("system.compile", known(said, "compile"), *_compile(plan))
+    threads = reasons.fill("system.threads", said.threads, *_threads(plan))
+    compiles = reasons.fill("system.compile", said.compile, *_compile(plan))
     plan = plan.with_devices(threads=threads, compile=compiles)
     saves = plan.kind.trains and plan.devices.on_gpu and planned(plan) is not None
     if saves:
@@ -92,7 +89,7 @@ def with_capacity(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> Plan[
         turns_open = turns_open and not turns_settled
     elif plan.kind.trains:
         plan = without_savings(with_shards(plan, reasons), reasons)
-        checkpointing = known(said, "gradient_checkpointing")
+        checkpointing = said.gradient_checkpointing
         if checkpointing is None:
             checkpointing = reasons.add("system.gradient_checkpointing", *_checkpointing(plan))
         plan = plan.with_memory(checkpointing=checkpointing)

@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
-from tunesmith.config.section import known
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.memory import (
     LEAST_TOKENS,
@@ -28,13 +27,13 @@ STEP = 256
 
 def with_caps(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     said = plan.said.system
-    if plan.kind.critic and known(said, "critic_max_tokens") is None:
+    if plan.kind.critic and said.critic_max_tokens is None:
         critic = reasons.add("system.critic_max_tokens", *_critic(plan))
         plan = plan.with_memory(critic=critic)
-    if plan.kind.scores and known(said, "scoring_max_tokens") is None:
+    if plan.kind.scores and said.scoring_max_tokens is None:
         scoring = reasons.add("system.scoring_max_tokens", *_scoring(plan))
         plan = plan.with_memory(scoring=scoring)
-    if plan.kind.reward_models and known(said, "reward_max_tokens") is None:
+    if plan.kind.reward_models and said.reward_max_tokens is None:
         plan = plan.with_memory(reward=reasons.add("system.reward_max_tokens", *_reward(plan)))
     return plan
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tunesmith.config.changing import with_values
 from tunesmith.config.commands import GenerateConfig, RFTConfig, SamplingConfig
 from tunesmith.config.resolved import Derived, settings
 from tunesmith.config.schema import RunConfig
-from tunesmith.config.section import known
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.length import draws, steps_of_passes
-from tunesmith.plan.plan import Reasons
+from tunesmith.plan.plan import C, Plan, Reasons
 
 TEMPLATE = "{prompt} <rm_score>: {reward} "
 SEPARATOR = "\n\n"
@@ -35,21 +36,27 @@ def profile_values(name: str) -> dict[str, tuple[Any, str]]:
     return {key: (value, reason) for key, (value, reason) in profiles[name].items()}
 
 
-def derive_sampling(said: RunConfig, facts: Facts) -> Reasons:
-    """Number of samples and temperature; for RFT, everything in its profile."""
-    reasons = _together(said, facts)
+def with_profile(said: C, reasons: Reasons) -> C:
+    """What was said, with the profile of rejection-sampling fine-tuning."""
     if isinstance(said, RFTConfig):
-        for entry in _of_profile(said):
+        entries = [*_of_profile(said)]
+        said = with_values(said, {entry.key: entry.value for entry in entries})
+        for entry in entries:
             reasons.add(entry.key, entry.value, entry.reason)
-        return reasons
+    return said
+
+
+def with_sampling(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    """The plan with the number of completions and their temperature."""
+    said = plan.said
     if not isinstance(said, GenerateConfig) or not said.samples:
-        return reasons
-    sampling = said.sampling
-    count = reasons.fill("sampling.n", known(sampling, "n"), 1, "one completion per prompt")
+        return plan
+    section = said.sampling
+    count = reasons.fill("sampling.n", section.n, 1, "one completion per prompt")
     greedy = count == 1
     why = "one completion: greedy" if greedy else "the model's own distribution"
-    temperature: float | None = known(sampling, "temperature")
-    reasons.fill("sampling.temperature", temperature, 0.0 if greedy else 1.0, why)
+    usual = 0.0 if greedy else 1.0
+    temperature = reasons.fill("sampling.temperature", section.temperature, usual, why)
     output = said.output
     if output.kind == "conditional":
         why = "the prompt, then the reward"
@@ -57,21 +64,21 @@ def derive_sampling(said: RunConfig, facts: Facts) -> Reasons:
     if output.kind == "pairs":
         why = "any difference makes a pair"
         reasons.fill("output.min_margin", output.min_margin, 0.0, why)
-    return reasons
+    return replace(plan, sampling=replace(plan.sampling, n=count, temperature=temperature))
 
 
-def _together(said: RunConfig, facts: Facts) -> Reasons:
-    """On a CPU, fewer completions at once, so that the first ones are finished early."""
-    reasons = Reasons()
+def most_running(said: RunConfig, facts: Facts, reasons: Reasons) -> int:
+    """How many completions are decoded at once: on a CPU fewer, so that the first ones are finished
+    early."""
     system = said.system
-    on_cpu = not facts.hardware.gpus or known(system, "device") == "cpu"
+    on_cpu = not facts.hardware.gpus or system.device == "cpu"
     given = "max_running" in system.model_fields_set or system.engine_kind.third_party
-    if on_cpu and isinstance(said, SamplingConfig) and said.samples and not given:
-        parameters = facts.model.parameters if facts.model else None
-        together = TOGETHER_LARGE if parameters and parameters > LARGE else TOGETHER
-        why = "on a CPU more at once are no faster, and end later"
-        reasons.add("system.max_running", together, why)
-    return reasons
+    if not on_cpu or not isinstance(said, SamplingConfig) or not said.samples or given:
+        return system.max_running
+    parameters = facts.model.parameters if facts.model else None
+    together = TOGETHER_LARGE if parameters and parameters > LARGE else TOGETHER
+    why = "on a CPU more at once are no faster, and end later"
+    return reasons.add("system.max_running", together, why)
 
 
 def _of_profile(said: RFTConfig) -> Iterator[Derived]:
@@ -88,19 +95,19 @@ def _of_profile(said: RFTConfig) -> Iterator[Derived]:
         yield Derived("rft.few_shot_separator", SEPARATOR, "a blank line")
 
 
-def derive_rft_warmup(
-    config: RFTConfig, given: Mapping[str, Any], samples: int
-) -> tuple[int, str] | None:
+def rft_warmup(plan: Plan[RFTConfig], samples: int) -> tuple[int, str] | None:
     """Warm-up steps and the reason, once the number of samples is known; None: keep the run
     file's."""
-    train = config.train
-    warmed = {"train.warmup_steps", "train.warmup_ratio"} & given.keys()
-    if config.rft.profile == "conservative" or warmed or "train.schedule" in given:
+    profile = plan.said.rft.profile
+    settled = {"train.warmup_steps", "train.warmup_ratio", "train.schedule"} & plan.given.keys()
+    if profile == "conservative" or settled:
         return None
-    steps = steps_of_passes(draws(config, samples) or samples, samples, train.batch_size)
+    training = plan.training
+    assert training.batch is not None, "it trains"
+    steps = steps_of_passes(draws(training, samples) or samples, samples, training.batch)
     if steps >= 10 * WARMUP:
-        return WARMUP, f"profile {config.rft.profile}"
+        return WARMUP, f"profile {profile}"
     return (
         steps // 10,
-        f"profile {config.rft.profile}: {WARMUP}, but no more than a tenth of {steps} steps",
+        f"profile {profile}: {WARMUP}, but no more than a tenth of {steps} steps",
     )

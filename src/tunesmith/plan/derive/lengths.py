@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
-from tunesmith.config.section import known
 from tunesmith.config.values import format_size
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.kind import kind_of
-from tunesmith.plan.plan import Reasons
+from tunesmith.plan.parts import Lengths
+from tunesmith.plan.plan import C, Plan, Reasons, longest_sample
 
+SAMPLE = "data.max_tokens"
 LEAST_ANSWER = 128
 """Assumed tokens in an environment's answer to a turn, unless turns are longer."""
 
 
-def derive_episode(said: RunConfig, facts: Facts) -> Reasons:
-    """The longest conversation, which must fit a micro-batch and the sampler's memory."""
-    reasons = Reasons()
+def with_episode(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    """The plan with the longest conversation, which must fit a micro-batch and the sampler's
+    memory."""
+    said = plan.said
+    facts = plan.facts
     if not isinstance(said, RLConfig) or not said.environment.used or facts.longest is None:
-        return reasons
+        return plan
     turns = said.environment.max_turns
     new = said.rollout.max_new_tokens
     answer = max(new, LEAST_ANSWER)
     wanted = facts.longest + turns * (new + answer)
     why = f"the longest prompt and {turns} turns, each answered with {answer} tokens"
-    least = min([(wanted, why), *sequence_limits(said, facts)])
-    reasons.fill("environment.max_tokens", said.environment.max_tokens, *least)
-    return reasons
+    limits = sequence_limits(facts, said.system.max_tokens_per_microbatch)
+    least = min([(wanted, why), *limits])
+    episode = reasons.fill("environment.max_tokens", said.environment.max_tokens, *least)
+    return with_lengths(plan, replace(plan.lengths, episode=episode))
 
 
-def derive_isolation(said: RunConfig, facts: Facts) -> Reasons:
-    """Where the user's code runs; built-in rewards have their own processes."""
-    reasons = Reasons()
+def isolate(said: RunConfig, facts: Facts, reasons: Reasons) -> None:
+    """Reasons for where the user's code runs; built-in rewards have their own processes."""
     reward: RewardSection | None = getattr(said, "reward", None)
     environment = said.environment if isinstance(said, RLConfig) else None
     half = format_size(facts.hardware.memory_total // 2)
@@ -49,35 +53,49 @@ def derive_isolation(said: RunConfig, facts: Facts) -> Reasons:
             if isolation == "process":
                 part = "half of the machine's memory"
                 reasons.fill(f"{name}.memory", section.memory, half, part)
-    return reasons
 
 
-def sequence_limits(said: RunConfig, facts: Facts) -> list[tuple[int, str]]:
-    """The known limits of a sequence's length: tokens, and what imposes the limit."""
+def sequence_limits(facts: Facts, cap: int | None) -> list[tuple[int, str]]:
+    """The known limits of a sequence's length: tokens, and what imposes the limit.
+
+    Args:
+        cap: maximum tokens of a micro-batch.
+    """
     context = facts.model.context if facts.model else None
-    cap: int | None = known(said.system, "max_tokens_per_microbatch")
     limits = ((context, "the model's context"), (cap, "a micro-batch's size"))
     return [(tokens, what) for tokens, what in limits if tokens]
 
 
-def derive_limits(said: RunConfig, facts: Facts) -> Reasons:
-    """The longest line of data, and the numbers of tries that evaluations report."""
-    reasons = Reasons()
+def with_limits(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    """The plan with the longest line of data, and the numbers of tries that evaluations report."""
+    said = plan.said
     data = said.data
+    facts = plan.facts
+    kind = plan.kind
+    if not kind.trains:
+        return plan
     if data.eval is not None and said.eval.samples > 1:
         powers = tuple(2**n for n in range(said.eval.samples.bit_length()))
-        reasons.fill("eval.pass_at", said.eval.pass_at, powers, "powers of two up to eval.samples")
-    kind = kind_of(said)
+        why = "powers of two up to eval.samples"
+        pass_at = reasons.fill("eval.pass_at", said.eval.pass_at, powers, why)
+        plan = replace(plan, intervals=replace(plan.intervals, pass_at=pass_at))
     if facts.model is None or not facts.model.context or kind.in_turn:
-        return reasons
-    room, what = min(sequence_limits(said, facts))
+        return plan
+    room, what = min(sequence_limits(facts, plan.memory.microbatch))
+    lengths = plan.lengths
     if kind.score_model:
         why = f"{what} of {room} less one token, which is predicted"
-        reasons.fill("data.max_tokens", data.max_tokens, room - 1, why)
+        lengths = replace(lengths, sample=reasons.fill(SAMPLE, lengths.sample, room - 1, why))
     elif not kind.rl:
-        reasons.fill("data.max_tokens", data.max_tokens, room, what)
+        lengths = replace(lengths, sample=reasons.fill(SAMPLE, lengths.sample, room, what))
     elif room > said.new_tokens:
         why = f"{what} of {room} less rollout.max_new_tokens"
         left = room - said.new_tokens
-        reasons.fill("data.max_prompt_tokens", data.max_prompt_tokens, left, why)
-    return reasons
+        prompt = reasons.fill("data.max_prompt_tokens", lengths.prompt, left, why)
+        lengths = replace(lengths, prompt=prompt)
+    return with_lengths(plan, lengths)
+
+
+def with_lengths(plan: Plan[C], lengths: Lengths) -> Plan[C]:
+    longest = longest_sample(plan.said, lengths, plan.facts)
+    return replace(plan, lengths=lengths, training=replace(plan.training, longest=longest))

@@ -11,7 +11,6 @@ from itertools import product
 from math import ceil, inf
 from typing import Any, Generic
 
-from tunesmith.config.section import known
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.device import Price
@@ -90,11 +89,11 @@ def with_savings(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> tuple[
     saving, whole = best_choice(plan)
     chosen = saving.plan
     price = planned(chosen, least=True)
-    open_yet = {name: False for name in IN_HOST_MEMORY if known(said, name) is None}
+    open_yet = {name: False for name in IN_HOST_MEMORY if getattr(said, name) is None}
     other = planned(chosen.with_memory(**open_yet), least=True)
     fit = share_of(chosen) <= MARGIN
     shards = chosen.devices.shard_size
-    if shards is not None and known(said, "shard_size") is None:
+    if shards is not None and said.shard_size is None:
         reasons.add("system.shard_size", shards, _why_shards(chosen, shards))
     for name, what in IN_HOST_MEMORY.items():
         value: bool = getattr(chosen.memory, name)
@@ -113,7 +112,7 @@ def with_savings(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> tuple[
         why = f"the trainer's GPU {room} a copy of the weights to send"
         reasons.add("system.weight_copy", copy, why)
     share = chosen.memory.checkpointing
-    if known(said, CHECKPOINTING) is None:
+    if said.gradient_checkpointing is None:
         reasons.add(f"system.{CHECKPOINTING}", share, _why_recomputed(chosen, float(share)))
     sizes = {"microbatch": plan.memory.microbatch, "kv": plan.memory.kv}
     return chosen.with_memory(**sizes), settled
@@ -123,7 +122,7 @@ def without_savings(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     """The plan with everything on the device, which is a CPU or has a model of unknown size."""
     here = plan.devices.on_gpu
     for name in IN_HOST_MEMORY:
-        if known(plan.said.system, name) is not None:
+        if getattr(plan.said.system, name) is not None:
             continue
         why = (
             "the model's size is not known"
@@ -139,7 +138,7 @@ def without_savings(plan: Plan[C], reasons: Reasons) -> Plan[C]:
 def with_shards(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     """The plan whose ranks on one machine share a copy of the model if it fits: communication
     between machines is slower."""
-    if known(plan.said.system, "shard_size") is not None:
+    if plan.said.system.shard_size is not None:
         return plan
     for size in filter(None, _shard_sizes(plan)):
         sharded = plan.with_devices(shard_size=size)
@@ -182,7 +181,7 @@ def best_choice(plan: Plan[C]) -> tuple[Saving[C], bool]:
 def with_savings_as_said(plan: Plan[C], system: SystemSection | None) -> Plan[C]:
     """The plan with host memory and checkpointing as in another ``[system]``, or open."""
     names = (*IN_HOST_MEMORY, CHECKPOINTING)
-    values = {name: known(system, name) if system else None for name in names}
+    values = {name: getattr(system, name) if system else None for name in names}
     said = plan.said.model_copy(update={"system": plan.said.system.model_copy(update=values)})
     memory = memory_said(said.system)
     flags = {name: getattr(memory, name) for name in IN_HOST_MEMORY}
@@ -231,12 +230,12 @@ def least_seconds(plan: AnyPlan) -> float:
     is useful."""
     said = plan.said.system
     free: dict[str, Any] = {"checkpointing": plan.memory.checkpointing}
-    if known(said, CHECKPOINTING) is None:
+    if said.gradient_checkpointing is None:
         free["checkpointing"] = False
-    if known(said, "max_tokens_per_microbatch") is None:
+    if said.max_tokens_per_microbatch is None:
         free["microbatch"] = plan.most_tokens * plan.devices.sequence
     model = plan.facts.model if plan.kind.samples and plan.devices.on_gpu else None
-    if model and said.vllm.memory_share is None and known(said, "kv_memory") is None:
+    if model and said.vllm.memory_share is None and said.kv_memory is None:
         number = plan.devices.bytes_per_number
         copy = copy_bytes(model, number, plan.said.model.quantize)
         left = plan.free_memory - copy // plan.devices.ranks_per_engine
@@ -267,7 +266,7 @@ def _options(plan: Plan[C]) -> Iterator[Plan[C]]:
     """Shards and what is in host memory, the least first, as far as the settings leave them
     open."""
     named = [name for name in IN_HOST_MEMORY if name != REFERENCE or plan.devices.keeps_frozen]
-    said = {name: known(plan.said.system, name) for name in named}
+    said = {name: getattr(plan.said.system, name) for name in named}
     values = [[False, True] if said[name] is None else [said[name]] for name in named]
     ways = [*product(_shard_sizes(plan), _turns(plan), _copies(plan))]
     of_updates = (said[PARAMETERS], said[OPTIMIZER])  # if both are set, a rule refuses them
@@ -283,7 +282,7 @@ def _options(plan: Plan[C]) -> Iterator[Plan[C]]:
 
 
 def _turns(plan: AnyPlan) -> list[bool]:
-    open_yet = known(plan.said.system, "hybrid") is None and plan.may_take_turns
+    open_yet = plan.said.system.hybrid is None and plan.may_take_turns
     return [False, True] if open_yet else [plan.devices.hybrid]
 
 
@@ -296,7 +295,7 @@ def _copies(plan: AnyPlan) -> list[str | None]:
 def _shard_sizes(plan: AnyPlan) -> list[int | None]:
     """Numbers of ranks that may share a copy of the model: those of one machine, or all."""
     devices = plan.devices
-    if not devices.zero_stage or known(plan.said.system, "shard_size") is not None:
+    if not devices.zero_stage or plan.said.system.shard_size is not None:
         return [devices.shard_size]
     ranks = devices.trainer_ranks
     here = plan.facts.ranks_here
@@ -318,7 +317,7 @@ def _with_activations(plan: Plan[C]) -> Iterator[Saving[C]]:
     def fit(count: int) -> bool:
         return _fits(_recomputed(plan, count / layers))
 
-    if known(plan.said.system, CHECKPOINTING) is None:
+    if plan.said.system.gradient_checkpointing is None:
         grid = sorted({ceil(part * layers / 8) for part in range(9)})
         fitting = [count for count in grid if fit(count)] or [layers - 1]
         below = max((count for count in grid if count < fitting[0]), default=0)
@@ -339,7 +338,7 @@ def _lean(plan: Plan[C]) -> list[Plan[C]]:
     in host memory a layer that is kept takes less than one that is recomputed.
     """
     layers = plan.facts.model.layers if plan.facts.model else 1
-    if known(plan.said.system, CHECKPOINTING) is not None:
+    if plan.said.system.gradient_checkpointing is not None:
         return [plan]
     kept = (0.0,) if plan.memory.offload_activations else ()
     return [_recomputed(plan, share) for share in (1.0, (layers - 1) / layers, *kept)]
@@ -347,7 +346,7 @@ def _lean(plan: Plan[C]) -> list[Plan[C]]:
 
 def _recomputed(plan: Plan[C], share: float) -> Plan[C]:
     """The run with a share of its layers recomputed, unless that was given."""
-    if known(plan.said.system, CHECKPOINTING) is not None:
+    if plan.said.system.gradient_checkpointing is not None:
         return plan
     return plan.with_memory(checkpointing=round(share, 3) if 0 < share < 1 else bool(share))
 

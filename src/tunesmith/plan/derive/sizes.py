@@ -6,8 +6,6 @@ from bisect import bisect_right
 from dataclasses import replace
 from math import ceil, inf
 
-from tunesmith.config.schema import RLConfig
-from tunesmith.config.section import known
 from tunesmith.config.values import format_size, megabytes
 from tunesmith.plan.cost.memory import (
     LIMIT,
@@ -36,11 +34,11 @@ def with_sizes(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     """The plan with what depends on the memory that the model's state leaves; see the module."""
     budget = max(0, plan.trainer_memory - reserved(plan))
     said = plan.said.system
-    if plan.kind.samples and not plan.devices.engine.served and known(said, "kv_memory") is None:
+    if plan.kind.samples and not plan.devices.engine.served and said.kv_memory is None:
         kv = _kv_memory(plan, budget)
         if kv is not None:
             plan = plan.with_memory(kv=reasons.add("system.kv_memory", *kv))
-    if plan.kind.trains and known(said, "max_tokens_per_microbatch") is None:
+    if plan.kind.trains and said.max_tokens_per_microbatch is None:
         tokens = reasons.add("system.max_tokens_per_microbatch", *_microbatch(plan, budget))
         plan = plan.with_memory(microbatch=tokens)
     return plan
@@ -176,13 +174,13 @@ def _kv_memory(plan: AnyPlan, budget: int) -> tuple[str, str] | None:
 def _wanted_kv(plan: AnyPlan, model: ModelFacts, engines: int) -> tuple[int, int]:
     """Concurrent requests per engine, and the bytes of their KV cache."""
     said = plan.said
-    together = said.system.max_running
-    if isinstance(said, RLConfig):
+    together = plan.sampling.running
+    if plan.kind.rl:
         prompts = ceil(plan.training.prompts * said.rollout.over_generation)
         asked = max(
             prompts * said.rollout.group_size, (plan.facts.eval_size or 0) * said.eval.samples
         )
     else:
-        asked = (plan.facts.train_size or together) * (said.sampling.n or 1)
+        asked = (plan.facts.train_size or together) * plan.sampling.n
     together = min(together, ceil(asked / engines))
     return together, max(LEAST_KV_BYTES, ceil(1.1 * together * request_kv(plan, model)))

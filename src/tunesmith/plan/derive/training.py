@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tunesmith.config.commands import OfflineDistillConfig, SampledDistillConfig
 from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import known
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.kind import kind_of
+from tunesmith.plan.kind import RunKind
 from tunesmith.plan.length import optimizer_steps, steps_of_epochs
-from tunesmith.plan.plan import Reasons, settled
+from tunesmith.plan.parts import (
+    CriticTraining,
+    Distillation,
+    Every,
+    Intervals,
+    SamplingChoices,
+    Training,
+)
+from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
 
 SFT_LR = 2e-5
 SFT_SIZE = 1e8
@@ -26,95 +35,112 @@ DISTILL_TOP_K = 64
 CHECKPOINT_MINUTES = 15.0
 
 
-def derive_size(said: RunConfig, facts: Facts) -> Reasons:
+def with_training(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    """The plan with the size and number of its steps, their rates, and what is recorded."""
+    if not plan.kind.trains:
+        return plan
+    said = plan.said
+    facts = plan.facts
+    training, sampling = _size(plan, reasons)
+    training = _length(plan, training, reasons)
+    _adapter(said, reasons)
+    distillation = _distillation(said, reasons)
+    lr = reasons.fill("train.lr", said.train.lr, *_lr(plan.kind, facts))
+    training = replace(training, distillation=distillation, lr=lr)
+    training = replace(training, critic=_critic(plan, lr, reasons))
+    intervals = _intervals(said, training, reasons)
+    return replace(plan, training=training, sampling=sampling, intervals=intervals)
+
+
+def _size(plan: AnyPlan, reasons: Reasons) -> tuple[Training, SamplingChoices]:
     """The size of a step, and seeds."""
-    reasons = Reasons()
-    size = facts.train_size
-    batch: int | None = known(said.train, "batch_size")
-    reasons.fill("data.seed", known(said.data, "seed"), said.train.seed, "train.seed")
+    said: RunConfig = plan.said
+    size = plan.facts.train_size
+    seed = reasons.fill("data.seed", said.data.seed, said.train.seed, "train.seed")
+    training = replace(plan.training, data_seed=seed)
+    batch = said.train.batch_size
     if isinstance(said, RLConfig):
         rollout = said.rollout
         prompts = rollout.prompts_per_step
         if size is not None and prompts > size:
             why = f"lowered from {prompts}: the data has {size} prompts"
             prompts = reasons.lower("rollout.prompts_per_step", size, why)
+        queue = 0
         if rollout.max_staleness:
-            reasons.fill(
+            queue = reasons.fill(
                 "rollout.queue_size",
-                known(rollout, "queue_size"),
+                rollout.queue_size,
                 rollout.max_staleness * prompts,
                 "rollout.max_staleness × rollout.prompts_per_step",
             )
-        reasons.fill("rollout.seed", known(rollout, "seed"), said.train.seed, "train.seed")
+        seed = reasons.fill("rollout.seed", rollout.seed, said.train.seed, "train.seed")
         why = "the whole rollout batch: one optimizer step per pass"
-        reasons.fill("train.batch_size", batch, prompts * rollout.group_size, why)
-        return reasons
+        samples = prompts * rollout.group_size
+        batch = reasons.fill("train.batch_size", batch, samples, why)
+        training = replace(training, samples=samples, prompts=prompts, batch=batch)
+        return training, replace(plan.sampling, seed=seed, queue=queue)
     if batch is not None and size is not None and batch > size:
         why = f"lowered from {batch}: the data has {size} samples"
-        reasons.lower("train.batch_size", size, why)
+        batch = reasons.lower("train.batch_size", size, why)
     elif batch is None:
         why = "the usual size" if size is None or size >= SFT_BATCH else "all of the data"
-        reasons.add("train.batch_size", min(SFT_BATCH, size or SFT_BATCH), why)
-    return reasons
+        batch = reasons.add("train.batch_size", min(SFT_BATCH, size or SFT_BATCH), why)
+    return replace(training, samples=batch, batch=batch), plan.sampling
 
 
-def derive_steps(said: RunConfig, facts: Facts) -> Reasons:
-    """The number of steps, once the size of the data is known."""
-    reasons = Reasons()
-    size = facts.train_size
-    if size is None or known(said.train, "steps") is not None:
-        return reasons
-    rl = isinstance(said, RLConfig)
-    each = said.rollout.prompts_per_step if rl else said.train.batch_size
-    unit = "prompts" if rl else "samples"
-    epochs = said.train.epochs or 1.0
-    reasons.assumed["train.epochs"] = epochs
-    steps, last = steps_of_epochs(settled(said, reasons), size, each)
-    passes = "one pass" if epochs == 1 else f"{epochs:g} passes"
-    reasons.add("train.steps", steps, f"{passes} over {size} {unit}, {each} to a step{last}")
-    return reasons
-
-
-def derive_warmup(said: RunConfig, facts: Facts) -> Reasons:
-    reasons = Reasons()
+def _length(plan: AnyPlan, training: Training, reasons: Reasons) -> Training:
+    """The number of steps, once the size of the data is known, and of those that warm up."""
+    said: RunConfig = plan.said
+    size = plan.facts.train_size
+    if size is not None and training.steps is None:
+        each = training.prompts if plan.kind.rl else training.batch or 1
+        unit = "prompts" if plan.kind.rl else "samples"
+        epochs = said.train.epochs or 1.0
+        reasons.assumed["train.epochs"] = epochs
+        training = replace(training, epochs=epochs)
+        steps, last = steps_of_epochs(said, training, size, each)
+        passes = "one pass" if epochs == 1 else f"{epochs:g} passes"
+        filtered = plan.algorithm and plan.algorithm.dynamic_filter
+        less = "; filtered prompts do not count" if filtered else ""
+        why = f"{passes} over {size} {unit}, {each} to a step{last}{less}"
+        training = replace(training, steps=reasons.add("train.steps", steps, why))
+    if training.steps is None:
+        return training
     ratio = said.train.warmup_ratio
-    if known(said.train, "steps") is None:
-        return reasons
     if ratio is None:
-        steps: int | None = known(said.train, "warmup_steps")
-        reasons.fill("train.warmup_steps", steps, 0, "no warm-up unless asked for")
-        return reasons
-    total = optimizer_steps(said, facts.train_size)
+        none = "no warm-up unless asked for"
+        warmup = reasons.fill("train.warmup_steps", said.train.warmup_steps, 0, none)
+        return replace(training, warmup=warmup)
+    total = optimizer_steps(said, training, size)
     why = f"{ratio:g} of {total} optimizer steps"
-    reasons.add("train.warmup_steps", round(ratio * total), why)
+    warmup = reasons.add("train.warmup_steps", round(ratio * total), why)
     reasons.assumed["train.warmup_ratio"] = None  # the steps say it now
-    return reasons
+    return replace(training, warmup=warmup)
 
 
-def derive_adapter(said: RunConfig, facts: Facts) -> Reasons:
-    del facts
-    reasons = Reasons()
+def _adapter(said: RunConfig, reasons: Reasons) -> None:
+    """Reasons for what ``models.adapters`` makes of a rank alone."""
     rank = said.lora.rank
     if rank is not None:
         reasons.fill("lora.alpha", said.lora.alpha, 2.0 * rank, "twice lora.rank")
         every = "every linear module of the decoder"
         reasons.fill("lora.targets", said.lora.targets, "all-linear", every)
-    return reasons
 
 
-def derive_distillation(said: RunConfig, facts: Facts) -> Reasons:
-    del facts
-    reasons = Reasons()
-    if isinstance(said, SampledDistillConfig | OfflineDistillConfig):
-        why = "these usually have nearly all of the probability"
-        reasons.fill("distill.top_k", known(said.distill, "top_k"), DISTILL_TOP_K, why)
+def _distillation(said: RunConfig, reasons: Reasons) -> Distillation | None:
+    if not isinstance(said, SampledDistillConfig | OfflineDistillConfig):
+        return None
+    section = said.distill
+    why = "these usually have nearly all of the probability"
+    top_k = reasons.fill("distill.top_k", section.top_k, DISTILL_TOP_K, why)
+    alpha = 1.0
     if isinstance(said, OfflineDistillConfig):
         why = "equal weight for the teacher and the given answers"
-        reasons.fill("distill.alpha", known(said.distill, "alpha"), 0.5, why)
-    return reasons
+        alpha = reasons.fill("distill.alpha", section.alpha, 0.5, why)
+    return Distillation(top_k, alpha)
 
 
-def derive_lr(said: RunConfig, facts: Facts) -> Reasons:
+def _lr(kind: RunKind, facts: Facts) -> tuple[float, str]:
     """A rate inversely proportional to the model's size: small models allow and need larger steps.
 
     Anchors: 1e-6 for reinforcement learning, DPO and KTO with half a billion parameters or more
@@ -122,8 +148,6 @@ def derive_lr(said: RunConfig, facts: Facts) -> Reasons:
     reward models); 2e-5 for supervised training with a hundred million or more (transformers'
     scripts, OpenRLHF's examples).
     """
-    reasons = Reasons()
-    kind = kind_of(said)
     on_policy = kind.rl or kind.preference
     anchor = RL_LR if on_policy else RM_LR if kind.score_model else SFT_LR
     size = RL_SIZE if on_policy or kind.score_model else SFT_SIZE
@@ -132,60 +156,62 @@ def derive_lr(said: RunConfig, facts: Facts) -> Reasons:
         anchor = LORA_LR_RATIO * anchor
         largest = LORA_LR_RATIO * largest
     parameters = facts.model.parameters if facts.model else None
-    lr = anchor
-    why = "the usual rate for large models; this model's size is not known"
-    if parameters is not None:
-        lr = float(f"{min(largest, anchor * max(1.0, size / max(1, parameters))):.2g}")
-        millions = f"{parameters / 1e6:,.3g}M parameters"
-        why = (
-            f"the usual rate for models of this size ({millions})"
-            if parameters >= size
-            else f"{anchor:g} × {size / 1e6:g}M / {millions}, at most {largest:g}: small models "
-            "need larger steps"
-        )
-    reasons.fill("train.lr", known(said.train, "lr"), lr, why)
-    return reasons
+    if parameters is None:
+        return anchor, "the usual rate for large models; this model's size is not known"
+    lr = float(f"{min(largest, anchor * max(1.0, size / max(1, parameters))):.2g}")
+    millions = f"{parameters / 1e6:,.3g}M parameters"
+    if parameters >= size:
+        return lr, f"the usual rate for models of this size ({millions})"
+    return lr, (
+        f"{anchor:g} × {size / 1e6:g}M / {millions}, at most {largest:g}: small models "
+        "need larger steps"
+    )
 
 
-def derive_critic(said: RunConfig, facts: Facts) -> Reasons:
-    del facts
-    reasons = Reasons()
-    if not isinstance(said, RLConfig) or "critic" not in said.algorithm.needs:
-        return reasons
-    critic = said.critic
-    lr = float(f"{CRITIC_LR_RATIO * said.train.lr:.2g}")
+def _critic(plan: AnyPlan, policy_lr: float, reasons: Reasons) -> CriticTraining | None:
+    if plan.algorithm is None or "critic" not in plan.algorithm.needs:
+        return None
+    section = plan.said.critic
+    lr = float(f"{CRITIC_LR_RATIO * policy_lr:.2g}")
     why = f"{CRITIC_LR_RATIO} × train.lr, as in verl: values have further to move"
-    reasons.fill("critic.lr", known(critic, "lr"), lr, why)
-    if critic.shared_trunk:
-        reasons.fill("critic.value_coef", known(critic, "value_coef"), 0.1, "TRL's vf_coef")
-    else:
-        passes: int | None = known(critic, "passes_per_batch")
-        key = "train.passes_per_batch"
-        reasons.fill("critic.passes_per_batch", passes, said.train.passes_per_batch, key)
-    return reasons
+    lr = reasons.fill("critic.lr", section.lr, lr, why)
+    passes: int = section.passes_per_batch or plan.said.train.passes_per_batch
+    if section.shared_trunk:
+        coef = reasons.fill("critic.value_coef", section.value_coef, 0.1, "TRL's vf_coef")
+        return CriticTraining(lr, coef, passes)
+    key = "train.passes_per_batch"
+    reasons.fill("critic.passes_per_batch", section.passes_per_batch, passes, key)
+    return CriticTraining(lr, 0.0, passes)
 
 
-def derive_intervals(said: RunConfig, facts: Facts) -> Reasons:
-    del facts
-    reasons = Reasons()
-    steps: int | None = known(said.train, "steps")
+def _intervals(said: RunConfig, training: Training, reasons: Reasons) -> Intervals:
+    steps = training.steps
+    checkpoint = said.checkpoint.every
+    minutes = said.checkpoint.minutes
+    progress = said.monitor.every
+    evaluation = said.eval.every
+    pass_at = said.eval.pass_at
     if steps is None:
-        return reasons
-    checkpoint: int | str | None = known(said.checkpoint, "every")
+        return Intervals(checkpoint, minutes, progress, evaluation, pass_at)
     if checkpoint is None:
-        minutes = said.checkpoint.minutes
         why = "checkpoint.every was left out"
-        reasons.fill("checkpoint.minutes", minutes, CHECKPOINT_MINUTES, why)
-    intervals: dict[str, int | str | None] = {
-        "checkpoint.every": checkpoint,
-        "monitor.every": said.monitor.every,
-    }
+        minutes = reasons.fill("checkpoint.minutes", minutes, CHECKPOINT_MINUTES, why)
+
+    checkpoint = _within(steps, "checkpoint.every", checkpoint, reasons, "at the end")
+    if progress > steps:
+        progress = reasons.add("monitor.every", steps, _shortened(progress, steps))
     if said.data.eval is not None:
-        intervals["eval.every"] = said.eval.every
-    for key, every in intervals.items():
-        if every is None:
-            end = "at the end" if key == "checkpoint.every" else "only at the end"
-            reasons.add(key, steps, end)
-        elif isinstance(every, int) and every > steps:
-            reasons.add(key, steps, f"shortened from {every}: the run has {steps} steps")
-    return reasons
+        evaluation = _within(steps, "eval.every", evaluation, reasons, "only at the end")
+    return Intervals(checkpoint, minutes, progress, evaluation, pass_at)
+
+
+def _within(steps: int, key: str, every: Every | None, reasons: Reasons, end: str) -> Every:
+    if every is None:
+        return reasons.add(key, steps, end)
+    if isinstance(every, int) and every > steps:
+        return reasons.add(key, steps, _shortened(every, steps))
+    return every
+
+
+def _shortened(every: int, steps: int) -> str:
+    return f"shortened from {every}: the run has {steps} steps"

@@ -13,10 +13,10 @@ from tunesmith.config.values import megabytes
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import fits, planned_devices
 from tunesmith.plan.cost.seconds import step_seconds, whole_step
-from tunesmith.plan.layout.layouts import layouts, with_given_system
+from tunesmith.plan.layout.layouts import layouts
 from tunesmith.plan.layout.process_layout import KEYS
 from tunesmith.plan.layout.search import fastest, on_all_gpus
-from tunesmith.plan.plan import AnyPlan, draft
+from tunesmith.plan.plan import AnyPlan, reopened
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.toml import toml_value
 
@@ -81,13 +81,13 @@ def next_best(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:
     if not ours:
         return []
     facts = plan.facts
-    chosen = _layout(plan.said)
+    chosen = _layout(plan)
     seen = [chosen]
     found = list[dict[str, Any]]()
     for changes in _others(config, plan):
         with suppress(ConfigError):
-            other = draft(resolve(with_values(config, changes), facts).config, facts)
-            layout = _layout(other.said)
+            other = resolve(with_values(config, changes), facts)
+            layout = _layout(other)
             devices = planned_devices(other)
             seconds = step_seconds(other).get("step")
             if (
@@ -119,7 +119,7 @@ def _others(config: RunConfig, plan: AnyPlan) -> Iterator[Settings]:
     """Settings of the fastest other layouts: other processes, or another tradeoff of memory and
     time."""
     said = settings(config, given_only=True)
-    there = draft(with_given_system(config, plan.said), plan.facts)
+    there = reopened(plan, config.system)
     unread = {
         *(() if plan.devices.engine.spans_devices else (KEYS["tensor"],)),
         *(() if plan.kind.samples else (KEYS["engines"],)),
@@ -135,8 +135,8 @@ def _others(config: RunConfig, plan: AnyPlan) -> Iterator[Settings]:
     yield from (changes for changes in ELSE if not changes.keys() & said.keys())
 
 
-def _layout(config: RunConfig) -> Mapping[str, Any]:
-    values = settings(config)
+def _layout(plan: AnyPlan) -> Mapping[str, Any]:
+    values = plan.settings
     return {key: values[key] for key in SHOWN if values.get(key) is not None}
 
 
@@ -157,8 +157,7 @@ def limits(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:
         found.append({"limit": what, "step": whole_step(plan, halved)})
     room = {"system.device_memory": megabytes(2 * plan.free_memory)}
     with suppress(ConfigError):
-        other = resolve(with_values(config, room), plan.facts).config
-        step_there = step_seconds(draft(other, plan.facts))["step"]
+        step_there = step_seconds(resolve(with_values(config, room), plan.facts))["step"]
         found.append({"limit": "the GPUs' memory", "step": step_there})
     ranked = [
         {**each, "times": step / each["step"]} for each in found if step > LEAST_GAIN * each["step"]
@@ -178,8 +177,7 @@ def costly(config: RunConfig, plan: AnyPlan) -> list[str]:
         said = config.system.model_dump(exclude_unset=True, exclude={key})
         other = config.model_copy(update={"system": type(config.system).model_validate(said)})
         with suppress(ConfigError):
-            resolved = resolve(other, plan.facts).config
-            seconds = step_seconds(draft(resolved, plan.facts)).get("step")
+            seconds = step_seconds(resolve(other, plan.facts)).get("step")
             if step and seconds and step > COSTLY * seconds:
                 value = toml_value(settings(config)[f"system.{key}"])
                 notes.append(
@@ -209,5 +207,5 @@ def cost(plan: AnyPlan, price: float) -> dict[str, float]:
         )
         raise ConfigError(f"--price is what a GPU costs for an hour, and {lacking}; leave it out")
     step = gpus * price * seconds / 3600
-    steps = settings(plan.said).get("train.steps")
+    steps = plan.training.steps
     return {"gpus": gpus, "step": step, **({"run": steps * step} if steps else {})}

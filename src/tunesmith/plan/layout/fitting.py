@@ -9,8 +9,6 @@ from math import ceil
 from typing import Any
 
 from tunesmith.config.changing import with_values
-from tunesmith.config.resolved import settings
-from tunesmith.config.section import known
 from tunesmith.config.values import format_size
 from tunesmith.errors import Problem
 from tunesmith.plan.cost.device import PARTS, Price
@@ -28,10 +26,10 @@ from tunesmith.plan.derive.savings import (
     lacking_on_the_host,
     with_savings_as_said,
 )
-from tunesmith.plan.layout.layouts import layouts, with_given_system, without_layout
-from tunesmith.plan.layout.process_layout import KEYS, plain
+from tunesmith.plan.layout.layouts import layouts, without_layout
+from tunesmith.plan.layout.process_layout import KEYS
 from tunesmith.plan.layout.search import fastest_layout
-from tunesmith.plan.plan import AnyPlan, C, Plan, draft
+from tunesmith.plan.plan import AnyPlan, C, Plan, plain, reopened, with_said
 from tunesmith.plan.rules.checks import said_contradictions
 from tunesmith.records.toml import toml_value
 
@@ -79,7 +77,7 @@ def memory_problems(plan: Plan[C], given: C) -> Iterator[Problem]:
 
 def _free_of_layout(plan: Plan[C], given: C) -> Plan[C]:
     """The run with ``[system]`` as it was given, but without its layout, on the planned device."""
-    return draft(without_layout(with_given_system(given, plan.said)), plan.facts)
+    return reopened(plan, without_layout(given.system))
 
 
 def memory_notes(plan: AnyPlan) -> Iterator[str]:
@@ -107,19 +105,19 @@ def _remedy(plan: Plan[C], free: int, given: C, free_of_layout: Plan[C]) -> str:
     GPUs suffice."""
     always: dict[str, Any] = {"system.gradient_checkpointing": True} if plan.kind.trains else {}
     # Otherwise it is derived.
-    said = known(given.system, "gradient_checkpointing") not in (None, True)
+    said = given.system.gradient_checkpointing not in (None, True)
     stated = always if said else {}
     more = _more_gpus(free_of_layout)
     more = f", or {more}" if more else ""
     peaks: list[int] = []
     fastest = fastest_layout(free_of_layout)
-    said = bool(known(given.system, "offload_reference"))
+    said = bool(given.system.offload_reference)
     without = {"system.offload_reference": False} if said and plan.kind.reference else {}
     for changes in _changes(plan, fastest.settings if fastest else {}):
         changes |= without if "lora.rank" in changes else {}  # an adapter needs no reference
         if any(said_contradictions(with_values(given, stated | changes))):
             continue
-        there = draft(with_values(plan.said, always | changes), plan.facts)
+        there = with_said(plan, always | changes)
         changed = planned_devices(there, least=True)[0][1]
         if changed.peak <= free and not host_problem(plan, changed):
             words = " and ".join(
@@ -145,7 +143,7 @@ def layout_that_fits(plan: Plan[C], given: C) -> str:
         given: the run before its settings were derived; ``plan`` is the run afterwards.
     """
     fastest = fastest_layout(_free_of_layout(plan, given))
-    values = settings(plan.said)
+    values = plan.settings
     words = [
         f"{key} = {toml_value(plain(value))}"
         for key, value in (fastest.settings if fastest else {}).items()
@@ -204,7 +202,7 @@ def _changes(plan: AnyPlan, layout: Mapping[str, Any]) -> Iterator[dict[str, Any
         if plan.kind.preference:
             yield {f"{plan.said.command}.precompute_reference": True}
         if layout:
-            values = settings(plan.said)
+            values = plan.settings
             differs = {key: value for key, value in layout.items() if values[key] != plain(value)}
             yield {
                 key: value

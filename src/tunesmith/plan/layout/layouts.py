@@ -12,11 +12,11 @@ from dataclasses import replace
 from importlib.metadata import version
 from itertools import product, takewhile
 
-from tunesmith.config.section import known
+from tunesmith.config.system import SystemSection
 from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout, said_shape
 from tunesmith.plan.layout.ray import ray_shapes
-from tunesmith.plan.plan import AnyPlan, C
+from tunesmith.plan.plan import AnyPlan
 
 SIZES = (1, 2, 4, 8)
 """Devices over which an engine or a sequence is split: at most those of one machine, which
@@ -53,25 +53,12 @@ def torch_shards() -> bool:
     return (int(major), int(minor)) >= (2, 13)
 
 
-def without_layout(said: C) -> C:
-    """The run as if none of its layout's settings had been given."""
+def without_layout(system: SystemSection) -> SystemSection:
+    """``[system]`` as if nothing had been said about the run's layout."""
     gone = {key.rpartition(".")[2] for key in KEYS.values()} - {"size"}
-    vllm = said.system.vllm.model_dump(exclude_unset=True, exclude=gone)
-    system = said.system.model_dump(
-        exclude_unset=True, exclude={*gone, "vllm", "sequence_parallel"}
-    )
-    return said.model_copy(
-        update={"system": type(said.system).model_validate({**system, "vllm": vllm})}
-    )
-
-
-def with_given_system(given: C, resolved: C) -> C:
-    """The resolved run with ``[system]`` as it was given, on the resolved device.
-
-    Layouts depend on derived settings elsewhere, such as whether the algorithm has a critic.
-    """
-    system = given.system.model_copy(update={"device": resolved.system.device})
-    return resolved.model_copy(update={"system": system})
+    vllm = system.vllm.model_dump(exclude_unset=True, exclude=gone)
+    rest = system.model_dump(exclude_unset=True, exclude={*gone, "vllm", "sequence_parallel"})
+    return SystemSection.model_validate({**rest, "vllm": vllm})
 
 
 def gpus_of_run(plan: AnyPlan) -> int:
@@ -168,7 +155,7 @@ def _apart(plan: AnyPlan, gpus: int) -> Iterator[ProcessLayout]:
 
 
 def _tensor_sizes(plan: AnyPlan, gpus: int) -> list[int]:
-    wanted: int | None = known(plan.said.system.vllm, "tensor_parallel_size")
+    wanted: int | None = plan.said.system.vllm.tensor_parallel_size
     if wanted:
         return [wanted]
     if not plan.devices.engine.spans_devices:

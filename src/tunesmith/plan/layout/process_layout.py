@@ -6,23 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from pydantic import BaseModel
-
-from tunesmith.config.section import known
 from tunesmith.config.system import PlacementSection, SystemSection
-from tunesmith.plan.plan import C, Plan
-
-KEYS = {
-    "trainer_ranks": "system.trainer_ranks",
-    "zero_stage": "system.zero_stage",
-    "sequence": "system.sequence_parallel.size",
-    "engines": "system.engines",
-    "tensor": "system.vllm.tensor_parallel_size",
-    "engine_process": "system.engine_process",
-    "hybrid": "system.hybrid",
-    "placement": "system.placement",
-}
-"""The setting of each field."""
+from tunesmith.plan.plan import OF_DEVICES, C, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +49,19 @@ class ProcessLayout:
         )
 
 
+KEYS = {each.name: f"system.{OF_DEVICES[each.name]}" for each in fields(ProcessLayout)}
+"""The setting of each field."""
+
+
 def said_shape(system: SystemSection) -> Mapping[str, Any]:
     """What the run file, an override or a launcher set of a layout, by field; None: nothing."""
     written = system.model_fields_set
     return {
-        "trainer_ranks": known(system, "trainer_ranks"),
-        "zero_stage": known(system, "zero_stage"),
+        "trainer_ranks": system.trainer_ranks,
+        "zero_stage": system.zero_stage,
         "sequence": system.sequence_parallel.size if "sequence_parallel" in written else None,
-        "engines": known(system, "engines"),
-        "tensor": known(system.vllm, "tensor_parallel_size"),
+        "engines": system.engines,
+        "tensor": system.vllm.tensor_parallel_size,
         "engine_process": system.engine_process if "engine_process" in written else None,
-        "hybrid": known(system, "hybrid"),
+        "hybrid": system.hybrid,
     }
-
-
-def plain(value: Any) -> Any:
-    """A layout's value as plain JSON."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json", exclude_unset=True)
-    return value

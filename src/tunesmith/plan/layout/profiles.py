@@ -12,13 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.config.changing import with_values
 from tunesmith.config.resolved import settings
-from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.plan.facts.run import Facts
+from tunesmith.config.schema import RLConfig
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
 from tunesmith.plan.layout.search import lack
-from tunesmith.plan.plan import AnyPlan, Reasons, draft, settled
+from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, with_said
 from tunesmith.plan.rules.situation import Situation
 
 CHECKPOINTING = "system.gradient_checkpointing"
@@ -108,28 +106,29 @@ SYSTEM_PROFILES: Mapping[str, tuple[ProfileValue, ...]] = {
 # fmt: on
 
 
-def derive_profile(said: RunConfig, facts: Facts) -> Reasons:
-    """The values of the run's profile, or those measured to be fastest; the run file's values
-    stay."""
-    reasons = Reasons()
+def with_system_profile(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    """The plan, as if the values of the run's profile had been said, or those measured to be
+    fastest; the run file's values stay."""
+    said = plan.said
+    facts = plan.facts
     given = settings(said, given_only=True)
     if facts.tuned:
-        for key, value in facts.tuned.values.items():
-            if key not in given:
-                reasons.add(key, value, facts.tuned.reason)
+        measured = {key: v for key, v in facts.tuned.values.items() if key not in given}
+        for key, value in measured.items():
+            reasons.add(key, value, facts.tuned.reason)
+        plan = with_said(plan, measured)
     profile = said.system.profile
     if profile is None:
-        return reasons
-    plan = draft(settled(said, reasons), facts)
+        return plan
     s = Situation(said, facts)
     gpus = gpus_of_run(plan) if plan.devices.on_gpu else 0
     for entry in SYSTEM_PROFILES[profile]:
         wanted = entry.key not in given and entry.when(s, gpus)
-        there = draft(with_values(plan.said, {entry.key: entry.value}), facts)
+        there = with_said(plan, {entry.key: entry.value})
         if wanted and (not entry.if_fits or _fits(there)):
             plan = there
             reasons.add(entry.key, entry.value, f"profile {profile}: {entry.why}")
-    return reasons
+    return plan
 
 
 def _fits(plan: AnyPlan) -> bool:

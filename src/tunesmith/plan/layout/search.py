@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tunesmith.config.section import known
 from tunesmith.config.values import format_size
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import fits, planned_devices
@@ -20,8 +19,8 @@ from tunesmith.plan.derive.savings import (
     with_savings_as_said,
 )
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
-from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout, plain, said_shape
-from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
+from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout, said_shape
+from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, plain
 from tunesmith.plan.rules.checks import contradictions
 
 NUMBERS = ("trainer_ranks", "zero_stage", "engines", "tensor")
@@ -139,7 +138,7 @@ def lack(plan: AnyPlan, layout: ProcessLayout) -> float:
 
 def _with_capacity(plan: Plan[C], layout: ProcessLayout) -> Plan[C] | None:
     """The plan with a layout and all that is derived for it; None if that is refused."""
-    open_yet = layout.hybrid is None and known(plan.said.system, "hybrid") is None
+    open_yet = layout.hybrid is None and plan.said.system.hybrid is None
     try:
         return with_capacity(layout.of(plan), Reasons(), turns_open=open_yet)
     except ConfigError:

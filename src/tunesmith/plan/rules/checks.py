@@ -15,7 +15,6 @@ from tunesmith.config.commands import OfflineDistillConfig, SamplingConfig
 from tunesmith.config.doors import Door
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.config.section import known
 from tunesmith.config.system import Role
 from tunesmith.errors import ConfigError, Problem, nearest
 from tunesmith.plan.cluster import cluster_problems, ray_not_installed
@@ -96,9 +95,9 @@ def said_contradictions(config: RunConfig) -> Iterator[Problem]:
     counted: set[Role] = {"reward"}
     if not devices.placed_together("actor", "ref"):
         counted.add("ref")
-    if known(config.system, "trainer_ranks") is not None:
+    if config.system.trainer_ranks is not None:
         counted |= {"actor", "ref", "critic"}
-    if known(config.system, "engines") is not None:
+    if config.system.engines is not None:
         counted.add("rollout")
     yield from cluster_problems(devices, counted)
 
@@ -156,6 +155,8 @@ def _liger_installed() -> tuple[int, ...]:
 @rule(RLConfig)
 def algorithm(s: Situation[RLConfig]) -> Iterator[Problem]:
     """What is wrong with ``[algorithm]`` itself."""
+    if s.plan is not None:  # it has been resolved
+        return
     try:
         resolved_algorithm(s.config)
     except ConfigError as error:
@@ -181,12 +182,12 @@ def stop_tokens(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RLConfig)
 def batch(s: Situation[RLConfig]) -> Iterator[Problem]:
-    size: int | None = known(s.config.train, "batch_size")
-    samples = s.config.rollout.samples
+    size = s.training.batch
+    samples = s.training.samples
     keys = ("rollout.prompts_per_step", "rollout.group_size")
     # Where the data has fewer prompts than were asked for, the last optimizer batch of a step is
     # short.
-    lowered = s.facts is not None and s.train_size == s.config.rollout.prompts_per_step
+    lowered = s.facts is not None and s.train_size == s.training.prompts
     if samples > MOST_ROLLOUTS:
         yield Problem(
             keys,

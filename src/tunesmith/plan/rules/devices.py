@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tunesmith.config.engines import BLOCK_TOKENS
-from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.schema import RunConfig
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import Problem
 from tunesmith.plan.cost.memory import kv_bytes_per_number
-from tunesmith.plan.plan import draft
 from tunesmith.plan.rules.rule import rule, unread
 from tunesmith.plan.rules.situation import Situation, more
 
@@ -84,7 +83,7 @@ def ranks_of_this_machine(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash(RANKS, ": nothing is trained; leave it out")
     elif s.device_number is not None:
         yield s.clash(RANKS, f'with {s.said(DEVICE)}: each rank has its own GPU; use "cuda"', DEVICE)
-    if not isinstance(s.config, RLConfig):
+    if not s.config.rl:
         return
     if s.engine.served:
         yield s.clash(RANKS,
@@ -201,7 +200,7 @@ def kv_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     samples = config.samples and not s.engine.third_party and derived
     if s.facts is None or model is None or kv is None or s.longest is None or not samples:
         return
-    plan = s.plan or draft(config, s.facts)
+    plan = s.whole(s.facts)
     new = config.new_tokens
     tokens = sum(
         -(-count // BLOCK_TOKENS) * BLOCK_TOKENS for count in (s.longest, max(1, new - 1))

@@ -125,7 +125,7 @@ def weights_as_engines_take_them(s: Situation[RunConfig]) -> Iterator[Problem]:
 def taking_turns(s: Situation[RunConfig]) -> Iterator[Problem]:
     if not s.system.hybrid:
         return
-    if not isinstance(s.config, RLConfig):
+    if not s.config.rl:
         yield s.clash(TURNS, "is for runs that sample and train in turn; leave it out")
     if s.engine.served:
         why = "servers do not sleep for a run; leave it out"
@@ -140,7 +140,7 @@ def taking_turns(s: Situation[RunConfig]) -> Iterator[Problem]:
 def ray(s: Situation[RunConfig]) -> Iterator[Problem]:
     if s.config.system.cluster != "ray":
         return
-    if not isinstance(s.config, RLConfig):
+    if not s.config.rl:
         why = "is for tunesmith rl and for distillation on sampled answers; leave it out"
         yield s.clash(CLUSTER, why)
         return
@@ -195,5 +195,5 @@ unread(RunConfig, "system.adapter_sync", lambda s: not s.config.lora.on,
        "without an adapter; set lora.rank, or leave it out")
 unread(RLConfig, "system.canary", lambda s: s.weights_apart is False,
        "with the engine in the trainer's process; set system.engine_process = true, or leave it out")
-unread(RunConfig, "system.canary", lambda s: not isinstance(s.config, RLConfig),
+unread(RunConfig, "system.canary", lambda s: not s.config.rl,
        "in a run that does not sample and train; leave it out")

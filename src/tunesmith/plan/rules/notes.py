@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tunesmith.config.schema import RLConfig
 from tunesmith.plan.rules.situation import Situation
 
 
@@ -22,7 +21,7 @@ def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
         )
     if system.tuned and s.facts and s.facts.tuned is None:
         yield "system.tuned = true, but no such run was tuned on this machine: run tunesmith tune first"
-    rl = isinstance(s.config, RLConfig)
+    rl = s.config.rl
     if system.profile == "throughput" and rl and s.config.rollout.max_staleness == 0:
         yield (
             "system.profile = 'throughput' does not set rollout.max_staleness, which lets engines "

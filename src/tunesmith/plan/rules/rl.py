@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from tunesmith.config.commands import DistillConfig, OfflineDistillConfig
 from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import known
 from tunesmith.errors import Problem
 from tunesmith.plan.rules.rule import rule, unread
 from tunesmith.plan.rules.situation import Situation, at_least, more
@@ -20,7 +19,7 @@ from tunesmith.plan.rules.situation import Situation, at_least, more
 def weight_of_the_teacher(s: Situation[RunConfig]) -> Iterator[Problem]:
     config = s.config
     distils = isinstance(config, DistillConfig | OfflineDistillConfig)
-    if distils and known(config.distill, "alpha") == 0:
+    if distils and config.distill.alpha == 0:
         why = "ignores the teacher; use tunesmith sft, or a value above 0"
         yield s.clash("distill.alpha", why)
 
@@ -101,9 +100,9 @@ def environment(s: Situation[RLConfig]) -> Iterator[Problem]:
     if section.path == {}:
         why = "is empty: set path = 'env.py:Game', or a table of name = 'file.py:name'"
         yield Problem(("environment.path",), f"environment.path {why}")
-    if more(section.max_tokens, s.context):
+    if more(s.lengths.episode, s.context):
         yield s.clash(key, f"is longer than the model's context of {s.context}; lower it")
-    if at_least(s.longest, section.max_tokens):
+    if at_least(s.longest, s.lengths.episode):
         yield s.clash(key, f"leaves no room after the longest prompt of {s.longest} tokens")
 
 

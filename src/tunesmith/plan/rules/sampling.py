@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tunesmith.config.commands import GenerateConfig, RFTConfig
-from tunesmith.config.section import known
 from tunesmith.errors import Problem
 from tunesmith.plan.rules.rule import rule, unread
 from tunesmith.plan.rules.situation import Situation, more
@@ -17,11 +16,11 @@ from tunesmith.plan.rules.situation import Situation, more
 @rule(GenerateConfig)
 def output(s: Situation[GenerateConfig]) -> Iterator[Problem]:
     section = s.config.output
-    count: int | None = known(s.config.sampling, "n")
+    count: int | None = s.config.sampling.n
     if section.kind != "completions" and not s.rewarded:
         why = "needs a reward: set [reward] functions, models or remote"
         yield s.clash("output.kind", why)
-    if more(count, 1) and known(s.config.sampling, "temperature") == 0:
+    if more(count, 1) and s.config.sampling.temperature == 0:
         yield s.clash("sampling.temperature",
             f"is greedy, and all {count} completions would be equal; use 1.0, or n = 1",
             "sampling.n")
@@ -42,7 +41,7 @@ def rejection_sampling(s: Situation[RFTConfig]) -> Iterator[Problem]:
         yield s.clash("rft.threshold",
             "is missing: a reward model's score has no bounds; set it to the lowest score of a "
             "right answer")
-    if known(s.config.sampling, "temperature") == 0:
+    if s.config.sampling.temperature == 0:
         why = "is greedy: all samples of a question would be equal; use 0.7 or so"
         yield s.clash("sampling.temperature", why)
     if section.few_shot_separator == "":

@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from tunesmith.config.algorithm import AlgorithmSection
+from tunesmith.config.algorithm import Algorithm
 from tunesmith.config.engines import EngineKind
 from tunesmith.config.families import KLInReward
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
-from tunesmith.config.section import Section, known
+from tunesmith.config.system import SystemSection
 from tunesmith.errors import ConfigError, Problem, ProblemKind
 from tunesmith.plan.derive.algorithm import Reasons, resolve_algorithm
 from tunesmith.plan.devices import Devices
@@ -22,7 +22,16 @@ from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.kind import RunKind, kind_of
 from tunesmith.plan.length import critic_steps, optimizer_steps
-from tunesmith.plan.plan import AnyPlan, Plan, devices_said, draft, gpu_of, longest_sample
+from tunesmith.plan.parts import Lengths, Training
+from tunesmith.plan.plan import (
+    AnyPlan,
+    Plan,
+    devices_said,
+    gpu_of,
+    lengths_said,
+    open_plan,
+    training_said,
+)
 from tunesmith.records.redact import redact_values
 from tunesmith.records.toml import toml_value
 from tunesmith.types import altering
@@ -31,9 +40,7 @@ C = TypeVar("C", bound=RunConfig)
 TENSOR = "system.vllm.tensor_parallel_size"
 
 
-def resolved_algorithm(
-    config: RLConfig, switch: int | None = None
-) -> tuple[AlgorithmSection, Reasons]:
+def resolved_algorithm(config: RLConfig, switch: int | None = None) -> tuple[Algorithm, Reasons]:
     """``[algorithm]`` as it resolves with this ``[rollout]``; see ``resolve_algorithm``.
 
     Args:
@@ -88,8 +95,8 @@ class SystemValues:
     kv_memory: str | None
 
     @classmethod
-    def said(cls, section: Section) -> SystemValues:
-        return cls(**{field.name: known(section, field.name) for field in fields(cls)})
+    def said(cls, section: SystemSection) -> SystemValues:
+        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
 
     @classmethod
     def planned(cls, plan: AnyPlan, *, settled: bool) -> SystemValues:
@@ -103,7 +110,8 @@ class SystemValues:
             "zero_stage": devices.zero_stage,
         }
         if not settled:
-            return replace(cls.said(plan.said.system), **layout)
+            device = devices.device or None
+            return replace(cls.said(plan.said.system), device=device, **layout)
         return cls(
             device=devices.device,
             threads=devices.threads,
@@ -149,19 +157,21 @@ class Situation(Generic[C]):
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        derived: dict[str, Any] = {}
-        if self.plan is not None:
-            derived = {
-                f"system.{name}": value
-                for name, value in vars(self.system).items()
-                if value is not None
-            }
-            derived |= {"system.sequence_parallel.size": self.devices.sequence}
-            if self.devices.engine.spans_devices:
-                derived |= {TENSOR: self.devices.tensor}
-            names = ("weight_plane", "weight_copy", "adapter_sync", "engine_process")
-            derived |= {f"system.{name}": getattr(self.devices, name) for name in names}
-        return settings(self.whole or self.config) | derived
+        if self.plan is None:
+            said: RunConfig = self.config
+            algorithm = self.algorithm
+            return settings(said.model_copy(update={"algorithm": algorithm}) if algorithm else said)
+        derived = {
+            f"system.{name}": value
+            for name, value in vars(self.system).items()
+            if value is not None
+        }
+        derived |= {"system.sequence_parallel.size": self.devices.sequence}
+        if self.devices.engine.spans_devices:
+            derived |= {TENSOR: self.devices.tensor}
+        names = ("weight_plane", "weight_copy", "adapter_sync", "engine_process")
+        derived |= {f"system.{name}": getattr(self.devices, name) for name in names}
+        return self.plan.settings | derived
 
     def filled(self, text: str) -> str:
         """A text with the values of ``{key}``."""
@@ -172,20 +182,15 @@ class Situation(Generic[C]):
     # The run
 
     @cached_property
-    def algorithm(self) -> AlgorithmSection | None:
+    def algorithm(self) -> Algorithm | None:
         """``[algorithm]`` with its preset; None without one, or if that is refused, which
         ``checks`` reports."""
+        if self.plan is not None:
+            return self.plan.algorithm
         if isinstance(self.config, RLConfig):
             with suppress(ConfigError):
                 return resolved_algorithm(self.config)[0]
         return None
-
-    @cached_property
-    def whole(self) -> C | None:
-        """The run with its algorithm resolved."""
-        if not isinstance(self.config, RLConfig):
-            return self.config
-        return self.algorithm and self.config.model_copy(update={"algorithm": self.algorithm})
 
     def needs(self, what: str) -> bool | None:
         """Whether the algorithm needs something, such as a critic (``NEEDS``)."""
@@ -212,7 +217,9 @@ class Situation(Generic[C]):
     @cached_property
     def kind(self) -> RunKind | None:
         """What the run is; None if its algorithm is refused."""
-        if isinstance(self.config, RLConfig) and self.algorithm is None:
+        if self.plan is not None:
+            return self.plan.kind
+        if self.config.rl and self.algorithm is None:
             return None
         return kind_of(self.config, self.algorithm)
 
@@ -232,25 +239,31 @@ class Situation(Generic[C]):
     def has_critic(self) -> bool | None:
         return self.kind and self.kind.critic
 
+    def whole(self, facts: Facts) -> Plan[C]:
+        """The plan, or an open one."""
+        return self.plan or open_plan(self.config, facts, self.algorithm)
+
     # Its length
+
+    @cached_property
+    def training(self) -> Training:
+        return self.plan.training if self.plan else training_said(self.config, self.facts)
 
     @property
     def steps(self) -> int | None:
-        return known(self.config.train, "steps")
-
-    @property
-    def warmup_steps(self) -> int | None:
-        return known(self.config.train, "warmup_steps")
+        return self.training.steps
 
     @cached_property
     def optimizer_steps(self) -> int | None:
-        return None if self.steps is None else optimizer_steps(self.config, self.train_size)
+        if self.steps is None:
+            return None
+        return optimizer_steps(self.config, self.training, self.train_size)
 
     @cached_property
     def critic_steps(self) -> int | None:
         if self.steps is None or not isinstance(self.config, RLConfig):
             return None
-        return critic_steps(self.config, self.train_size)
+        return critic_steps(self.config, self.training, self.train_size)
 
     @property
     def train_size(self) -> int | None:
@@ -262,9 +275,13 @@ class Situation(Generic[C]):
         return self.facts and self.facts.longest
 
     @cached_property
+    def lengths(self) -> Lengths:
+        return self.plan.lengths if self.plan else lengths_said(self.config)
+
+    @property
     def longest_sample(self) -> int | None:
         """Tokens of the longest sample, with its completion."""
-        return self.facts and longest_sample(self.config, self.facts)
+        return self.training.longest
 
     @cached_property
     def together(self) -> tuple[int | None, str]:
@@ -273,13 +290,11 @@ class Situation(Generic[C]):
         if not isinstance(config, RLConfig):
             tokens = self.facts and (self.facts.together or self.facts.longest)
             return tokens, f"one sample may take {tokens} tokens"
-        tokens = (
-            self.longest or config.data.max_prompt_tokens or 1
-        )  # before the data is read, little
-        tokens = tokens + config.rollout.max_new_tokens
+        prompt = self.longest or self.lengths.prompt or 1  # before the data is read, little
+        tokens = prompt + config.rollout.max_new_tokens
         parts = "prompt and rollout.max_new_tokens"
-        if more(config.environment.max_tokens, tokens):
-            tokens = config.environment.max_tokens
+        if more(self.lengths.episode, tokens):
+            tokens = self.lengths.episode
             parts = "environment.max_tokens"
         return tokens, f"one rollout may take {tokens} tokens ({parts})"
 
@@ -307,7 +322,7 @@ class Situation(Generic[C]):
 
     @property
     def dtype(self) -> str | None:
-        return known(self.config.model, "dtype")
+        return self.devices.dtype or None
 
     @property
     def memory(self) -> int | None:
@@ -319,7 +334,7 @@ class Situation(Generic[C]):
 
     @property
     def compilable(self) -> bool | None:
-        return self.facts and (self.plan or draft(self.config, self.facts)).compilable
+        return self.facts and self.whole(self.facts).compilable
 
     @property
     def compiles(self) -> bool | None:
@@ -384,9 +399,7 @@ class Situation(Generic[C]):
 
     @property
     def vllm_eager(self) -> bool | None:
-        if self.plan is not None:
-            return self.plan.eager
-        return known(self.config.system.vllm, "eager")
+        return self.plan.vllm.eager if self.plan else self.config.system.vllm.eager
 
     @property
     def ranks_per_engine(self) -> int:

@@ -18,13 +18,13 @@ from tunesmith.plan.rules.situation import Situation, at_least, more
 @rule(RunConfig)
 def length_of_training(s: Situation[RunConfig]) -> Iterator[Problem]:
     train = s.config.train
-    if s.steps is not None and train.epochs is not None and "epochs" in train.model_fields_set:
+    if train.steps is not None and train.epochs is not None:
         yield Problem(("train.steps", "train.epochs"),
             "train.steps and train.epochs both set the length of training; leave one out")
-    if s.warmup_steps is not None and train.warmup_ratio is not None:
+    if train.warmup_steps is not None and train.warmup_ratio is not None:
         yield Problem(("train.warmup_steps", "train.warmup_ratio"),
             "train.warmup_steps and train.warmup_ratio both set the warm-up; leave one out")
-    if more(s.warmup_steps, s.optimizer_steps):
+    if more(s.training.warmup, s.optimizer_steps):
         yield s.clash("train.warmup_steps",
             f"is longer than the run of {s.optimizer_steps} optimizer steps, so train.lr would "
             f"never be reached. Use at most {s.optimizer_steps}, or train.warmup_ratio",
@@ -60,7 +60,7 @@ def adapter(s: Situation[RunConfig]) -> Iterator[Problem]:
             "factors; leave one of the two out", "lora.rank", "lora.path")
     if config.lora.targets == ():
         yield Problem(("lora.targets",), "lora.targets is empty; leave it out to adapt all linear modules")
-    if config.lora.dropout and isinstance(config, RLConfig):
+    if config.lora.dropout and config.rl:
         yield s.clash("lora.dropout",
             ": reinforcement learning needs the log-probabilities that the tokens were sampled "
             "with, and dropout would change them; leave it out")
@@ -74,7 +74,7 @@ def length_of_completions(s: Situation[RunConfig]) -> Iterator[Problem]:
     key = f"{sampling.table}.max_new_tokens"
     new = sampling.max_new_tokens
     context = s.context
-    prompt = s.config.data.max_prompt_tokens
+    prompt = s.lengths.prompt
     if sampling.min_new_tokens > new:
         least = f"{sampling.table}.min_new_tokens"
         yield s.clash(least, f"is more than {s.said(key)}; lower it", key)
@@ -89,7 +89,7 @@ def length_of_completions(s: Situation[RunConfig]) -> Iterator[Problem]:
 @rule(RLConfig)
 def longest_prompt(s: Situation[RLConfig]) -> Iterator[Problem]:
     new = s.config.rollout.max_new_tokens
-    limit = s.config.data.max_prompt_tokens
+    limit = s.lengths.prompt
     if more(s.longest, limit) and not at_least(new, s.context):
         yield Problem(("data.max_prompt_tokens", "rollout.max_new_tokens", "data.too_long"),
             f"the longest prompt has {s.longest} tokens, and {limit} are allowed "
@@ -99,9 +99,9 @@ def longest_prompt(s: Situation[RLConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def length_of_samples(s: Situation[RunConfig]) -> Iterator[Problem]:
-    limit = s.config.data.max_tokens
+    limit = s.lengths.sample
     cap = s.system.max_tokens_per_microbatch
-    if more(s.longest, limit) and not isinstance(s.config, RLConfig):
+    if more(s.longest, limit) and not s.config.rl:
         yield Problem(("data.max_tokens", "data.too_long"),
             f"the longest sample has {s.longest} tokens, and {limit} are allowed "
             "(data.max_tokens); choose what happens with data.too_long")

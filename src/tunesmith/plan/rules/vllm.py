@@ -10,10 +10,10 @@ from importlib.util import find_spec
 
 from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import Section, known
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import Problem, closest
+from tunesmith.plan.parts import Vllm
 from tunesmith.plan.plan import C, Plan, Reasons
 from tunesmith.plan.rules.rule import rule
 from tunesmith.plan.rules.situation import Situation, more
@@ -136,7 +136,7 @@ def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
 def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
     vllm = s.config.system.vllm
     ranks = s.ranks_per_engine
-    tensor: int | None = s.devices.tensor if s.plan else known(vllm, "tensor_parallel_size")
+    tensor: int | None = s.devices.tensor if s.plan else vllm.tensor_parallel_size
     sizes = {TENSOR: tensor, PIPELINE: vllm.pipeline_parallel_size}
     for key, size in sizes.items():
         if more(size, 1) and s.engines_apart is False:
@@ -217,7 +217,8 @@ def _cpu(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 
 def _lengths(s: Situation[RunConfig]) -> Iterator[Problem]:
-    length = s.config.system.vllm.max_model_len
+    vllm = s.config.system.vllm
+    length = s.plan.vllm.max_length if s.plan else vllm.max_model_len
     if more(length, s.context):
         yield s.clash(LENGTH, f"is longer than the model's context of {s.context}; lower it")
     if more(length, s.switch):
@@ -278,26 +279,26 @@ def with_vllm(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     if said.system.engine != "vllm":
         return plan
     switch = plan.facts.model.switch if plan.facts.model else None
+    length = vllm.max_model_len
     if switch is not None:
         reason = (
             "longrope: with a higher limit vLLM gives all sequences the frequencies of long ones"
         )
-        reasons.fill(LENGTH, vllm.max_model_len, switch, reason)
+        length = reasons.fill(LENGTH, length, switch, reason)
     if not plan.kind.samples:
-        return plan
-    rollout = said.rollout if isinstance(said, RLConfig) else None
-    sampling: Section | None = getattr(said, "sampling", None)
-    size: int = rollout.group_size if rollout else (sampling and known(sampling, "n")) or 1
+        return replace(plan, vllm=replace(plan.vllm, max_length=length))
+    size = plan.sampling.n
     caching = (size > 1, f"the {size} completions of a prompt share its prefill")
     if size == 1:
         again = isinstance(said, RLConfig) and said.environment.used
         why = "each turn continues the last one" if again else "each prompt is completed once"
         caching = (again, why)
-    reasons.fill("system.vllm.prefix_caching", known(vllm, "prefix_caching"), *caching)
+    caches = reasons.fill("system.vllm.prefix_caching", vllm.prefix_caching, *caching)
     on_cpu = plan.devices.device == "cpu"
     why = (
         "on a CPU, compiling takes longer than most runs gain"
         if on_cpu
         else "CUDA graphs save kernel launches"
     )
-    return replace(plan, eager=reasons.fill("system.vllm.eager", known(vllm, "eager"), on_cpu, why))
+    eager = reasons.fill("system.vllm.eager", vllm.eager, on_cpu, why)
+    return replace(plan, vllm=Vllm(eager, caches, length))

@@ -31,6 +31,7 @@ class EvaluationPlan:
     section: EvalSection
     weights: Mapping[str, float]
     seed: int
+    pass_at: tuple[int, ...] | None = None
 
 
 async def evaluate(
@@ -47,7 +48,7 @@ async def evaluate(
         groups = await collector.collect(plan.tasks, sampling, samples, plan.seed)
         # A failed rollout counts as not passed: leaving it out would overrate the policy.
         passed = [sum(passes(r, plan.weights) for r in g.usable) for g in groups]
-        for k in plan.section.pass_at or (samples,):
+        for k in plan.pass_at or (samples,):
             metrics[f"eval/pass@{k}"] = float(np.mean([pass_at_k(samples, n, k) for n in passed]))
     return metrics, greedy
 

@@ -9,7 +9,7 @@ from itertools import compress
 
 import numpy as np
 
-from tunesmith.config.algorithm import AlgorithmSection
+from tunesmith.config.algorithm import Algorithm
 from tunesmith.config.families import KLInReward
 from tunesmith.learn.algorithms.advantages import CriticEstimator, compute_advantages
 from tunesmith.learn.algorithms.kl import kl_values
@@ -24,7 +24,7 @@ from tunesmith.types import Rollout, RolloutGroup, Sample
 
 def make_experience(
     groups: Sequence[RolloutGroup],
-    algorithm: AlgorithmSection,
+    algorithm: Algorithm,
     learner: Learner,
     *,
     kl_coef: float,
@@ -95,7 +95,7 @@ def rollout_batch(played: Sequence[tuple[Rollout, int]]) -> Batch:
     return batch
 
 
-def _shaped(rollout: Rollout, algorithm: AlgorithmSection, max_new_tokens: int) -> float:
+def _shaped(rollout: Rollout, algorithm: Algorithm, max_new_tokens: int) -> float:
     assert rollout.reward is not None, "a rollout without a reward is not learned from"
     reward = rollout.reward
     if algorithm.stop_properly is not None:
@@ -147,7 +147,7 @@ def _valued(
     ]
 
 
-def _note_tokens(rollouts: Sequence[Rollout], batch: Batch, algorithm: AlgorithmSection) -> None:
+def _note_tokens(rollouts: Sequence[Rollout], batch: Batch, algorithm: Algorithm) -> None:
     """Store the batch's values of each rollout's tokens in the rollout."""
     columns = batch.columns
     noted = {"advantage": columns["advantages"]}

@@ -23,14 +23,16 @@ from tunesmith.types import RolloutGroup, Task
 def update_trainer_state(parts: RLParts, session: Session) -> None:
     """Update what reward functions can read about the run's progress."""
     best = session.best
-    config = parts.config
+    intervals = parts.plan.intervals
+    evaluation = intervals.evaluation
+    checkpoint = intervals.checkpoint
     parts.rewards.state = TrainerState(
         global_step=session.step,
         max_steps=session.total_steps,
         epoch=float(parts.tasks.epoch),
-        logging_steps=config.monitor.every,
-        eval_steps=config.eval.every if isinstance(config.eval.every, int) else None,
-        save_steps=config.checkpoint.every if isinstance(config.checkpoint.every, int) else None,
+        logging_steps=intervals.progress,
+        eval_steps=evaluation if isinstance(evaluation, int) else None,
+        save_steps=checkpoint if isinstance(checkpoint, int) else None,
         best_metric=best.value,
         best_global_step=best.step,
         best_model_checkpoint=str(session.checkpoints.path(best.step)) if best.step else None,
@@ -42,7 +44,7 @@ def check_failures(parts: RLParts, groups: Sequence[RolloutGroup]) -> None:
     """Stop the run if too many rollouts failed, greedy ones included."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rollouts += [group.greedy for group in groups if group.greedy]
-    check_failed(rollouts, parts.config.reward.max_failed_share)
+    check_failed(rollouts, parts.plan.said.reward.max_failed_share)
 
 
 def step_metrics(
@@ -89,9 +91,10 @@ async def play(parts: RLParts, tasks: Sequence[Task], *place: int | str) -> list
     ``place`` in the run decides their seed."""
     collect = parts.collector.collect
     sampling = parts.sampling
-    size = parts.config.rollout.group_size
-    seed = derive_seed(parts.config.train.seed, parts.config.rollout.seed, *place)
-    if "greedy_rollout" not in parts.config.algorithm.needs:
+    plan = parts.plan
+    size = plan.sampling.n
+    seed = derive_seed(plan.said.train.seed, plan.sampling.seed, *place)
+    if "greedy_rollout" not in parts.algorithm.needs:
         return await collect(tasks, sampling, size, seed)
     greedy = replace(sampling, temperature=0.0)
     groups, baselines = await all_or_error(
@@ -106,7 +109,7 @@ def select_learnable(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[Rol
 
     The curriculum rests the tasks of groups that the filter rejects.
     """
-    dynamic_filter = parts.config.algorithm.dynamic_filter
+    dynamic_filter = parts.algorithm.dynamic_filter
     comparable = [g for g in groups if g.greedy is None or g.greedy.reward is not None]
     if not dynamic_filter:
         return comparable

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from tunesmith.config.algorithm import Algorithm
 from tunesmith.config.schema import RLConfig
 from tunesmith.learn.algorithms.kl import KLController
 from tunesmith.learn.algorithms.objective import Objective
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.loader import Loader
 from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.plan.plan import Plan
 from tunesmith.run.engines.base import RolloutEngine
 from tunesmith.run.loop.canary import Canary
 from tunesmith.run.loop.collect import Collector
@@ -37,7 +39,8 @@ T = TypeVar("T")
 class RLParts:
     """Everything that ``rl.run`` works with."""
 
-    config: RLConfig
+    plan: Plan[RLConfig]
+    algorithm: Algorithm
     engine: RolloutEngine
     sampling: Sampling
     tasks: Curriculum

@@ -37,7 +37,7 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
                     learned = await asyncio.wrap_future(work)
             if not groups:
                 session.note(f"step {session.step + 1} had no group to learn from")
-            reference = parts.config.algorithm.reference
+            reference = parts.algorithm.reference
             every = reference and reference.reference_every
             if every and (session.step + 1) % every == 0:
                 interrupts.commit()  # a signal waits until the step is counted
@@ -62,15 +62,15 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
 
     An empty batch takes none.
     """
-    config = parts.config
-    seed = derive_seed(config.train.seed, step)
+    said = parts.plan.said
+    seed = derive_seed(said.train.seed, step)
     with parts.learner.timed_scoring() as scored:
         batch = make_experience(
             groups,
-            config.algorithm,
+            parts.algorithm,
             parts.learner,
             kl_coef=parts.kl.coef,
-            max_new_tokens=config.rollout.max_new_tokens,
+            max_new_tokens=said.rollout.max_new_tokens,
             seed=seed,
             critic=parts.critic,
             reward_weights=parts.rewards.weights,
@@ -78,18 +78,19 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
     metrics: Metrics = {"optimizer_steps": 0.0, "attainable_seconds/train": 0.0, **scored}
     if not batch.num_samples:
         return metrics
-    batch_size = config.train.batch_size
+    batch_size = parts.plan.training.batch
+    assert batch_size is not None, "the run trains"
     if parts.critic:
         metrics |= parts.critic.learn(batch, batch_size, seed)
-    if step >= config.critic.freeze_actor_steps:
+    if step >= said.critic.freeze_actor_steps:
         # A new objective each step: an adaptive KL coefficient is part of it.
-        objective = parts.objective or policy_objective(config.algorithm, kl_coef=parts.kl.coef)
+        objective = parts.objective or policy_objective(parts.algorithm, kl_coef=parts.kl.coef)
         objective = parts.critic.join(objective) if parts.critic else objective
         metrics |= parts.learner.update(
             batch,
             objective,
             batch_size=batch_size,
-            passes=config.train.passes_per_batch,
+            passes=said.train.passes_per_batch,
             seed=seed,
         )
         if parts.kl.target is not None:

@@ -11,7 +11,6 @@ from math import ceil
 from typing import Any, TypeVar
 
 from tunesmith.plan.length import draws, prompts_of
-from tunesmith.plan.plan import devices_of
 from tunesmith.records import interrupts
 from tunesmith.run.engines.base import EngineStats, add_stats
 from tunesmith.run.loop.buffer import Buffer, Started
@@ -52,14 +51,15 @@ class SyncRollouts:
         are not trained on.
         """
         parts = self.parts
-        config = self.parts.config
-        wanted = prompts_of(config, self.session.step, len(parts.tasks))
+        plan = parts.plan
+        oversample = plan.said.rollout.oversample
+        wanted = prompts_of(plan.training, self.session.step, len(parts.tasks))
         counted = parts.engine.stats()
         update_trainer_state(parts, self.session)
         played: list[RolloutGroup] = []
         kept: list[RolloutGroup] = []
         while len(kept) < wanted and len(played) < max(wanted, len(parts.tasks)):
-            tasks = parts.tasks.next_batch(ceil((wanted - len(kept)) * config.rollout.oversample))
+            tasks = parts.tasks.next_batch(ceil((wanted - len(kept)) * oversample))
             groups = await play(parts, tasks, self.session.step, len(played))
             played += groups
             check_failures(parts, played)
@@ -111,15 +111,17 @@ class AsyncRollouts:
     def __post_init__(self) -> None:
         assert self.parts.gate is not None, "playing ahead needs a gate"
         self.gate = self.parts.gate
-        rollout = self.parts.config.rollout
+        plan = self.parts.plan
+        rollout = plan.said.rollout
+        prompts = plan.training.prompts
         self.buffer = Buffer(
-            rollout.prompts_per_step,
+            prompts,
             rollout.max_staleness,
-            max_playing=ceil(rollout.prompts_per_step * rollout.over_generation),
-            max_waiting=rollout.queue_size,
-            enough=max(rollout.prompts_per_step, len(self.parts.tasks)),
+            max_playing=ceil(prompts * rollout.over_generation),
+            max_waiting=plan.sampling.queue,
+            enough=max(prompts, len(self.parts.tasks)),
             batches=self.session.step,
-            total=draws(self.parts.config, len(self.parts.tasks)),
+            total=draws(plan.training, len(self.parts.tasks)),
         )
 
     async def sync(self) -> None:
@@ -151,7 +153,7 @@ class AsyncRollouts:
     async def training(self) -> AsyncGenerator[Executor]:
         """The thread for the trainer's work: another one if the engine has its own weights and
         continues to sample."""
-        if devices_of(self.parts.config).weights_apart:
+        if self.parts.plan.devices.weights_apart:
             with interrupts.elsewhere():
                 yield self._trainer
         else:
@@ -214,7 +216,7 @@ RolloutSource = SyncRollouts | AsyncRollouts
 async def hand_device_to_trainer(parts: RLParts) -> None:
     """Give a shared device to the trainer. The engine discards its weights: it gets new ones before
     it samples."""
-    if parts.config.system.hybrid:
+    if parts.plan.devices.hybrid:
         await parts.engine.sleep(2)
         for backend in parts.backends:
             backend.reload()
@@ -225,9 +227,9 @@ async def hand_device_to_engine(
 ) -> None:
     """Give the device to the engine, with new weights. It loads them before it wakes and takes its
     KV memory back."""
-    if parts.config.system.hybrid:
+    if parts.plan.devices.hybrid:
         for backend in parts.backends:
             backend.offload()
     await load_weights(version)
-    if parts.config.system.hybrid:
+    if parts.plan.devices.hybrid:
         await parts.engine.wake()

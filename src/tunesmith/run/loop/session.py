@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from tunesmith.config.schema import CheckpointSection, EvalSection
 from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
+from tunesmith.plan.parts import Intervals
 from tunesmith.records import interrupts
 from tunesmith.records.run_dir import point
 from tunesmith.run.loop.callbacks import STOP, Callbacks
@@ -87,6 +88,7 @@ class Session:
     """A run in progress. Training loops ask it what is due, and tell it what happened."""
 
     total_steps: int
+    intervals: Intervals
     eval: EvalSection
     checkpoint: CheckpointSection
     recorder: Recorder
@@ -206,7 +208,7 @@ class Session:
             return False
         if not self.step:
             return self.eval.at_start
-        return due(self.step, self.eval.every, self.total_steps, self._pass_ended)
+        return due(self.step, self.intervals.evaluation, self.total_steps, self._pass_ended)
 
     def checkpoint_due(self) -> bool:
         """Whether a checkpoint is due by steps, epochs or time, because the run stops, or after the
@@ -214,13 +216,15 @@ class Session:
         saved = self._saved
         if not self.step or (self.step, self.evaluated) == (saved.step, saved.evaluated):
             return False
-        minutes = self.checkpoint.minutes
+        minutes = self.intervals.minutes
         seconds = self.recorder.clock.now() - saved.time
         if self.stopped or self.best.step == self.step:
             return True
         if minutes is not None and seconds >= 60 * minutes:
             return True
-        return due(self.step, self.checkpoint.every, self.total_steps, self._epoch > saved.epoch)
+        return due(
+            self.step, self.intervals.checkpoint, self.total_steps, self._epoch > saved.epoch
+        )
 
     def save(self, *, stopping: bool = False) -> Path:
         """Write a checkpoint of the last complete step.

@@ -12,6 +12,7 @@ from pathlib import Path
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.errors import ConfigError
 from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.plan.derive.generation import TEMPLATE
 from tunesmith.records.standing import recorded
 from tunesmith.records.storage import read_json, write_json
 from tunesmith.run.offline.lines import (
@@ -71,7 +72,7 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
         outs = [directory / "completions.jsonl", directory / "scores.jsonl"]
         out = outs[scoring]
         other = outs[not scoring]
-        claim(out, identity(config, run.train.fingerprint, tokenizer))
+        claim(out, identity(run.plan, run.train.fingerprint, tokenizer))
         run.announce()
         file = directory / "report.json"
         done = None
@@ -85,7 +86,7 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
                 with usage.phase("scoring" if scoring else "sampling", _PART):
                     if scoring:
                         assert rewards is not None, "they are all there is to do"
-                        score(config, tokenizer, rewards, tasks, out, watch)
+                        score(run.plan, tokenizer, rewards, tasks, out, watch)
                     else:
                         _answer(run, rewards, out, usage, watch)
                 with usage.phase("selection", _PART):
@@ -104,14 +105,13 @@ def _answer(
     usage: Usage,
     watch: JobWatch,
 ) -> None:
-    config = run.config
     tokenizer = run.tokenizer
     output = run.config.output
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    flat = config.sampling.n == 1
+    flat = run.plan.sampling.n == 1
     overwritten = OVERWRITTEN.get(output.kind, ())
     writer = LineWriter(decode, flat, rewards is not None, output.logprobs, overwritten)
-    answer_tasks(config, tokenizer, rewards, run.train.items, writer, out, usage, watch)
+    answer_tasks(run.plan, tokenizer, rewards, run.train.items, writer, out, usage, watch)
 
 
 def _selected(config: GenerateConfig, run_dir: Path, out: Path) -> Generated:
@@ -146,7 +146,7 @@ def _selection(config: GenerateConfig, out: Path) -> Callable[[Json], Selected]:
     if not rewards:
         raise ConfigError(f"no completion in {out} has a reward to write into its prompt")
     borders = level_borders(rewards, output.reward_levels) if output.reward_levels else None
-    return partial(conditional, template=output.reward_template or "", borders=borders)
+    return partial(conditional, template=output.reward_template or TEMPLATE, borders=borders)
 
 
 def _counts(out: Path) -> dict[str, float]:

@@ -19,6 +19,7 @@ from tunesmith.learn.data.values import read_prompt
 from tunesmith.models.embedding_rows import without_row
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.run.offline.answering import window_of
@@ -111,7 +112,7 @@ def generate(
         config = GenerateConfig(model=path, data=data, sampling=sampling, system=system)
     if not prompts:
         return []
-    return _generate(resolve(config, Facts(read_hardware())).config, model, prompts)
+    return _generate(resolve(config, Facts(read_hardware())), model, prompts)
 
 
 def _checked(prompts: Iterable[Any], stop: object) -> list[Prompt]:
@@ -126,11 +127,13 @@ def _checked(prompts: Iterable[Any], stop: object) -> list[Prompt]:
 
 
 def _generate(
-    config: GenerateConfig, model: str | Path | CausalLM, prompts: Sequence[Prompt]
+    plan: Plan[GenerateConfig], model: str | Path | CausalLM, prompts: Sequence[Prompt]
 ) -> list[Generation]:
+    config = plan.said
     section = config.sampling
+    n = plan.sampling.n
     if isinstance(model, str | Path):
-        loaded: CausalLM = model_spec(config, frozen=True).build(load_tokenizer(config))
+        loaded: CausalLM = model_spec(plan, frozen=True).build(load_tokenizer(config))
         tokenizer: Any = loaded.tokenizer
     else:
         loaded = model
@@ -143,14 +146,14 @@ def _generate(
         if problem:
             raise UserError(f"prompts[{place}]: {problem}")
     longest = max(map(len, prompt_ids)) + section.max_new_tokens
-    engine = local_engine_for(loaded, config.system, longest, len(prompts) * section.n)
+    engine = local_engine_for(loaded, plan, longest, len(prompts) * n)
     defaults = loaded.module.generation_config
-    sampling = make_sampling(section, tokenizer, section.temperature, defaults)
-    room = asyncio.Semaphore(window_of(config.system.max_running, section.n))
+    sampling = make_sampling(section, tokenizer, plan.sampling.temperature, defaults)
+    room = asyncio.Semaphore(window_of(plan.sampling.running, n))
 
     async def complete(place: int) -> list[Completion]:
         seed = derive_seed(section.seed, place)
-        draws = [replace(sampling, seed=derive_seed(seed, member)) for member in range(section.n)]
+        draws = [replace(sampling, seed=derive_seed(seed, member)) for member in range(n)]
         async with room:
             ids = prompt_ids[place]
             return await asyncio.gather(*(engine.generate(ids, draw) for draw in draws))

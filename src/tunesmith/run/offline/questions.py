@@ -16,6 +16,8 @@ from tunesmith.learn.data.prepare import load_tasks
 from tunesmith.learn.data.prompts import PromptEncoder, Shots, read_shots
 from tunesmith.learn.environments.multi_turn import tools_in_data
 from tunesmith.plan.derive.generation import SEPARATOR
+from tunesmith.plan.kind import kind_of
+from tunesmith.plan.plan import Plan
 from tunesmith.run.placement.opening import OpenRun, limited_data
 from tunesmith.run.placement.specs import load_tokenizer
 from tunesmith.types import Task
@@ -100,6 +102,12 @@ def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | No
             "data.max_prompt_tokens"
         )
     return replace(task, prompt_ids=tuple(ids))
+
+
+def planned_from(plan: Plan[RFTConfig], model: Path | str | None) -> Plan[RFTConfig]:
+    """The plan of sampling from the model of ``sampling_from``."""
+    said = sampling_from(plan.said, model)
+    return replace(plan, said=said).with_devices(kind=kind_of(said))
 
 
 def sampling_from(config: RFTConfig, model: Path | str | None) -> RFTConfig:

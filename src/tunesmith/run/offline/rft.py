@@ -16,13 +16,14 @@ from tunesmith.config.doors import Door
 from tunesmith.config.objects import located
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.config.reading.overriding import Override
-from tunesmith.config.resolved import Resolved, config_text, settings
+from tunesmith.config.resolved import config_text
 from tunesmith.config.schema import DataSection
 from tunesmith.errors import ConfigError
 from tunesmith.learn.data.prepare import load_samples
 from tunesmith.learn.data.prompts import PromptEncoder
 from tunesmith.learn.rewards.reward_set import RewardSet
-from tunesmith.plan.derive.generation import derive_rft_warmup, profile_values
+from tunesmith.plan.derive.generation import profile_values, rft_warmup
+from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.engines import OF_SAMPLERS
 from tunesmith.records.metrics import MetricsLog, newest_objects, read_metrics
@@ -35,6 +36,7 @@ from tunesmith.run.offline.questions import (
     Questions,
     first_questions,
     held_out_questions,
+    planned_from,
     sampling_from,
 )
 from tunesmith.run.offline.rounds import (
@@ -151,8 +153,12 @@ class _Run:
     usage: Usage
 
     @property
+    def plan(self) -> Plan[RFTConfig]:
+        return self.run.plan
+
+    @property
     def config(self) -> RFTConfig:
-        return self.run.config
+        return self.plan.said
 
     def do(self, step: Step) -> None:
         if step == "run":
@@ -247,18 +253,21 @@ class _Run:
                 adopt_answers(config.rft.answers, this, train.items)
             elif number:
                 questions = Questions(self.run.tokenizer, train.items, train.fingerprint)
-                self._sample(this, sampling_from(config, self.rounds[number - 1].model), questions)
+                self._sample(
+                    this, planned_from(self.plan, self.rounds[number - 1].model), questions
+                )
             elif config.rft.sampler is None:
-                self._sample(this, sampling_from(config, None), self.first)
+                self._sample(this, planned_from(self.plan, None), self.first)
             else:
                 other = sampling_from(self.said, config.rft.sampler)
                 facts = replace(facts_of_run(other), longest=longest_prompt(self.first.tasks))
-                self._sample(this, resolve(other, facts).config, self.first)
-            counts = select_answers(this, config.rft.select, self.threshold, config.sampling.n)
+                self._sample(this, resolve(other, facts), self.first)
+            n = self.plan.sampling.n
+            counts = select_answers(this, config.rft.select, self.threshold, n)
         print(describe_yield(this.name, counts), flush=True)
         self._record(this, yield_metrics(counts))
         for judge in YIELDS.rooms:
-            for text in judge(counts, config.sampling.n, config.train.batch_size, this.name):
+            for text in judge(counts, n, self.plan.training.batch or n, this.name):
                 print(f"warning: {text}", flush=True)
 
     def train(self, number: int) -> None:
@@ -279,7 +288,7 @@ class _Run:
         check_prompts(this.train, samples.items, self.run.train.items)
         run_file = this.directory / "sft.toml"
         values, reasons = self._training_settings(number, data, len(samples))
-        text = config_text(Resolved(self.config, values, ()))
+        text = config_text(values)
         write_output(run_file, text.encode(), private=True)
         newest = Checkpoints(this.sft / "checkpoints", 1).newest()
         state = read_state(newest) if newest else {}
@@ -306,7 +315,7 @@ class _Run:
         model = this.model
         questions = held_out_questions(self.run, trained=model is not None)
         with self._phase("evaluation", this):
-            self._sample(this, sampling_from(self.config, model), questions, greedy=True)
+            self._sample(this, planned_from(self.plan, model), questions, greedy=True)
             lines = islice(read_lines(this.evaluation), len(questions.tasks))
             shares = accuracy(lines, self.threshold)
             shares["few_shot"] = questions.shots is not None
@@ -332,7 +341,12 @@ class _Run:
                 log.write(step, metrics)
 
     def _sample(
-        self, this: RftRound, config: RFTConfig, questions: Questions, *, greedy: bool = False
+        self,
+        this: RftRound,
+        plan: Plan[RFTConfig],
+        questions: Questions,
+        *,
+        greedy: bool = False,
     ) -> None:
         """Answer questions into the round's file of samples or, if ``greedy``, of its
         evaluation."""
@@ -341,7 +355,7 @@ class _Run:
         tokenizer = questions.tokenizer
         tasks = questions.tasks
         separator = questions.separator
-        source = identity(config, questions.fingerprint, tokenizer, greedy=greedy)
+        source = identity(plan, questions.fingerprint, tokenizer, greedy=greedy)
         if questions.shots is not None:
             source["rft.few_shot"] = [questions.shots, separator]
         claim(out, source)
@@ -369,10 +383,9 @@ class _Run:
             judge=judge,
         )
         if greedy:
-            once = config.sampling.model_copy(update={"n": 1, "temperature": 0.0})
-            config = config.model_copy(update={"sampling": once})
+            plan = replace(plan, sampling=replace(plan.sampling, n=1, temperature=0.0))
         answer_tasks(
-            config, tokenizer, self.rewards, tasks, writer, out, self.usage, watch, stop=stop
+            plan, tokenizer, self.rewards, tasks, writer, out, self.usage, watch, stop=stop
         )
 
     def _training_data(self, this: RftRound) -> DataSection:
@@ -388,7 +401,7 @@ class _Run:
             chat=encoder.template is not None,
             chat_template_kwargs=data.chat_template_kwargs,
             shuffle=data.shuffle,
-            seed=data.seed,
+            seed=self.plan.training.data_seed,
         )
 
     def _training_settings(
@@ -397,10 +410,10 @@ class _Run:
         """The settings of a round's training by dotted key, and the reasons for those that the user
         did not set."""
         config = self.config
-        given = self.run.resolved.given
+        given = self.plan.given
         name = self.run.directory.path.name
-        values = settings(config)
-        reasons = {d.key: d.reason for d in self.run.resolved.derived}
+        values = self.plan.settings
+        reasons = {d.key: d.reason for d in self.plan.reasons}
         # Settings that depend on the machine are derived again: no sampler runs next to the
         # training.
         chosen = {*given, *profile_values(config.rft.profile)}
@@ -418,7 +431,7 @@ class _Run:
             kept["lora.path"] = str(start)
         elif start is not None:
             kept["model.path"] = str(start)
-        warmup = derive_rft_warmup(config, given, samples)
+        warmup = rft_warmup(self.plan, samples)
         if warmup:
             kept["train.warmup_steps"], reasons["train.warmup_steps"] = warmup
         written = data.model_dump(mode="json", exclude_unset=True)

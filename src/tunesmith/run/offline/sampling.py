@@ -17,7 +17,7 @@ from tunesmith.learn.data.prepare import load_tasks
 from tunesmith.learn.environments.base import SingleTurn
 from tunesmith.learn.rewards.loading import load_rewards
 from tunesmith.learn.rewards.reward_set import RewardSet
-from tunesmith.plan.plan import devices_of
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.interrupts import handled, keeping
 from tunesmith.records.run_dir import how_to_continue
 from tunesmith.run.engines.base import RolloutEngine
@@ -66,7 +66,7 @@ def longest_prompt(tasks: Sequence[Task]) -> int:
 
 
 def answer_tasks(
-    config: SamplingConfig,
+    plan: AnyPlan,
     tokenizer: Any,
     rewards: RewardSet | None,
     tasks: Sequence[Task],
@@ -81,20 +81,19 @@ def answer_tasks(
     afterwards.
 
     Args:
-        config: resolved.
         usage: must have an open phase.
         stop: strings to stop at, in addition to those of ``[sampling]``.
     """
     writer.check_columns(tasks)
     if repair(out) >= len(tasks):
         return
+    config: SamplingConfig = plan.said
     section = config.sampling
-    n = section.n
+    n = plan.sampling.n
+    temperature = plan.sampling.temperature
     with usage.phase("setup"):
-        engine = _load(config, tokenizer, rewards)
-    sampling = make_sampling(
-        section, tokenizer, section.temperature, saved_generation(config), stop
-    )
+        engine = _load(plan, tokenizer, rewards)
+    sampling = make_sampling(section, tokenizer, temperature, saved_generation(config), stop)
 
     async def produce(place: int, task: Task, unfinished: Unfinished) -> RolloutGroup:
         alone = n == 1 and rewards is None  # a completion is a line at once
@@ -109,23 +108,21 @@ def answer_tasks(
         tasks,
         produce,
         writer.line,
-        window=window_of(config.system.max_running, n),
+        window=window_of(plan.sampling.running, n),
         max_failed_share=(config.reward or RewardSection()).max_failed_share,
         watch=watch,
-        serving=_serving(config, engine, usage),
+        serving=_serving(plan, engine, usage),
     )
 
 
 @asynccontextmanager
-async def _serving(
-    config: SamplingConfig, engine: RolloutEngine, usage: Usage
-) -> AsyncGenerator[None]:
+async def _serving(plan: AnyPlan, engine: RolloutEngine, usage: Usage) -> AsyncGenerator[None]:
     """The engine with the weights to sample from; closed at the end."""
     try:
         # An engine with its own weights has read them from the model's files, without the adapter;
         # SGLang has not.
-        adapted = config.lora.on or config.system.engine_kind.served
-        if devices_of(config).weights_apart and adapted:
+        adapted = plan.kind.adapter or plan.devices.engine.served
+        if plan.devices.weights_apart and adapted:
             with usage.phase("setup"):
                 await engine.load_weights(0)
         yield
@@ -133,35 +130,34 @@ async def _serving(
         await engine.close()
 
 
-def _load(config: SamplingConfig, tokenizer: Any, rewards: RewardSet | None) -> RolloutEngine:
+def _load(plan: AnyPlan, tokenizer: Any, rewards: RewardSet | None) -> RolloutEngine:
     """The engine, with the model that it needs; also loads the reward models."""
     report = partial(print, flush=True)
-    placement = on_this_machine(config)
+    placement = on_this_machine(plan)
     source = WeightSource()
-    if devices_of(config).loads_model:
-        model = model_spec(config, frozen=True).build(tokenizer)
-        spec = plane_spec(config)
+    if plan.devices.loads_model:
+        model = model_spec(plan, frozen=True).build(tokenizer)
+        spec = plane_spec(plan)
         source = WeightSource(model, spec.build(model) if spec else None)
-    engine = placement.engine(engine_spec(config), source, report)
+    engine = placement.engine(engine_spec(plan), source, report)
     if rewards is not None:
-        add_rewards(rewards, config, tokenizer, report, placement)
+        add_rewards(rewards, plan, tokenizer, report, placement)
     return engine
 
 
-def identity(
-    config: SamplingConfig, data: str, tokenizer: Any, *, greedy: bool = False
-) -> dict[str, Any]:
+def identity(plan: AnyPlan, data: str, tokenizer: Any, *, greedy: bool = False) -> dict[str, Any]:
     """Everything that the lines of an output depend on, by dotted key.
 
     Args:
         data: the data's fingerprint.
         greedy: the lines are greedy answers, one to each prompt.
     """
+    config: SamplingConfig = plan.said
     model = config.model
     template = tokenizer.chat_template
     values: dict[str, Any] = {
         "model.path": model.path,
-        "model.dtype": model.dtype,
+        "model.dtype": plan.devices.dtype,
         "model.quantize": model.quantize,
     }
     values |= {"data": data, "chat template (digest)": template and fingerprint_of([template])}
@@ -173,7 +169,9 @@ def identity(
         unread = {"timeout"}
         if greedy:
             unread |= {"n", "temperature", "top_p", "top_k", "min_p", "seed"}
-        read = config.sampling.model_dump(mode="json", exclude=unread)
+        read = config.sampling.model_dump(mode="json")
+        read |= {"n": plan.sampling.n, "temperature": plan.sampling.temperature}
+        read = {key: value for key, value in read.items() if key not in unread}
         values |= {f"sampling.{key}": value for key, value in read.items()}
     if isinstance(config, GenerateConfig):
         values["output.logprobs"] = config.output.logprobs

@@ -15,6 +15,7 @@ from tunesmith.learn.data.prompts import choose_template
 from tunesmith.learn.data.tokens import encode
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.models.embedding_rows import without_row
+from tunesmith.plan.plan import Plan
 from tunesmith.run.engines.base import EngineStats
 from tunesmith.run.offline.answering import BLOCK, answer, window_of
 from tunesmith.run.offline.lines import Json, repair, scores_of
@@ -26,7 +27,7 @@ from tunesmith.types import Completion, Rollout, RolloutGroup, Task
 
 
 def score(
-    config: GenerateConfig,
+    plan: Plan[GenerateConfig],
     tokenizer: Any,
     rewards: RewardSet,
     tasks: Sequence[Task],
@@ -37,6 +38,7 @@ def score(
 
     Each completion is scored as a rollout, with the model's end token unless it was cut off.
     """
+    config = plan.said
     column = config.data.completion
     assert config.reward is not None, "there are rewards"
     for task in tasks:
@@ -67,7 +69,7 @@ def score(
         return RolloutGroup(task, rollouts)
 
     if repair(out) < len(tasks):
-        add_rewards(rewards, config, tokenizer, partial(print, flush=True), Here())
+        add_rewards(rewards, plan, tokenizer, partial(print, flush=True), Here())
         line = partial(_line, column=column)
         share = config.reward.max_failed_share
         watch.follow(config, tokenizer, EngineStats, 1)

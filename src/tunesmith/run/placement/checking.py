@@ -15,7 +15,6 @@ from tunesmith.config.commands import (
     RFTConfig,
     SamplingConfig,
 )
-from tunesmith.config.resolved import Resolved
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CheckpointError, ConfigError, about
 from tunesmith.learn.data.chat import NO_TEMPLATE
@@ -25,11 +24,13 @@ from tunesmith.learn.environments.loading import check_agents, check_environment
 from tunesmith.learn.rewards.loading import check_rewards
 from tunesmith.models.directory import check_model, lacks_template
 from tunesmith.models.embedding_rows import added_without_row, check_texts, texts_in
+from tunesmith.plan.devices import Devices
 from tunesmith.plan.facts.hardware import Hardware, read_hardware
 from tunesmith.plan.facts.hub import known_model_facts, known_parameters
 from tunesmith.plan.facts.measured import read_tuned
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.run_dir import RunDir, check_run_dir, is_running
 from tunesmith.records.standing import read_standing
@@ -56,7 +57,7 @@ def with_launched_ranks(config: C) -> C:
     if launch is None or isinstance(config, GenerateConfig):
         return config
     started = f"the launcher started {launch.world} processes (WORLD_SIZE)"
-    if launch.several_machines and isinstance(config, RLConfig):
+    if launch.several_machines and config.rl:
         raise ConfigError(
             f"{started}, {launch.local_world} of them on this machine: for rollouts on several machines say "
             'system.cluster = "ray", without a launcher',
@@ -77,8 +78,8 @@ def with_launched_ranks(config: C) -> C:
     )
 
 
-def check_run(config: C, base_dir: Path, *, hub: bool = True, imports: bool = False) -> Resolved[C]:
-    """Check settings, files and machine; return the settings derived so far.
+def check_run(config: C, base_dir: Path, *, hub: bool = True, imports: bool = False) -> Plan[C]:
+    """Check settings, files and machine; return what can be planned so far.
 
     Args:
         hub: also check data sets on the hub, which fetches them.
@@ -88,10 +89,10 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True, imports: bool = Fa
         ConfigError, DataError, ModelError, CheckpointError: the run cannot work.
     """
     facts = facts_of_run(config, base_dir)
-    resolved = resolve(config, facts)
-    _check_device(resolved.config)
+    plan = resolve(config, facts)
+    _check_device(plan.devices)
     note = check_inputs(config, base_dir, facts.model, hub=hub, imports=imports)
-    return replace(resolved, notes=(*resolved.notes, note)) if note else resolved
+    return replace(plan, notes=(*plan.notes, note)) if note else plan
 
 
 def check_inputs(
@@ -274,10 +275,10 @@ def _check_data(config: RunConfig, hub: bool, model: ModelFacts | None) -> list[
     return examples
 
 
-def _check_device(config: RunConfig) -> None:
+def _check_device(devices: Devices) -> None:
     """Ask torch for a GPU if nothing else has detected one."""
-    device = config.system.device
-    if device == "cpu" or config.system.cluster != "none" or read_hardware().gpus:
+    device = devices.device
+    if device == "cpu" or devices.cluster != "none" or read_hardware().gpus:
         return
     import torch
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.plan.cluster import bundles, processes
-from tunesmith.plan.plan import devices_of
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.waits import long_wait
 from tunesmith.run.placement.engines import local_gpus
 from tunesmith.run.placement.here import Here
@@ -26,35 +25,35 @@ def open_placement(run: OpenRun[Any, Any]) -> Placement:
         ClusterError: the cluster cannot be reached or is too small.
         ConfigError: this machine has too few GPUs.
     """
-    config = run.config
-    if config.system.cluster == "ray":
-        return _ray(config)
+    plan = run.plan
+    devices = plan.devices
+    if devices.cluster == "ray":
+        return _ray(plan)
     met = meeting()
-    if met and config.system.trainer_ranks > 1:
-        gpus = local_gpus(config)
+    if met and devices.trainer_ranks > 1:
+        gpus = local_gpus(devices)
         starter = LaunchedProcesses(met, gpus)
         return Launched(starter, own_gpus="rollout" in gpus, run_dir=run.directory.path)
-    return on_this_machine(config, run.tokenizer, config.system.trainer_ranks)
+    return on_this_machine(plan, run.tokenizer, devices.trainer_ranks)
 
 
-def on_this_machine(config: RunConfig, tokenizer: Any = None, ranks: int = 1) -> Placement:
+def on_this_machine(plan: AnyPlan, tokenizer: Any = None, ranks: int = 1) -> Placement:
     """The placement of a run that neither a launcher nor a cluster shares out.
 
     Args:
         ranks: of a trainer.
     """
-    if ranks == 1 and not (config.samples and config.system.engine_process):
+    if ranks == 1 and not (plan.kind.samples and plan.devices.engine_process):
         return Here(tokenizer)
-    gpus = local_gpus(config)
+    gpus = local_gpus(plan.devices)
     return Processes(LocalProcesses(gpus), own_gpus="rollout" in gpus, tokenizer=tokenizer)
 
 
-def _ray(config: RunConfig) -> Placement:
+def _ray(plan: AnyPlan) -> Placement:
     from tunesmith.run.processes.ray_cluster import RayCluster
 
-    assert isinstance(config, RLConfig)
-    devices = devices_of(config)
+    devices = plan.devices
     wanted = bundles(devices)
     print(f"Ray: {', '.join(f'{n} {role}' for role, n in processes(devices).items())}", flush=True)
     with long_wait("starting or joining the Ray cluster"):
-        return Ray(RayCluster.open(config.system, wanted))
+        return Ray(RayCluster.open(plan.said.system, wanted))

@@ -11,9 +11,9 @@ from typing import Any
 
 from tunesmith.config.commands import DistillConfig, OfflineDistillConfig, SamplingConfig
 from tunesmith.config.continuing import Content
-from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.learn.data.prepare import Prepared
+from tunesmith.plan.plan import AnyPlan
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 BLOCKS = 64
@@ -28,9 +28,10 @@ _CODE = {
 
 
 def contents_of(
-    config: RunConfig, tokenizer: Any, train: Prepared[Any], held_out: Prepared[Any] | None
+    plan: AnyPlan, tokenizer: Any, train: Prepared[Any], held_out: Prepared[Any] | None
 ) -> dict[str, Content]:
     """The contents of a run's files, by the names in ``config.verdicts.CONTENTS``."""
+    config: RunConfig = plan.said
     paths: dict[str, list[str | Path | None]] = {
         "model": [config.model.path],
         "adapter": [config.lora.path],
@@ -46,12 +47,11 @@ def contents_of(
         for name, some in paths.items()
         if any(some)
     }
-    values = settings(config)
     for name, keys in _CODE.items():
         files = sorted(
             {
                 file
-                for key, value in values.items()
+                for key, value in plan.settings.items()
                 if key.startswith(keys)
                 for file in _code_files(value)
             }

@@ -10,17 +10,15 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, Self
 
 from tunesmith.config.commands import SamplingSection
-from tunesmith.config.schema import RolloutSection, RunConfig, SystemSection
-from tunesmith.config.section import known
+from tunesmith.config.schema import RolloutSection, RunConfig
 from tunesmith.config.system import Role
-from tunesmith.config.values import parse_size
 from tunesmith.costs import PeakRates
 from tunesmith.learn.data.chat import end_of_turn_id
 from tunesmith.models.openmp import to_thread
 from tunesmith.plan.derive.sizes import LEAST_KV_BYTES
-from tunesmith.plan.devices import device_problems, visible_names
+from tunesmith.plan.devices import Devices, device_problems, visible_names
 from tunesmith.plan.facts.hardware import read_hardware
-from tunesmith.plan.plan import devices_of
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.rules.checks import raise_all
 from tunesmith.records.timeline import Timeline
 from tunesmith.records.waits import long_wait
@@ -40,49 +38,54 @@ if TYPE_CHECKING:
     from tunesmith.run.engines.far import EngineHost
 
 
-def local_spec(config: RunConfig) -> LocalSpec:
-    system = config.system
-    draft = system.draft_model
+def local_spec(plan: AnyPlan) -> LocalSpec:
+    said: RunConfig = plan.said
+    devices = plan.devices
+    draft = said.system.draft_model
     own = replace(
-        frozen_spec(config, config.model.path, "model.path"),
-        quantize=config.model.quantize,
-        lora=config.lora if system.adapter_sync == "adapter" else None,
-        threads=devices_of(config).engine_threads if system.cluster == "none" else None,
+        frozen_spec(plan, said.model.path, "model.path"),
+        quantize=said.model.quantize,
+        lora=said.lora if devices.adapter_sync == "adapter" else None,
+        threads=devices.engine_threads if devices.cluster == "none" else None,
     )
     return LocalSpec(
         own,
-        parse_size(system.kv_memory),
-        system.max_running,
-        system.max_prefill_tokens,
-        bool(system.compile),
-        draft=None if draft is None else frozen_spec(config, draft, "system.draft_model"),
-        draft_tokens=system.speculative_tokens,
-        pool=_pool(system),
-        python=system.engine_python,
+        plan.memory.kv_bytes,
+        plan.sampling.running,
+        said.system.max_prefill_tokens,
+        bool(devices.compile),
+        draft=None if draft is None else frozen_spec(plan, draft, "system.draft_model"),
+        draft_tokens=said.system.speculative_tokens,
+        pool=_pool(plan),
+        python=said.system.engine_python,
     )
 
 
-def vllm_spec(config: RunConfig) -> VllmSpec:
-    system = config.system
-    model = config.model
+def vllm_spec(plan: AnyPlan) -> VllmSpec:
+    said: RunConfig = plan.said
+    system = said.system
+    devices = plan.devices
     settings = {
-        "model": model.path,
-        "dtype": model.dtype,
-        "kv_bytes": None if system.vllm.memory_share else parse_size(system.kv_memory),
-        "max_running": system.max_running,
-        "trust_remote_code": model.trust_remote_code,
+        "model": said.model.path,
+        "dtype": devices.dtype,
+        "kv_bytes": None if system.vllm.memory_share else plan.memory.kv_bytes,
+        "max_running": plan.sampling.running,
+        "trust_remote_code": said.model.trust_remote_code,
         # Freeing memory only helps if the trainer is on the same GPU.
-        "sleeps": system.device != "cpu"
-        and (bool(known(system, "hybrid")) or not devices_of(config).engines_apart),
+        "sleeps": devices.device != "cpu" and (devices.hybrid or not devices.engines_apart),
         "speculative_tokens": system.speculative_tokens,
         "draft_model": system.draft_model,
         **system.vllm.model_dump(),
+        "tensor_parallel_size": devices.tensor,
+        "prefix_caching": plan.vllm.prefix_caching,
+        "eager": plan.vllm.eager,
+        "max_model_len": plan.vllm.max_length,
     }
-    return VllmSpec(settings, pool=_pool(system), python=system.engine_python)
+    return VllmSpec(settings, pool=_pool(plan), python=system.engine_python)
 
 
-def _pool(system: SystemSection) -> PoolSize:
-    return PoolSize(known(system, "engines") or 1, system.engine_restarts)
+def _pool(plan: AnyPlan) -> PoolSize:
+    return PoolSize(plan.devices.engines, plan.said.system.engine_restarts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +257,7 @@ def _limits(model: ModelSpec) -> PeakRates:
     return measure_limits(model.device, dtype)
 
 
-def local_engine_for(
-    model: CausalLM, system: SystemSection, longest: int, requests: int
-) -> RolloutEngine:
+def local_engine_for(model: CausalLM, plan: AnyPlan, longest: int, requests: int) -> RolloutEngine:
     """The local engine with KV memory for ``requests`` sequences of ``longest`` tokens, up to half
     of free memory."""
     import torch
@@ -267,19 +268,21 @@ def local_engine_for(
     on_gpu = model.device.type == "cuda"
     free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else read_hardware().memory_available
     # 1.5 times as much, because the last blocks of prompts and completions are not full.
-    layout, _ = probe(model, compiled=bool(system.compile))
-    needed = ceil(1.5 * min(system.max_running, requests) * longest * layout.token_bytes)
+    compiled = bool(plan.devices.compile)
+    running = plan.sampling.running
+    layout, _ = probe(model, compiled=compiled)
+    needed = ceil(1.5 * min(running, requests) * longest * layout.token_bytes)
     kv_bytes = max(LEAST_KV_BYTES, min(needed, free // 2))
     return LocalEngine(
         model,
         kv_bytes=kv_bytes,
-        max_running=system.max_running,
-        max_prefill_tokens=system.max_prefill_tokens,
-        compiled=bool(system.compile),
+        max_running=running,
+        max_prefill_tokens=plan.said.system.max_prefill_tokens,
+        compiled=compiled,
     )
 
 
-def local_gpus(config: RunConfig) -> dict[Role, Sequence[Sequence[str]]]:
+def local_gpus(devices: Devices) -> dict[Role, Sequence[Sequence[str]]]:
     """The GPUs of this machine that each process of a role sees, for roles that do not see all of
     them.
 
@@ -288,17 +291,17 @@ def local_gpus(config: RunConfig) -> dict[Role, Sequence[Sequence[str]]]:
     """
     from torch.cuda import device_count
 
-    if not config.system.device.startswith("cuda"):
+    if not devices.on_gpu:
         return {}
     gpus = device_count()
-    world = config.system.trainer_ranks
-    raise_all([*device_problems(devices_of(config), gpus)])
+    world = devices.trainer_ranks
+    raise_all([*device_problems(devices, gpus)])
     visible = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
     found: dict[Role, Sequence[Sequence[str]]] = {}
     if world > 1:
         ranks = [(name,) for name in visible[:world]]
         found = {"actor": ranks, "critic": ranks}
-    engines = devices_of(config).own_devices(visible)
+    engines = devices.own_devices(visible)
     if engines:
         found["rollout"] = engines
     return found

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.commands import DistillConfig
 from tunesmith.config.objects import parameters_in_source
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.errors import ConfigError, about
@@ -28,6 +27,7 @@ from tunesmith.learn.environments.tools import parser_for
 from tunesmith.learn.rewards.function import INSTANCES, RESERVED
 from tunesmith.learn.rewards.loading import INSTANCES_NEED, check_rewards, load_rewards
 from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.plan.plan import Plan
 from tunesmith.types import Message, Rollout, Status, Task
 
 
@@ -110,15 +110,13 @@ def load_run_rewards(config: RLConfig, base_dir: Path) -> RewardSet:
     if _has_rewards(config):
         return load_rewards(config.reward, base_dir, instances=config.environment.path is not None)
     kind = (
-        Unrewarded
-        if isinstance(config, DistillConfig) and config.environment.path is None
-        else RewardSet
+        Unrewarded if config.command == "distill" and config.environment.path is None else RewardSet
     )
     return kind({}, config.reward.timeout)
 
 
 def _has_rewards(config: RLConfig) -> bool:
-    needed = config.environment.path is None and not isinstance(config, DistillConfig)
+    needed = config.environment.path is None and config.command != "distill"
     return config.reward.given or needed
 
 
@@ -143,14 +141,15 @@ def load_run_tasks(
 
 
 def make_environments(
-    config: RLConfig, environments: EnvironmentSet, tokenizer: Any, train: Prepared[Task]
+    plan: Plan[RLConfig], environments: EnvironmentSet, tokenizer: Any, train: Prepared[Task]
 ) -> dict[str, Environment]:
     """Environments by the names to which tasks are routed."""
-    chat, prompt_of = _prompts(config.data, tokenizer, train)
+    said = plan.said
+    chat, prompt_of = _prompts(said.data, tokenizer, train)
     longest = max(len(t.prompt_ids) for t in train.items)
-    most = config.environment.max_tokens or longest + config.rollout.max_new_tokens
+    most = plan.lengths.episode or longest + said.rollout.max_new_tokens
     return build_environments(
-        environments, tokenizer, prompt_of, chat=chat, max_tokens=most, model=config.model.path
+        environments, tokenizer, prompt_of, chat=chat, max_tokens=most, model=said.model.path
     )
 
 

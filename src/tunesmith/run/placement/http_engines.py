@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config.schema import RunConfig
+from tunesmith.config.system import SystemSection
 from tunesmith.learn.data.tokens import decode
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.timeline import Timeline
 from tunesmith.run.engines.base import Member, RolloutEngine
 from tunesmith.run.engines.http.engine import Served, SglangEngine
@@ -23,12 +24,12 @@ from tunesmith.run.weights.base import Plane
 from tunesmith.run.weights.files import FilePlane, shared_directory
 
 
-def served_spec(config: RunConfig) -> ServedSpec:
-    system = config.system
+def served_spec(plan: AnyPlan) -> ServedSpec:
+    system: SystemSection = plan.said.system
     return ServedSpec(
         system.engine_urls,
-        config.model.path,
-        system.max_running,
+        plan.said.model.path,
+        plan.sampling.running,
         system.engine_directory,
         pool=PoolSize(restarts=system.engine_restarts),
     )

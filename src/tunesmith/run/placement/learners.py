@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from tunesmith.config.algorithm import CriticSection
-from tunesmith.config.schema import RLConfig, RunConfig, TrainSection
-from tunesmith.config.section import known
+from tunesmith.config.schema import RLConfig, TrainSection
 from tunesmith.errors import ConfigError
 from tunesmith.models.embedding_rows import enough_rows
-from tunesmith.plan.length import critic_steps
-from tunesmith.plan.plan import devices_of
+from tunesmith.plan.length import critic_steps, optimizer_steps
+from tunesmith.plan.plan import AnyPlan, Plan
 from tunesmith.run.engines.base import RolloutEngine, Sampler
 from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.loop.canary import TOLERANCES, Canary
@@ -27,13 +26,12 @@ from tunesmith.types import Sampling
 
 
 def make_learner(
-    config: RunConfig,
+    plan: AnyPlan,
     trained: Trained,
     report: Report,
     aggregation: str,
-    steps: int,
+    rate: Callable[[int], float],
     *,
-    section: TrainSection | CriticSection | None = None,
     max_new_tokens: int | None = None,
     keep_groups: bool = False,
     max_tokens: int | None = None,
@@ -41,36 +39,49 @@ def make_learner(
     """A learner for a run.
 
     Args:
-        steps: optimizer steps of the whole run.
-        section: has the learning rate's schedule, if it is not the policy's.
+        rate: the learning rate of each optimizer step.
         max_tokens: tokens per micro-batch, if different from the policy's.
     """
-    system = config.system
-    rates = section or config.train
+    max_tokens = max_tokens or plan.memory.microbatch
+    assert max_tokens is not None, "the run trains"
     return Learner(
         backend=trained.backend,
         aggregation=aggregation,
         max_new_tokens=max_new_tokens,
-        learning_rate=partial(
-            learning_rate,
-            peak=rates.lr,
-            total=steps,
-            warmup=rates.warmup_steps,
-            schedule=rates.schedule,
-            min_ratio=rates.min_lr_ratio,
-        ),
-        max_tokens=max_tokens or system.max_tokens_per_microbatch,
-        scoring_max_tokens=known(system, "scoring_max_tokens"),
-        share_prompts=system.share_prompts,
+        learning_rate=rate,
+        max_tokens=max_tokens,
+        scoring_max_tokens=plan.memory.scoring,
+        share_prompts=plan.said.system.share_prompts,
         keep_groups=keep_groups,
-        group_size=config.rollout.group_size if isinstance(config, RLConfig) else 1,
+        group_size=plan.training.group,
         flops_per_second=trained.limits.flops_per_second,
         report=report,
     )
 
 
+def policy_rate(plan: AnyPlan, size: int) -> Callable[[int], float]:
+    """Args: size: the number of items of training data."""
+    training = plan.training
+    steps = optimizer_steps(plan.said, training, size)
+    return rate_of(plan.said.train, training.lr, training.warmup, steps)
+
+
+def rate_of(
+    section: TrainSection | CriticSection, lr: float, warmup: int | None, steps: int
+) -> Callable[[int], float]:
+    """The learning rate of each of ``steps`` optimizer steps."""
+    return partial(
+        learning_rate,
+        peak=lr,
+        total=steps,
+        warmup=warmup or 0,
+        schedule=section.schedule,
+        min_ratio=section.min_lr_ratio,
+    )
+
+
 def make_critic(
-    config: RLConfig,
+    plan: Plan[RLConfig],
     placement: Placement,
     policy: Learner,
     tokenizer: Any,
@@ -87,24 +98,25 @@ def make_critic(
         ConfigError: the vocabulary of ``critic.path`` differs from the policy's.
         ModelError: the value model cannot be loaded.
     """
-    if "critic" not in config.algorithm.needs:
+    critic = plan.training.critic
+    if critic is None:
         return None
-    section = config.critic
+    section = plan.said.critic
     clip = section.value_clip or None
     if section.shared_trunk:
-        return Critic(policy, 0, clip, section.value_coef)
+        return Critic(policy, 0, clip, critic.value_coef)
     if section.path is not None:
-        _check_tokens(section.path, config.model.trust_remote_code, tokenizer)
+        _check_tokens(section.path, plan.said.model.trust_remote_code, tokenizer)
+    steps = critic_steps(plan.said, plan.training, size)
     learner = make_learner(
-        config,
-        placement.trainer(critic_spec(config)),
+        plan,
+        placement.trainer(critic_spec(plan)),
         report,
         "token_mean",
-        critic_steps(config, size),
-        section=section,
-        max_tokens=config.system.critic_max_tokens,
+        rate_of(section, critic.lr, section.warmup_steps, steps),
+        max_tokens=plan.memory.critic,
     )
-    return Critic(learner, section.passes_per_batch, clip)
+    return Critic(learner, critic.passes, clip)
 
 
 def _check_tokens(path: str, trust_remote_code: bool, tokenizer: Any) -> None:
@@ -119,23 +131,21 @@ def _check_tokens(path: str, trust_remote_code: bool, tokenizer: Any) -> None:
 
 
 def make_canary(
-    config: RLConfig, engine: RolloutEngine, learner: Learner, prompt_ids: Sequence[int]
+    plan: Plan[RLConfig], engine: RolloutEngine, learner: Learner, prompt_ids: Sequence[int]
 ) -> Canary | None:
     """The canary; None if trainer and engine share their weights or ``system.canary`` is off."""
-    system = config.system
-    if not system.canary or not devices_of(config).weights_apart:
+    system = plan.said.system
+    devices = plan.devices
+    if not system.canary or not devices.weights_apart:
         return None
-    new = min(8, config.rollout.max_new_tokens)
-    sampling = Sampling(new, temperature=config.rollout.temperature, ignore_eos=True, seed=1)
-    way = (
-        f"through system.weight_plane = {system.weight_plane}"
-        if system.weight_plane
-        else f"to {system.engine}"
-    )
+    new = min(8, plan.said.rollout.max_new_tokens)
+    sampling = Sampling(new, temperature=plan.sampling.temperature, ignore_eos=True, seed=1)
+    plane = devices.weight_plane
+    way = f"through system.weight_plane = {plane}" if plane else f"to {system.engine}"
 
     def engines() -> Mapping[str, Sampler]:
         if isinstance(engine, EnginePool):
             return {member.name: member for member in engine.members}
         return {"the engine": engine}
 
-    return Canary(engines, learner, prompt_ids[:40], sampling, TOLERANCES[config.model.dtype], way)
+    return Canary(engines, learner, prompt_ids[:40], sampling, TOLERANCES[devices.dtype], way)

@@ -7,13 +7,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from tunesmith.config.commands import DistillConfig
-from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
+from tunesmith.config.schema import RewardSection
 from tunesmith.learn.data.preference import Comparison
 from tunesmith.learn.data.reading import Prepared
 from tunesmith.plan.facts.hardware import usable_cpus
 from tunesmith.plan.length import optimizer_steps
-from tunesmith.plan.plan import devices_of
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.facts import RunFacts
 from tunesmith.types import Task
 
@@ -24,17 +23,18 @@ LOOKED_AT = 200
 
 
 def learning_facts(
-    config: RunConfig, tokenizer: Any, data: Prepared[Any], held_out: Sequence[Any]
+    plan: AnyPlan, tokenizer: Any, data: Prepared[Any], held_out: Sequence[Any]
 ) -> RunFacts:
-    """Facts from a resolved configuration, its training data and its evaluation items."""
+    """Facts from a plan, its training data and its evaluation items."""
     items = data.items
     counts = data.report.counts
-    train = config.train
+    said = plan.said
+    lr = plan.training.lr
     kinds = {_content(item) for item in items}
     tested = list(map(_content, held_out))
     facts = RunFacts(
-        reach=train.lr * optimizer_steps(config, len(items)),
-        lr=train.lr,
+        reach=lr * optimizer_steps(said, plan.training, len(items)),
+        lr=lr,
         unknown=unknown_share(tokenizer, items),
         train_size=len(items),
         eval_size=len(tested) or None,
@@ -43,24 +43,24 @@ def learning_facts(
         too_long=counts["too_long"] / max(1, counts["read"]),
         bad=counts["bad"] / max(1, counts["read"]),
         source_share=max(data.shares) if len(data.shares) > 1 else None,
-        threads_per_core=devices_of(config).computing_threads / usable_cpus(),
+        threads_per_core=plan.devices.computing_threads / usable_cpus(),
     )
-    if not isinstance(config, RLConfig):
+    algorithm = plan.algorithm
+    if algorithm is None:
         return facts
-    algorithm = config.algorithm
     needs = algorithm.needs
-    by_turn = config.environment.used and algorithm.advantage.by_turn
+    by_turn = said.environment.used and algorithm.advantage.by_turn
     shaped = bool(algorithm.overlong) or algorithm.stop_properly is not None
     return replace(
         facts,
         rollouts=True,
-        rewarded=not isinstance(config, DistillConfig),
+        rewarded=plan.kind.teacher is None,
         from_total=not (by_turn or shaped or "reward_weights" in needs),
         compares_group="group" in needs,
-        full_reward=_full_reward(config.reward) if not config.environment.used else None,
-        frozen_steps=config.critic.freeze_actor_steps,
-        temperature=config.rollout.temperature,
-        max_new_tokens=config.rollout.max_new_tokens,
+        full_reward=_full_reward(said.reward) if not said.environment.used else None,
+        frozen_steps=said.critic.freeze_actor_steps,
+        temperature=said.rollout.temperature,
+        max_new_tokens=said.rollout.max_new_tokens,
     )
 
 

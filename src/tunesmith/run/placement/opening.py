@@ -12,20 +12,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from tunesmith.config.commands import SamplingConfig, ScoreConfig
+from tunesmith.config.commands import SamplingConfig
 from tunesmith.config.continuing import REMEDY, Content, changes
 from tunesmith.config.load import load_config, read_tree
 from tunesmith.config.reading.overriding import Override
 from tunesmith.config.reading.places import placed
-from tunesmith.config.resolved import Resolved, print_resolved, save_resolved
+from tunesmith.config.resolved import print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
-from tunesmith.config.section import known
 from tunesmith.errors import CheckpointError, about
 from tunesmith.learn.data.prepare import Prepared, Sources
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.hub import known_model_facts
-from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import draft
+from tunesmith.plan.plan import Plan
 from tunesmith.plan.report import memory_of
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.run_dir import PLAN_FILE, RunDir, open_run_dir
@@ -57,7 +55,7 @@ class Caller:
 
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     """By dotted key, why a setting that the user did not write has its value; see
-    ``Resolved.reasons``."""
+    ``Plan.origins``."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     config: Any = None
     """Settings that replace the run file's."""
@@ -76,7 +74,7 @@ class OpenRun(Generic[C, T]):
     complete it."""
 
     config: C
-    """The resolved configuration, once ``resolve`` has been called."""
+    """What was said; once ``resolve`` has been called, with the values of a profile."""
     base_dir: Path
     """The run file's directory, where references to the user's code are looked up first."""
     directory: RunDir
@@ -86,7 +84,7 @@ class OpenRun(Generic[C, T]):
     caller: Caller
     train: Prepared[T] = field(init=False, repr=False)
     held_out: Prepared[T] | None = field(init=False, repr=False)
-    resolved: Resolved[C] = field(init=False, repr=False)
+    plan: Plan[C] = field(init=False, repr=False)
 
     def read(
         self,
@@ -109,13 +107,11 @@ class OpenRun(Generic[C, T]):
         if check and self.held_out:
             check(self.held_out.items, "data.eval")
 
-    def resolve(self, **known: Any) -> Facts:
-        """Derive the settings that were omitted; ``known`` are facts about the data. Returns all
-        facts."""
+    def resolve(self, **known: Any) -> None:
+        """Make the plan; ``known`` are facts about the data."""
         facts = replace(facts_of_run(self.config, self.base_dir), **known)
-        self.resolved = replace(resolve(self.config, facts), reasons=self.caller.reasons)
-        self.config = self.resolved.config
-        return facts
+        self.plan = replace(resolve(self.config, facts), origins=self.caller.reasons)
+        self.config = self.plan.said
 
     def announce(self) -> None:
         """Print and save the settings and the data reports, before anything heavy loads."""
@@ -124,11 +120,11 @@ class OpenRun(Generic[C, T]):
         for report in reports:
             print(report.summary())
         if not self.caller.brief:
-            print_resolved(self.resolved, all_of_it=self.config.monitor.verbose)
-        contents = contents_of(self.config, self.tokenizer, self.train, self.held_out)
+            print_resolved(self.plan.listing, all_of_it=self.config.monitor.verbose)
+        contents = contents_of(self.plan, self.tokenizer, self.train, self.held_out)
         self._tell_changes(contents)
         save_resolved(
-            self.resolved, folder, {name: content.digest for name, content in contents.items()}
+            self.plan.listing, folder, {name: content.digest for name, content in contents.items()}
         )
         for report in reports:
             report.write_skipped(folder / "skipped.jsonl")
@@ -146,7 +142,7 @@ class OpenRun(Generic[C, T]):
         if self.checkpoint is None and not again:
             return
         found = changes(
-            self.resolved,
+            self.plan.listing,
             contents,
             self.checkpoint.parents[1] if self.checkpoint else self.directory.path,
         )
@@ -231,17 +227,14 @@ def prepare_training(
         print(f"warning: {unknown:.0%} of the data's tokens are unknown to the tokenizer of {path}")
     items = [*run.train.items, *(run.held_out.items if run.held_out else [])]
     longest, together = (max(size) for size in zip(*map(sizes, items), strict=True))
-    facts = run.resolve(
+    run.resolve(
         train_size=len(run.train),
         eval_size=len(run.held_out) if run.held_out else None,
         longest=longest,
         together=together,
     )
     run.announce()
-    planned = {
-        "memory": memory_of(draft(run.config, facts)),
-        "seconds": step_seconds(draft(run.config, facts)),
-    }
+    planned = {"memory": memory_of(run.plan), "seconds": step_seconds(run.plan)}
     write_json(run.directory.path / PLAN_FILE, planned)
 
 
@@ -272,9 +265,9 @@ def limited_data(config: RunConfig) -> DataSection:
         reserved = config.new_tokens
     else:
         data = config.data
-        rooms = [context, known(config.system, "max_tokens_per_microbatch")]
+        rooms = [context, config.system.max_tokens_per_microbatch]
         key = "max_tokens"
-        reserved = int(isinstance(config, ScoreConfig))
+        reserved = int(config.score_model)
         if isinstance(config, RLConfig):
             key = "max_prompt_tokens"
             reserved = config.rollout.max_new_tokens

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tunesmith.config.changing import with_values
-from tunesmith.config.commands import ScoreConfig
 from tunesmith.config.engines import engine_kinds
-from tunesmith.config.resolved import Derived, Resolved
-from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.config.section import known
+from tunesmith.config.resolved import Derived
+from tunesmith.config.schema import RunConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cluster import bundles, missing
 from tunesmith.plan.cost.seconds import measurable
@@ -22,7 +20,7 @@ from tunesmith.plan.facts.measured import read_rates
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.alternatives import costly
 from tunesmith.plan.layout.fitting import layout_that_fits
-from tunesmith.plan.plan import devices_of, draft
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import said_contradictions, unread_problems
 from tunesmith.run.placement.checking import check_inputs, facts_of_run
@@ -36,10 +34,8 @@ ASSUMED_PROMPT = 1024
 not read."""
 
 
-def plan_run(
-    config: RunConfig, on: str, base_dir: Path | None = None
-) -> tuple[Resolved[Any], Facts]:
-    """A run resolved for a machine, and the facts used.
+def plan_run(config: RunConfig, on: str, base_dir: Path | None = None) -> AnyPlan:
+    """The plan of a run on a machine.
 
     Args:
         base_dir: the run file's directory; for this machine, files and code are then checked as
@@ -57,19 +53,19 @@ def plan_run(
         note = check_inputs(config, base_dir, facts.model, hub=False, imports=True)
         notes += [note] if note else []
     facts = _with_launched_ranks(config, facts)
-    resolved = resolve(config, facts)
-    _check_room_on_ray(resolved.config, config, facts)
-    notes += _notes_on_machines(resolved.config, facts)
-    notes += costly(config, draft(resolved.config, facts))
+    plan = resolve(config, facts)
+    _check_room_on_ray(plan, config)
+    notes += _notes_on_machines(plan)
+    notes += costly(config, plan)
     if config is not said:
         engine = config.system.engine
-        given = {key: value for key, value in resolved.given.items() if key != ENGINE}
+        given = {key: value for key, value in plan.given.items() if key != ENGINE}
         planned = Derived(ENGINE, engine, "planned, as it samples fastest on GPUs")
-        resolved = replace(resolved, given=given, derived=(*resolved.derived, planned))
+        plan = replace(plan, given=given, reasons=(*plan.reasons, planned))
         notes.append(
             f'{ENGINE} = "{engine}" is planned; a run does not choose it, so write it there'
         )
-    return replace(resolved, notes=(*notes, *resolved.notes)), facts
+    return replace(plan, notes=(*notes, *plan.notes))
 
 
 def _with_launched_ranks(config: RunConfig, facts: Facts) -> Facts:
@@ -82,7 +78,7 @@ def _with_launched_ranks(config: RunConfig, facts: Facts) -> Facts:
     gpus = len(facts.hardware.gpus)
     if nodes == 1 or config.samples:
         return facts
-    ranks = known(config.system, "trainer_ranks")
+    ranks = config.system.trainer_ranks
     if ranks not in (None, nodes * gpus):
         raise ConfigError(
             f"system.trainer_ranks = {ranks}, and torchrun starts {nodes * gpus} ranks on {nodes} "
@@ -92,27 +88,27 @@ def _with_launched_ranks(config: RunConfig, facts: Facts) -> Facts:
     return replace(facts, ranks_here=gpus)
 
 
-def _check_room_on_ray(config: RunConfig, said: RunConfig, facts: Facts) -> None:
+def _check_room_on_ray(plan: AnyPlan, said: RunConfig) -> None:
     """Raises:
     CapacityError: a cluster of these machines has no room for the run's processes.
     """
-    if config.system.cluster != "ray" or not isinstance(config, RLConfig):
+    if plan.devices.cluster != "ray" or not plan.kind.rl:
         return
-    each = {"CPU": float(facts.hardware.cores), "GPU": float(len(facts.hardware.gpus))}
-    lacking = missing(bundles(devices_of(config)), [each] * facts.hardware.nodes)
+    hardware = plan.facts.hardware
+    each = {"CPU": float(hardware.cores), "GPU": float(len(hardware.gpus))}
+    lacking = missing(bundles(plan.devices), [each] * hardware.nodes)
     if lacking:
-        raise CapacityError(f"{lacking}{layout_that_fits(draft(config, facts), said)}")
+        raise CapacityError(f"{lacking}{layout_that_fits(plan, said)}")
 
 
-def _notes_on_machines(config: RunConfig, facts: Facts) -> Iterator[str]:
-    hardware = facts.hardware
-    if hardware.nodes > 1 and config.samples and config.system.cluster == "none":
+def _notes_on_machines(plan: AnyPlan) -> Iterator[str]:
+    hardware = plan.facts.hardware
+    if hardware.nodes > 1 and plan.kind.samples and plan.devices.cluster == "none":
         yield (
             f"this run uses one of {hardware.nodes} machines; "
             'system.cluster = "ray" spreads it over all'
         )
-    bytes_per_number = devices_of(config).bytes_per_number
-    if measurable(draft(config, facts)) and not read_rates(hardware, bytes_per_number):
+    if measurable(plan) and not read_rates(hardware, plan.devices.bytes_per_number):
         yield (
             "how long a step takes on this CPU is not known yet: "
             "tunesmith check machine measures its rates"
@@ -143,8 +139,9 @@ def _with_lengths(config: RunConfig, facts: Facts) -> tuple[Facts, list[str]]:
     if limit is not None:
         return replace(facts, longest=limit), []
     assumed = ASSUMED_SAMPLE if supervised else ASSUMED_PROMPT
-    room = min((n for n, _ in sequence_limits(config, facts)), default=assumed + config.new_tokens)
-    longest = max(1, min(assumed, room - config.new_tokens - isinstance(config, ScoreConfig)))
+    limits = sequence_limits(facts, config.system.max_tokens_per_microbatch)
+    room = min((n for n, _ in limits), default=assumed + config.new_tokens)
+    longest = max(1, min(assumed, room - config.new_tokens - config.score_model))
     what = "sample" if supervised else "prompt"
     return replace(facts, longest=longest), [
         f"the longest {what} is assumed to have {longest} tokens, since the data is not read; "

@@ -9,6 +9,7 @@ from tunesmith.config.commands import SamplingConfig
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import about
 from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.run.placement.base import Report
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.placement.specs import scorer_spec
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def add_rewards(
     rewards: RewardSet,
-    config: RLConfig | SamplingConfig,
+    plan: AnyPlan,
     tokenizer: Any,
     report: Report,
     placement: Placement,
@@ -33,6 +34,7 @@ def add_rewards(
     Raises:
         ConfigError, ModelError: a reward model cannot be loaded.
     """
+    config: RLConfig | SamplingConfig = plan.said
     if config.reward is None or len(rewards.functions) == len(rewards.weights):
         return
     if config.reward.remote:
@@ -48,7 +50,7 @@ def add_rewards(
 
     for entry in config.reward.models:
         with about("reward.models"):
-            model = placement.scorer(scorer_spec(config, entry), report)
+            model = placement.scorer(scorer_spec(plan, entry), report)
         exact = same_tokens(model.tokenizer, tokenizer)
         conversation = partial(with_system, config.data) if model.template else None
         rewards.add(

@@ -7,13 +7,12 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
-from tunesmith.config.commands import DistillConfig, SampledDistillConfig
+from tunesmith.config.algorithm import Algorithm
 from tunesmith.config.schema import RLConfig
 from tunesmith.learn.algorithms.kl import KLController
 from tunesmith.learn.algorithms.objective import DistillationObjective
 from tunesmith.learn.environments.loading import EnvironmentSet
 from tunesmith.learn.rewards.reward_set import RewardSet
-from tunesmith.plan.length import optimizer_steps
 from tunesmith.records.timeline import Timeline
 from tunesmith.run.loop import rl
 from tunesmith.run.loop.collect import Collector
@@ -26,7 +25,7 @@ from tunesmith.run.placement.base import Report
 from tunesmith.run.placement.engines import make_sampling
 from tunesmith.run.placement.environments import make_environments
 from tunesmith.run.placement.event_loop import event_loop, outside_event_loop
-from tunesmith.run.placement.learners import make_canary, make_critic, make_learner
+from tunesmith.run.placement.learners import make_canary, make_critic, make_learner, policy_rate
 from tunesmith.run.placement.models import saved_generation
 from tunesmith.run.placement.opening import OpenRun
 from tunesmith.run.placement.port import Placement
@@ -80,60 +79,69 @@ async def make_parts(
     timeline: Timeline | None,
 ) -> RLParts:
     """Load the models and start the engine; ``rl.run`` closes it."""
-    config = run.config
-    rollout = config.rollout
+    plan = run.plan
+    said = plan.said
+    algorithm = plan.algorithm
+    assert algorithm is not None, "it is reinforcement learning"
+    rollout = said.rollout
     tokenizer = run.tokenizer
-    trained = placement.trainer(trainer_spec(config))
-    engine = placement.engine(engine_spec(config), trained.source, report, timeline)
+    trained = placement.trainer(trainer_spec(plan))
+    engine = placement.engine(engine_spec(plan), trained.source, report, timeline)
     async with AsyncExitStack() as on_failure:
         on_failure.push_async_callback(engine.close)
         learner = make_learner(
-            config,
+            plan,
             trained,
             report,
-            config.algorithm.aggregation,
-            optimizer_steps(config, len(run.train)),
+            algorithm.aggregation,
+            policy_rate(plan, len(run.train)),
             max_new_tokens=rollout.max_new_tokens,
         )
-        add_rewards(rewards, config, tokenizer, report, placement)
-        sampling = make_sampling(rollout, tokenizer, rollout.temperature, saved_generation(config))
+        add_rewards(rewards, plan, tokenizer, report, placement)
+        sampling = make_sampling(rollout, tokenizer, rollout.temperature, saved_generation(said))
         gate = Gate(engine, partial=rollout.partial) if rollout.max_staleness else None
         parts = RLParts(
-            config=config,
+            plan=plan,
+            algorithm=algorithm,
             engine=engine,
             gate=gate,
             sampling=sampling,
-            tasks=_tasks(run),
+            tasks=_tasks(run, algorithm),
             rewards=rewards,
             collector=Collector(
                 (gate or engine).generate,
                 rewards,
-                make_environments(config, environments, tokenizer, run.train),
+                make_environments(plan, environments, tokenizer, run.train),
                 partial(tokenizer.decode, skip_special_tokens=True),
                 rollout.timeout,
-                config.environment.concurrency if environments.loaded else None,
+                said.environment.concurrency if environments.loaded else None,
                 timeline,
             ),
             learner=learner,
-            critic=make_critic(config, placement, learner, tokenizer, report, len(run.train)),
-            kl=KLController.of(config.algorithm.kl),
+            critic=make_critic(plan, placement, learner, tokenizer, report, len(run.train)),
+            kl=KLController.of(algorithm.kl),
             evaluation=EvaluationPlan(
-                run.eval_items, sampling, config.eval, rewards.weights, config.train.seed
+                run.eval_items,
+                sampling,
+                said.eval,
+                rewards.weights,
+                said.train.seed,
+                plan.intervals.pass_at,
             )
             if run.eval_items
             else None,
-            canary=make_canary(config, engine, learner, run.train.items[0].prompt_ids),
-            objective=DistillationObjective(1.0)
-            if isinstance(config, SampledDistillConfig)
-            else None,
-            kl_name="teacher_kl" if isinstance(config, DistillConfig) else "ref_kl",
+            canary=make_canary(plan, engine, learner, run.train.items[0].prompt_ids),
+            objective=DistillationObjective(1.0) if plan.training.distillation else None,
+            kl_name="teacher_kl" if plan.kind.teacher else "ref_kl",
         )
         on_failure.pop_all()
     return parts
 
 
-def _tasks(run: RLRun) -> Curriculum:
-    section = run.config.algorithm.dynamic_filter
+def _tasks(run: RLRun, algorithm: Algorithm) -> Curriculum:
+    section = algorithm.dynamic_filter
     resting = section.rest_epochs or 0 if section else 0
-    data = run.config.data
-    return Curriculum(run.train.loader(shuffle=data.shuffle, seed=data.seed), resting)
+    plan = run.plan
+    shuffle = plan.said.data.shuffle
+    loader = run.train.loader(shuffle=shuffle, seed=plan.training.data_seed)
+    return Curriculum(loader, resting)

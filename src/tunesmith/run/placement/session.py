@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from tunesmith.config.commands import RMConfig
 from tunesmith.config.doors import Door
-from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.schema import RunConfig
 from tunesmith.config.values import parse_size
 from tunesmith.errors import ConfigError
 from tunesmith.records.facts import write_facts
@@ -118,19 +117,22 @@ def open_session(
             opened.
         metric: the metric that selects the best checkpoint, unless ``eval.metric`` names another.
     """
-    config: RunConfig = run.config
+    plan = run.plan
+    config: RunConfig = plan.said
     run_dir = run.directory
     metric = config.eval.metric or metric
     with ExitStack() as stack:
         stack.enter_context(handled())
-        facts = learning_facts(config, run.tokenizer, run.train, run.eval_items or ())
+        facts = learning_facts(plan, run.tokenizer, run.train, run.eval_items or ())
         write_facts(facts, run_dir.path)
         step = read_state(checkpoint)["step"] if checkpoint else None
-        every = config.monitor.every
+        every = plan.intervals.progress
         progress = open_progress(
-            config.train.steps, start=step or 0, live=config.monitor.progress, every=every
+            plan.steps, start=step or 0, live=config.monitor.progress, every=every
         )
-        sinks = open_sinks(config, run_dir, run.base_dir, step, progress.note)
+        sinks = open_sinks(
+            config.monitor, plan.settings, run_dir, run.base_dir, step, progress.note
+        )
         metrics = MetricsLog(run_dir.metrics, sinks, every, step)
         rollouts = open_rollout_log(run, step)
         if rollouts:
@@ -142,7 +144,8 @@ def open_session(
         if config.monitor.stall_after:
             stack.enter_context(Watchdog(timeline, config.monitor.stall_after, progress.note))
         yield Session(
-            total_steps=config.train.steps,
+            total_steps=plan.steps,
+            intervals=plan.intervals,
             eval=config.eval,
             checkpoint=config.checkpoint,
             publisher=open_publisher(config, run_dir, progress.note),
@@ -165,7 +168,7 @@ def open_rollout_log(run: OpenRun[Any, Any], step: int | None) -> RolloutLog | N
     """The rollout log; None in supervised training."""
     monitor = run.config.monitor
     tokenizer = run.tokenizer
-    if not isinstance(run.config, RLConfig):
+    if not run.plan.kind.rl:
         return None
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     size = parse_size(monitor.rollouts_size)
@@ -210,5 +213,5 @@ def run_result(run: OpenRun[Any, Any], session: Session) -> RunResult:
         best,
         next(filter(None, (judge.end() for judge in session.recorder.judges)), None),
         shown,
-        isinstance(run.config, RMConfig),
+        run.plan.said.command == "rm",
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tunesmith.config.objects import check_reference, load_object
-from tunesmith.config.resolved import settings
-from tunesmith.config.schema import RunConfig
+from tunesmith.config.schema import MonitorSection
 from tunesmith.errors import ConfigError, StorageError, about, boundary
 from tunesmith.records.redact import redact_values
 from tunesmith.records.run_dir import RunDir
@@ -39,7 +38,8 @@ def check_sinks(names: Sequence[str], base_dir: Path) -> None:
 
 
 def open_sinks(
-    config: RunConfig,
+    monitor: MonitorSection,
+    settings: Mapping[str, Any],
     run_dir: RunDir,
     base_dir: Path,
     resume_step: int | None,
@@ -51,14 +51,14 @@ def open_sinks(
         StorageError: a service cannot be reached, or a user's class raised an exception.
     """
     run = RunInfo(
-        name=config.monitor.run_name or run_dir.path.name,
+        name=monitor.run_name or run_dir.path.name,
         directory=run_dir.path,
-        settings=redact_values(settings(config)),
-        project=config.monitor.project,
-        tags=config.monitor.tags,
+        settings=redact_values(settings),
+        project=monitor.project,
+        tags=monitor.tags,
         resume_step=resume_step,
     )
-    return [Background(name, _open(name, run, base_dir), report) for name in config.monitor.sinks]
+    return [Background(name, _open(name, run, base_dir), report) for name in monitor.sinks]
 
 
 @about("monitor.sinks")

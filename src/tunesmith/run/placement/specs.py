@@ -1,4 +1,4 @@
-"""From a resolved configuration to the specs of its parts. Nothing below reads the configuration."""
+"""From a plan to the specs of its parts. Nothing below reads the plan."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tunesmith.config.commands import (
-    DistillConfig,
-    OfflineDistillConfig,
-    SampledDistillConfig,
-    SamplingConfig,
-)
+from tunesmith.config.commands import DistillConfig, OfflineDistillConfig, SamplingConfig
 from tunesmith.config.doors import load
 from tunesmith.config.optimizer import Muon
-from tunesmith.config.schema import ModelReward, RLConfig, RunConfig
-from tunesmith.config.section import known
+from tunesmith.config.schema import ModelReward, RLConfig, RolloutSection, RunConfig
+from tunesmith.config.system import SequenceParallelSection
 from tunesmith.plan.cost.price import USUAL_RANK
-from tunesmith.plan.plan import devices_of
+from tunesmith.plan.plan import AnyPlan, Plan
 from tunesmith.run.placement.base import EngineSpec
 from tunesmith.run.placement.models import Ends, ModelSpec, PredictSpec, TokenizerSpec
 from tunesmith.run.placement.planes import PlaneSpec
@@ -48,177 +43,186 @@ def load_tokenizer(config: RunConfig) -> Any:
     return tokenizer_spec(config).build()
 
 
-def model_spec(config: RunConfig, *, frozen: bool = False) -> ModelSpec:
+def model_spec(plan: AnyPlan, *, frozen: bool = False) -> ModelSpec:
     """The run's model, with the adapter that ``[lora]`` asks for."""
-    system = config.system
-    rollout = config.rollout if isinstance(config, RLConfig) else None
+    said = plan.said
+    devices = plan.devices
+    rollout: RolloutSection | None = said.rollout if said.rl else None
     return replace(
-        frozen_spec(config, config.model.path, "model.path"),
+        frozen_spec(plan, said.model.path, "model.path"),
         frozen=frozen,
-        quantize=config.model.quantize,
-        zero_stage=system.zero_stage,
-        shard_size=known(system, "shard_size") or 1,
-        streams=not frozen and system.offload_parameters,
-        compile=system.compile,
-        liger=system.kernels == "liger",
-        threads=system.threads,
-        lora=config.lora if config.lora.on else None,
-        seed=config.train.seed,
+        quantize=said.model.quantize,
+        zero_stage=devices.zero_stage,
+        shard_size=devices.shard_size or 1,
+        streams=not frozen and plan.memory.offload_parameters,
+        compile=devices.compile,
+        liger=said.system.kernels == "liger",
+        threads=devices.threads,
+        lora=said.lora if said.lora.on else None,
+        seed=said.train.seed,
         ends=Ends(rollout.stop_token_ids, rollout.stop) if rollout else Ends(),
     )
 
 
-def frozen_spec(config: RunConfig, path: str, key: str) -> ModelSpec:
+def frozen_spec(plan: AnyPlan, path: str, key: str) -> ModelSpec:
     """Another language model, computed like the run's own but never trained: a teacher or a draft
     model."""
+    devices = plan.devices
     return ModelSpec(
         path,
-        config.model.dtype,
-        config.system.device,
+        devices.dtype,
+        devices.device,
         key,
         frozen=True,
-        trust_remote_code=config.model.trust_remote_code,
-        sequence=config.system.sequence_parallel,
+        trust_remote_code=plan.said.model.trust_remote_code,
+        sequence=SequenceParallelSection(
+            type="ring" if devices.ring else "ulysses", size=devices.sequence
+        ),
     )
 
 
-def predict_spec(config: RunConfig) -> PredictSpec:
-    chunk = config.system.logprob_chunk
-    if not isinstance(config, RLConfig):
+def predict_spec(plan: AnyPlan) -> PredictSpec:
+    chunk = plan.said.system.logprob_chunk
+    if plan.algorithm is None:
         return PredictSpec(chunk=chunk)
-    return PredictSpec(config.rollout.temperature, bool(config.algorithm.entropy_coef), chunk)
+    return PredictSpec(plan.sampling.temperature, bool(plan.algorithm.entropy_coef), chunk)
 
 
-def trainer_spec(config: RunConfig) -> TrainerSpec:
+def trainer_spec(plan: AnyPlan) -> TrainerSpec:
     """The model of a run that trains, with its reference, teacher or value head."""
-    apart = devices_of(config).reference_apart
-    shared_trunk = isinstance(config, RLConfig) and config.critic.shared_trunk
-    optimizer = optimizer_spec(config)
-    if isinstance(config, RLConfig) and shared_trunk and config.critic.lr:
-        optimizer = replace(optimizer, head_lr_ratio=config.critic.lr / config.train.lr)
+    said: RunConfig = plan.said
+    devices = plan.devices
+    apart = devices.reference_apart
+    critic = plan.training.critic
+    value_head: bool = plan.kind.rl and plan.said.critic.shared_trunk
+    optimizer = optimizer_spec(plan)
+    if value_head and critic:
+        optimizer = replace(optimizer, head_lr_ratio=critic.lr / plan.training.lr)
+    # With an adapter, the reference is the same model without it.
+    beside = devices.kind.reference and not apart
     return TrainerSpec(
-        model_spec(config),
-        tokenizer_spec(config),
+        model_spec(plan),
+        tokenizer_spec(said),
         optimizer,
-        predict_spec(config),
-        ranks=config.system.trainer_ranks,
-        # With an adapter, the reference is the same model without it.
-        reference=model_spec(config, frozen=True)
-        if devices_of(config).kind.reference and not apart
-        else None,
-        offload_reference=config.system.offload_reference,
-        reference_apart=reference_spec(config) if apart else None,
-        teacher=teacher_spec(config)
-        if isinstance(config, DistillConfig | OfflineDistillConfig)
-        else None,
-        value_head=shared_trunk,
-        shares_gpu=devices_of(config).critic_beside,
-        plane=plane_spec(config),
+        predict_spec(plan),
+        ranks=devices.trainer_ranks,
+        reference=model_spec(plan, frozen=True) if beside else None,
+        offload_reference=plan.memory.offload_reference,
+        reference_apart=reference_spec(plan) if apart else None,
+        teacher=teacher_spec(plan) if plan.kind.teacher else None,
+        value_head=value_head,
+        shares_gpu=devices.critic_beside,
+        plane=plane_spec(plan),
     )
 
 
-def optimizer_spec(config: RunConfig) -> OptimizerSpec:
-    train = config.train
-    system = config.system
+def optimizer_spec(plan: AnyPlan) -> OptimizerSpec:
+    train = plan.said.train
+    memory = plan.memory
     return OptimizerSpec(
         train.weight_decay,
         train.betas,
         train.eps,
         train.max_grad_norm,
         train.optimizer if isinstance(train.optimizer, Muon) else None,
-        offload=system.offload_optimizer,
+        offload=memory.offload_optimizer,
         ema_decay=train.ema_decay,
-        gradient_checkpointing=system.gradient_checkpointing,
-        offload_activations=system.offload_activations,
+        gradient_checkpointing=memory.checkpointing,
+        offload_activations=memory.offload_activations,
         seed=train.seed,
     )
 
 
-def critic_spec(config: RLConfig) -> TrainerSpec:
+def critic_spec(plan: Plan[RLConfig]) -> TrainerSpec:
     """A value model of its own; its adapter is new, even if the policy continues one."""
-    lora = config.lora
+    said = plan.said
+    lora = said.lora
     if lora.path is not None:
         lora = lora.model_copy(update={"path": None, "rank": lora.rank or USUAL_RANK})
-    path = config.critic.path
+    path = said.critic.path
     model = replace(
-        model_spec(config),
-        path=path or config.model.path,
+        model_spec(plan),
+        path=path or said.model.path,
         key="critic.path" if path else "model.path",
         scores=True,
         lora=lora if lora.on else None,
     )
     optimizer = replace(
-        optimizer_spec(config), max_grad_norm=config.critic.max_grad_norm, ema_decay=None
+        optimizer_spec(plan), max_grad_norm=said.critic.max_grad_norm, ema_decay=None
     )
     return TrainerSpec(
         model,
-        tokenizer_spec(config),
+        tokenizer_spec(said),
         optimizer,
         role="critic",
-        shares_gpu=devices_of(config).critic_beside,
-        ranks=config.system.trainer_ranks,
-        offload_reference=config.system.offload_reference,
+        shares_gpu=plan.devices.critic_beside,
+        ranks=plan.devices.trainer_ranks,
+        offload_reference=plan.memory.offload_reference,
     )
 
 
-def reference_spec(config: RunConfig) -> ReferenceSpec:
+def reference_spec(plan: AnyPlan) -> ReferenceSpec:
     """The reference, if it has its own processes."""
-    shards = devices_of(config).scoring_shards("ref")
-    own = config.system.sequence_parallel.model_copy(update={"size": 1})
-    model = replace(model_spec(config, frozen=True), zero_stage=3, shard_size=shards, sequence=own)
-    copies = devices_of(config).scoring_processes("ref") // shards
-    return ReferenceSpec(model, tokenizer_spec(config), predict_spec(config), copies)
+    devices = plan.devices
+    shards = devices.scoring_shards("ref")
+    model = model_spec(plan, frozen=True)
+    alone = model.sequence.model_copy(update={"size": 1})
+    model = replace(model, zero_stage=3, shard_size=shards, sequence=alone)
+    copies = devices.scoring_processes("ref") // shards
+    return ReferenceSpec(model, tokenizer_spec(plan.said), predict_spec(plan), copies)
 
 
-def teacher_spec(config: DistillConfig | OfflineDistillConfig) -> TeacherSpec:
-    path = config.teacher.path
-    compared = isinstance(config, SampledDistillConfig | OfflineDistillConfig)
-    sampled = isinstance(config, SampledDistillConfig)
+def teacher_spec(plan: AnyPlan) -> TeacherSpec:
+    said: DistillConfig | OfflineDistillConfig = plan.said
+    path = said.teacher.path
+    compared = plan.training.distillation
     return TeacherSpec(
-        frozen_spec(config, path, "teacher.path"),
-        TokenizerSpec(path, "teacher.path", trust_remote_code=config.model.trust_remote_code),
-        config.model.path,
-        config.distill.top_k if compared else None,
-        config.rollout.temperature if sampled else 1.0,
-        config.system.offload_reference,
+        frozen_spec(plan, path, "teacher.path"),
+        TokenizerSpec(path, "teacher.path", trust_remote_code=said.model.trust_remote_code),
+        said.model.path,
+        compared.top_k if compared else None,
+        plan.sampling.temperature if compared and plan.kind.rl else 1.0,
+        plan.memory.offload_reference,
     )
 
 
-def scorer_spec(config: RLConfig | SamplingConfig, entry: ModelReward) -> ScorerSpec:
-    system = config.system
-    shards = devices_of(config).scoring_shards("reward")
+def scorer_spec(plan: AnyPlan, entry: ModelReward) -> ScorerSpec:
+    said: RLConfig | SamplingConfig = plan.said
+    devices = plan.devices
+    shards = devices.scoring_shards("reward")
+    assert plan.memory.reward is not None, "there is a reward model"
     return ScorerSpec(
         entry,
-        config.model.dtype,
-        system.device,
-        system.reward_max_tokens,
-        chat=config.data.chat,
-        trust_remote_code=config.model.trust_remote_code,
-        offload=isinstance(config, RLConfig) and system.offload_reference,
-        copies=devices_of(config).scoring_processes("reward") // shards,
+        devices.dtype,
+        devices.device,
+        plan.memory.reward,
+        chat=said.data.chat,
+        trust_remote_code=said.model.trust_remote_code,
+        offload=plan.kind.rl and plan.memory.offload_reference,
+        copies=devices.scoring_processes("reward") // shards,
         shards=shards,
-        restarts=system.trainer_restarts,
+        restarts=said.system.trainer_restarts,
     )
 
 
-def plane_spec(config: RunConfig) -> PlaneSpec | None:
+def plane_spec(plan: AnyPlan) -> PlaneSpec | None:
     """How weights reach engines in other processes; None: there are none."""
-    system = config.system
-    if not config.samples or not devices_of(config).engines_apart or system.engine_kind.served:
+    devices = plan.devices
+    if not plan.kind.samples or not devices.engines_apart or devices.engine.served:
         return None
-    kind = system.weight_plane or "memory"
+    kind: Any = devices.weight_plane or "memory"
     return PlaneSpec(
         kind,
-        devices_of(config).publishing_ranks,
-        merged=system.adapter_sync != "adapter",
-        as_stored=system.engine_kind.third_party,
-        copy_on_gpu=system.weight_copy == "gpu",
-        directory=system.engine_directory if kind == "disk" else None,
-        ranks_per_engine=devices_of(config).ranks_per_engine,
+        devices.publishing_ranks,
+        merged=devices.adapter_sync != "adapter",
+        as_stored=devices.engine.third_party,
+        copy_on_gpu=devices.weight_copy == "gpu",
+        directory=plan.said.system.engine_directory if kind == "disk" else None,
+        ranks_per_engine=devices.ranks_per_engine,
     )
 
 
-def engine_spec(config: RunConfig) -> EngineSpec:
+def engine_spec(plan: AnyPlan) -> EngineSpec:
     """The engine that ``[system]`` asks for."""
-    make: Callable[[RunConfig], EngineSpec] = load(config.system.engine_kind.spec)
-    return make(config)
+    make: Callable[[AnyPlan], EngineSpec] = load(plan.devices.engine.spec)
+    return make(plan)

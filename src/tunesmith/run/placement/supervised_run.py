@@ -35,7 +35,7 @@ from tunesmith.run.loop.learner import Learner
 from tunesmith.run.loop.parts import SupervisedParts
 from tunesmith.run.loop.supervised import evaluate
 from tunesmith.run.placement.base import Report
-from tunesmith.run.placement.learners import make_learner
+from tunesmith.run.placement.learners import make_learner, policy_rate
 from tunesmith.run.placement.opening import OpenRun
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.placement.session import RunResult, kept_on_interrupt, open_session, run_result
@@ -79,13 +79,13 @@ class Setup(Generic[T]):
         keep_groups: bool = False,
     ) -> Learner:
         """A learner with its model loaded. Args: spec: if it is not the run's as it is."""
-        config = self.run.config
+        plan = self.run.plan
         return make_learner(
-            config,
-            self.placement.trainer(spec or trainer_spec(config)),
+            plan,
+            self.placement.trainer(spec or trainer_spec(plan)),
             self.report,
             aggregation,
-            config.train.steps,
+            policy_rate(plan, len(self.run.train)),
             keep_groups=keep_groups,
         )
 
@@ -106,16 +106,17 @@ class Setup(Generic[T]):
         Args:
             without: name prefixes of metrics that evaluations omit.
         """
-        config: RunConfig = self.run.config
+        plan = self.run.plan
         items = held_out or self.run.eval_items
-        data = config.data
         train = train or self.run.train
+        training = plan.training
+        assert training.batch is not None, "the run trains"
         return SupervisedParts(
             items=train.loader(
-                config.train.batch_size,
-                shuffle=data.shuffle,
-                seed=data.seed,
-                draws=draws(config, len(train)),
+                training.batch,
+                shuffle=plan.said.data.shuffle,
+                seed=training.data_seed,
+                draws=draws(training, len(train)),
             ),
             learner=learner,
             objective=objective,
@@ -143,13 +144,15 @@ def _sft(setup: Setup[Sample]) -> SupervisedParts[Sample]:
 
 def _distill(setup: Setup[Sample]) -> SupervisedParts[Sample]:
     learner = setup.learner("token_mean")
-    return setup.parts(learner, DistillationObjective(setup.run.config.distill.alpha), Batch.of)
+    distillation = setup.run.plan.training.distillation
+    assert distillation is not None, "there is a teacher"
+    return setup.parts(learner, DistillationObjective(distillation.alpha), Batch.of)
 
 
 def _rm(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
     run = setup.run
     config = setup.run.config
-    spec = trainer_spec(config)
+    spec = trainer_spec(run.plan)
     padding = padding_token(run.tokenizer, run.train.items)
     model = replace(spec.model, scores=True)
     learner = setup.learner(spec=replace(spec, model=model, padding=padding), keep_groups=True)

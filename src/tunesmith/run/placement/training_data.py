@@ -15,7 +15,6 @@ from tunesmith.config.commands import (
     RMConfig,
 )
 from tunesmith.config.schema import DataSection, RunConfig, SFTConfig
-from tunesmith.config.section import known
 from tunesmith.errors import ConfigError
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.preference import (
@@ -35,7 +34,7 @@ from tunesmith.types import Sample, Tokenizer
 def _load_pairs(
     config: RMConfig | DPOConfig, tokenizer: Tokenizer, data: DataSection, source: Sources
 ) -> Prepared[Comparison]:
-    room = known(config.system, "max_tokens_per_microbatch")
+    room = config.system.max_tokens_per_microbatch
     share = config.system.share_prompts
     read = partial(load_pairs, data, source, tokenizer, room=room, share=share)
     if isinstance(config, DPOConfig):

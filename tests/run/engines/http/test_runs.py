@@ -17,6 +17,9 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import open_plan
 from tunesmith.plan.rules.checks import check
 from tunesmith.run.offline.generate import run_generate
 from tunesmith.run.placement import run_rl
@@ -149,5 +152,6 @@ def test_how_often_servers_may_be_lost_can_be_said(tmp_path: Path, model: Path) 
     said = [*rl_settings(tmp_path, model), "system.engine=sglang", HERE, "system.engine_restarts=2"]
     config = load_config(RLConfig, None, said)
     check(config)
-    pool: Any = engine_spec(config).around(WeightSource(CausalLM.load(model)), print, None)
+    plan = open_plan(config, Facts(read_hardware()))
+    pool: Any = engine_spec(plan).around(WeightSource(CausalLM.load(model)), print, None)
     assert pool._restarts_left == 2

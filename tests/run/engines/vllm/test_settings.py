@@ -69,17 +69,17 @@ def refused(*overrides: str, facts: Facts = FACTS) -> str:
 
 def test_caching_and_compilation_are_derived_with_reasons() -> None:
     found = resolved()
-    assert (found.config.system.vllm.prefix_caching, found.config.system.vllm.eager) == (True, True)
-    reasons = {d.key: d.reason for d in found.derived}
+    assert (found.settings["system.vllm.prefix_caching"], found.settings["system.vllm.eager"]) == (
+        True,
+        True,
+    )
+    reasons = {d.key: d.reason for d in found.reasons}
     assert "share its prefill" in reasons["system.vllm.prefix_caching"]
     assert "CPU" in reasons["system.vllm.eager"]
-    assert resolve(found.config, FACTS).config == found.config
-    alone = resolved("rollout.group_size=1", 'algorithm.name="reinforce"').config.system.vllm
+    alone = resolved("rollout.group_size=1", 'algorithm.name="reinforce"').vllm
     assert alone.prefix_caching is False
-    assert resolved(facts=ON_GPUS).config.system.vllm.eager is False
-    said = resolved(
-        "system.vllm.eager=false", "system.vllm.prefix_caching=false"
-    ).config.system.vllm
+    assert resolved(facts=ON_GPUS).settings["system.vllm.eager"] is False
+    said = resolved("system.vllm.eager=false", "system.vllm.prefix_caching=false").vllm
     assert (said.prefix_caching, said.eager) == (False, False)
 
 
@@ -92,16 +92,19 @@ def test_runs_that_only_sample_have_them_too(kind: Any, samples: int) -> None:
         "sampling.max_new_tokens=20",
     ]
     asked = [f"sampling.n={samples}"] if kind is GenerateConfig else ["rft.threshold=1"]
-    config = resolve(load_config(kind, None, [*base, *asked]), FACTS).config
-    assert (config.system.vllm.prefix_caching, config.system.vllm.eager) == (samples > 1, True)
+    config = resolve(load_config(kind, None, [*base, *asked]), FACTS)
+    assert (
+        config.settings["system.vllm.prefix_caching"],
+        config.settings["system.vllm.eager"],
+    ) == (samples > 1, True)
     given = vllm_settings(config)
     assert given["eager"] and given["prefix_caching"] == (samples > 1)
 
 
 def test_what_scores_given_answers_starts_no_engine() -> None:
     base = [word for word in BASE if not word.startswith("rollout")]
-    found = resolve(load_config(GenerateConfig, None, [*base, 'output.kind="score"']), FACTS).config
-    assert settings(found)["system.vllm.eager"] is None
+    found = resolve(load_config(GenerateConfig, None, [*base, 'output.kind="score"']), FACTS)
+    assert found.settings["system.vllm.eager"] is None
 
 
 def test_arguments_of_its_own_reach_vllm_and_ranks_stay_on_their_machine() -> None:
@@ -115,10 +118,15 @@ def test_arguments_of_its_own_reach_vllm_and_ranks_stay_on_their_machine() -> No
     )
     assert (
         load_config(RLConfig, None, [*BASE, said]).system.vllm.extra
-        == found.config.system.vllm.extra
+        == found.settings["system.vllm.extra"]
     )
-    assert tomllib.loads(config_text(found))["system"]["vllm"]["extra"]["max_logprobs"] == 5
-    given = engine_arguments(VllmSettings(**vllm_settings(found.config)))
+    assert (
+        tomllib.loads(config_text(found.given, found.reasons))["system"]["vllm"]["extra"][
+            "max_logprobs"
+        ]
+        == 5
+    )
+    given = engine_arguments(VllmSettings(**vllm_settings(found)))
     assert (given["max_logprobs"], given["attention_config"]) == (5, {"backend": "FLASH_ATTN"})
     assert given["cudagraph_capture_sizes"] == [1, 8]
     assert given["distributed_executor_backend"] == "mp"
@@ -161,18 +169,18 @@ def test_names_that_vllm_does_not_have() -> None:
 
 def test_the_table_is_spelt_out_and_reads_back() -> None:
     found = resolved("system.vllm.max_model_len=100", "system.vllm.tensor_parallel_size=2")
-    text = config_text(found)
+    text = config_text(found.given, found.reasons)
     assert (
         "[system.vllm]\n" in text and "max_model_len = 100" in text and "# eager = true  # " in text
     )
     said = found.given
     assert said["system.vllm.tensor_parallel_size"] == 2
-    assert settings(found.config)["system.vllm.pipeline_parallel_size"] == 1
+    assert found.settings["system.vllm.pipeline_parallel_size"] == 1
     assert not any(isinstance(v, dict) for k, v in said.items() if k.startswith("system.vllm"))
 
 
 def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
-    found = settings(resolved("system.vllm.memory_share=0.5", facts=ON_GPUS).config)
+    found = resolved("system.vllm.memory_share=0.5", facts=ON_GPUS).settings
     assert found["system.vllm.memory_share"] == 0.5 and found["system.kv_memory"] is None
     assert "leave one out" in refused(
         "system.vllm.memory_share=0.5", 'system.kv_memory="1GB"', facts=ON_GPUS
@@ -255,7 +263,7 @@ def test_ranks_divide_the_heads_and_have_devices() -> None:
     )
     apart = refused("system.vllm.tensor_parallel_size=2", "system.hybrid=false", facts=ON_GPUS)
     assert "take 3 GPUs, and this process sees 2" in apart
-    assert resolved("system.vllm.tensor_parallel_size=2", facts=ON_GPUS).config.system.hybrid
+    assert resolved("system.vllm.tensor_parallel_size=2", facts=ON_GPUS).settings["system.hybrid"]
     on_one = replace(FACTS, hardware=replace(CPU, gpus=(GPU,)))
     assert "2 ranks, and this machine has 1 GPUs" in refused(
         "system.vllm.pipeline_parallel_size=2", facts=on_one
@@ -286,13 +294,13 @@ def test_guesses_and_rounding_are_allowed_where_they_are_right() -> None:
     draft = 'system.draft_model="org/d"'
     ngrams = "system.vllm.extra={speculative_config={method='ngram'}}"
     for alone in (draft, ngrams):
-        assert resolved(alone, facts=ON_GPUS).config.system.engine == "vllm"
+        assert resolved(alone, facts=ON_GPUS).settings["system.engine"] == "vllm"
         assert "with vLLM on a CPU" in refused(alone)
     assert "leave one out" in refused(draft, ngrams, facts=ON_GPUS)
     rounding = ('algorithm.correction="token_truncate"', 'model.dtype="bfloat16"')
-    assert resolved(
-        'system.vllm.quantization="fp8_per_channel"', *rounding
-    ).config.algorithm.decoupled
+    assert resolved('system.vllm.quantization="fp8_per_channel"', *rounding).settings[
+        "algorithm.decoupled"
+    ]
     assert "no kernel for it on a CPU" in refused(
         'system.vllm.quantization="fp8_per_tensor"', *rounding
     )
@@ -337,7 +345,7 @@ def test_sequences_past_the_switch_of_longrope_need_the_embedded_engine(engine: 
     facts = replace(FACTS, model=replace(MODEL, switch=60))
     longer = replace(facts, longest=41)
     if engine == "vllm":
-        assert resolved(facts=facts).config.system.vllm.max_model_len == 60
+        assert resolved(facts=facts).settings["system.vllm.max_model_len"] == 60
         assert "max_model_len = 61" in refused("system.vllm.max_model_len=61", facts=facts)
         assert refused(facts=longer).count("longrope") == 1
     else:
