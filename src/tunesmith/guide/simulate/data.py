@@ -47,14 +47,11 @@ def items_of(config: RunConfig, longest: int, tokens: int) -> list[Any]:
             return [Comparison((next(each), next(each)), values) for _ in range(least)]
         case KTOConfig():
             each = samples(longest, longest - 1)
-            return [
-                Comparison((next(each), next(each)), {"side": (1.0, 1.0)}) for _ in range(least)
-            ]
+            values = {"side": (1.0, 1.0)}
+            return [Comparison((next(each), next(each)), values) for _ in range(least)]
         case PRMConfig():
-            return [
-                Solution([next(numbers)] * (longest - 2), (longest - 3,), (1.0,))
-                for _ in range(least)
-            ]
+            ids = [[next(numbers)] * (longest - 2) for _ in range(least)]
+            return [Solution(each, (longest - 3,), (1.0,)) for each in ids]
         case _:
             each = samples(longest, longest - 1)
             return [next(each) for _ in range(least)]

@@ -197,9 +197,8 @@ class DryRun:
         for learner in learners:
             backend = _backend_here(learner)
             self.device.assign("optimizer", backend.optimizer.state().values())
-            self.device.assign(
-                "weights", [*backend.model.module.parameters(), *backend.model.module.buffers()]
-            )
+            module = backend.model.module
+            self.device.assign("weights", [*module.parameters(), *module.buffers()])
             reference: Passes[Decoder] | None = backend.reference
             if isinstance(learner.backend, RankedBackend) and learner.backend.references:
                 reference = learner.backend.references[0].get("passes")
@@ -218,9 +217,8 @@ class DryRun:
             optimizer = _backend_here(learner).optimizer
             for key, parameter in optimizer.parameters.items():
                 if not in_host_memory(parameter):
-                    parameter.register_post_accumulate_grad_hook(
-                        partial(name, master=optimizer.masters[key])
-                    )
+                    named = partial(name, master=optimizer.masters[key])
+                    parameter.register_post_accumulate_grad_hook(named)
 
 
 def _backend_here(learner: Learner) -> TorchBackend[Any]:
@@ -253,10 +251,8 @@ def check_dry_run(plan: AnyPlan) -> None:
     }
     others = [key for key, unknown in asked.items() if unknown]
     if others:
-        raise ConfigError(
-            f"--dry-run cannot simulate {', '.join(others)}. Set another value, or see what is planned for it: "
-            "tunesmith plan"
-        )
+        advice = "Set another value, or see what is planned for it: tunesmith plan"
+        raise ConfigError(f"--dry-run cannot simulate {', '.join(others)}. {advice}")
 
 
 def dry_run(plan: AnyPlan) -> dict[str, dict[str, DryPhase]]:
@@ -311,6 +307,5 @@ def _gpu_of(plan: AnyPlan, role: Role) -> str:
 
 async def _sample(engine: RolloutEngine, groups: Sequence[Any]) -> None:
     sampling = Sampling(3, ignore_eos=True)
-    await asyncio.gather(
-        *(engine.generate(g.task.prompt_ids, sampling) for g in groups for _ in g.rollouts)
-    )
+    prompts = [group.task.prompt_ids for group in groups for _ in group.rollouts]
+    await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))

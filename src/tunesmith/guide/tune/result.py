@@ -105,9 +105,9 @@ class Result:
         }
 
 
-def _gain(found: Interval) -> dict[str, float]:
-    gain, low, high = found.gain
-    return {"times_as_fast": gain, "from": low, "to": high, "pairs": found.pairs}
+def _gain(times: Interval) -> dict[str, float]:
+    gain, low, high = times.gain
+    return {"times_as_fast": gain, "from": low, "to": high, "pairs": times.pairs}
 
 
 def trial_text(trial: Trial) -> str:
@@ -126,10 +126,10 @@ def move_text(values: Values) -> str:
     return ", ".join(f"{key} = {text}" for key, text in texts.items())
 
 
-def gain_text(found: Interval) -> str:
+def gain_text(times: Interval) -> str:
     """``1.84× (1.79–1.90) as fast, 5 pairs``."""
-    gain, low, high = found.gain
-    return f"{gain:.2f}× ({low:.2f}–{high:.2f}) as fast, {found.pairs} pairs"
+    gain, low, high = times.gain
+    return f"{gain:.2f}× ({low:.2f}–{high:.2f}) as fast, {times.pairs} pairs"
 
 
 @dataclass(slots=True)
@@ -178,10 +178,8 @@ def check_files(file: Path, report: Path) -> None:
     check_output(report, "--output, whose report is", "", streams=False)
     full = report.exists() and report.stat().st_size
     if full and not {"trials", "derived"} <= remembered(report).keys():
-        raise ConfigError(
-            f"{report}, where the report would go, is there already, and was not written by "
-            "tunesmith tune; name another --output"
-        )
+        why = "is there already, and was not written by tunesmith tune"
+        raise ConfigError(f"{report}, for the report, {why}; name another --output")
 
 
 def write_run_file(result: Result, run: Path, overrides: list[str], file: Path) -> None:

@@ -160,11 +160,8 @@ class Tuning:
 
     def _layouts(self, best: Values) -> Iterator[tuple[Values, Values]]:
         """Layouts, each with the settings derived for it; all other settings stay."""
-        kept = {
-            key: value
-            for key, value in best.items()
-            if key not in OF_THE_LAYOUT and value != self.derived[key]
-        }
+        changed = self._changed(best)
+        kept = {key: value for key, value in changed.items() if key not in OF_THE_LAYOUT}
         found: Iterator[Values] = iter(()) if self.shape.gpu else layouts_here(self.shape)
         plan = open_plan(self.config, self.facts)
         if gpus_of_run(plan) > 1:
@@ -217,9 +214,9 @@ class Tuning:
         """Whether another trial fits into the time limit."""
         left = self.bench.ends - time.monotonic()
         if self.bench.is_over or left < self.trial_seconds:
+            needed = f"one takes about {duration(self.trial_seconds)}"
             self.say(
-                f"no further trial is begun: one takes about {duration(self.trial_seconds)}, and "
-                f"{duration(max(0.0, left))} are left for trials"
+                f"no further trial is begun: {needed}, and {duration(max(0.0, left))} are left"
             )
             return False
         return True
@@ -325,8 +322,7 @@ class Tuning:
         if not outcome.faster:
             gain = outcome.status if outcome.interval is None else gain_text(outcome.interval)
             self.say(
-                "measured again, the best settings are no longer faster than the run file's: "
-                f"{gain}"
+                f"measured again, the best settings are not faster than the run file's: {gain}"
             )
             self.best = self.given
             self.accepted = []
@@ -404,10 +400,8 @@ def _first_step(first: Arm, minutes: float, say: Callable[[str], None]) -> float
     except TrialEnded as ended:
         problem = f"the run does not work with the settings that are derived for it: {ended}"
         if ended.status == "slow":
-            problem = (
-                "nothing was measured: the run's first step did not end within --minutes "
-                f"{minutes:g}. Give it several times as long, such as --minutes {10 * minutes:g}"
-            )
+            late = f"the run's first step did not end within --minutes {minutes:g}"
+            problem = f"nothing was measured: {late}. Give it --minutes {10 * minutes:g} or so"
         raise ConfigError(problem) from None
     step = time.monotonic() - began
     say(f"starting takes {duration(first.starting)}, a step {duration(step)}")
