@@ -4,6 +4,7 @@
 says what a setting or a metric is, ``names`` knows other frameworks' words, ``simulate`` runs steps
 on GPUs that are not there, ``recipes`` holds the demo.
 
-Stands on every wing; none of them needs it. What they use of it registers at a door
+Stands on every wing; none of them needs it. Start in ``tune/tuning.py``, or where a command is,
+in ``commands``. What the trainer uses of it registers at a door
 (``config.doors``): answers to unknown keys, commands, dry runs, uploads to the hub.
 """

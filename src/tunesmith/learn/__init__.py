@@ -4,5 +4,6 @@
 ``Batch`` and its micro-batches, ``rewards`` and ``environments`` the tasks, ``usercode`` the
 running of a user's code within deadlines. Start in ``algorithms/objective.py``.
 
-Stands on ``models`` (forests), ``config`` and ``types``.
+Stands on ``models`` (forests), ``config``, ``records`` (HTTP, waits, files), ``types`` and
+``costs``.
 """

@@ -4,7 +4,7 @@ export.
 ``parallel`` shards models that do not fit on one device, ``kernels`` computes the same faster,
 ``cpu`` holds the compiled functions for CPUs. Start in ``causal_lm``.
 
-Stands on ``config``, ``types`` and ``costs``.
+Stands on ``plan`` (facts of models and CPUs), ``config``, ``types`` and ``costs``.
 """
 
 import logging

@@ -5,5 +5,5 @@ run is, ``devices`` what its processes share; a ``plan`` has both, and the plann
 plans. ``cost`` prices them, ``layout`` and ``derive`` choose among them, ``rules`` refuse, and
 ``report`` shows.
 
-Stands on ``config`` and ``costs``; imports no torch.
+Stands on ``config``, ``records`` (files, texts), ``types`` and ``costs``; imports no torch.
 """

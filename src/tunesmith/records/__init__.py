@@ -3,5 +3,5 @@
 ``metrics`` and ``run_dir`` are the places to start. ``report`` and ``doctor`` read the records of a
 run. Files are written through ``storage``, and secrets are hidden by ``redact``.
 
-Stands on ``types``, ``errors`` and ``costs``; imports no torch.
+Stands on ``errors`` alone; imports no torch.
 """

@@ -195,15 +195,13 @@ def test_a_pass_that_failed_leaves_nothing_behind(path: Path) -> None:
     assert stepped(here, 1) == stepped(there, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         (),
-        pytest.param(
-            ("system.gradient_checkpointing=true", "system.offload_activations=true"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(("lora.rank=4",), marks=pytest.mark.slow),
+        ("system.gradient_checkpointing=true", "system.offload_activations=true"),
+        ("lora.rank=4",),
     ],
 )
 def test_no_host_waits_for_weights(tmp_path: Path, options: tuple[str, ...]) -> None:
