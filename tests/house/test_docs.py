@@ -31,6 +31,7 @@ from tests.support.documents import (
     links,
 )
 from tests.support.key_tables import check_row
+from tests.support.machine_facts import CPU
 from tests.support.tiny_preferences import lines_of
 from tests.support.tiny_rewards import save_reward_model
 from tests.support.tiny_runs import write_lines
@@ -43,7 +44,6 @@ from tunesmith.config.schema import ModelReward, RemoteReward, RLConfig, Source
 from tunesmith.config.section import Section
 from tunesmith.learn.data.prepare import peek
 from tunesmith.learn.environments.loading import check_environment
-from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import AnyPlan
@@ -100,7 +100,7 @@ def resolved(path: Path, *overrides: str) -> AnyPlan:
     peek(config.data, config.data.train, config.goal)
     model = Path(config.model.path)
     facts = read_model_facts(model) if model.is_dir() else None
-    return resolve(config, Facts(read_hardware(), facts))
+    return resolve(config, Facts(CPU, facts))
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=named)

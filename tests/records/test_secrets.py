@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.machine_facts import CPU
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.main import app
 from tunesmith.config.continuing import changes
@@ -18,7 +19,6 @@ from tunesmith.config.load import load_config
 from tunesmith.config.resolved import print_resolved, save_resolved
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, EngineError
-from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.metrics import JsonLines
@@ -43,7 +43,7 @@ def clean(text: str) -> bool:
 def test_settings_are_shown_and_saved_without_secrets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    resolved = resolve(load_config(RLConfig, None, SETTINGS), Facts(read_hardware()))
+    resolved = resolve(load_config(RLConfig, None, SETTINGS), Facts(CPU))
     assert resolved.said.reward.remote[0].urls == (URL,)  # the run has the real one
     print_resolved(resolved.listing, all_of_it=True)
     save_resolved(resolved.listing, tmp_path)
@@ -58,7 +58,7 @@ def test_settings_are_shown_and_saved_without_secrets(
 
 
 def test_a_hidden_secret_is_refused_where_a_real_one_is_needed(tmp_path: Path) -> None:
-    resolved = resolve(load_config(RLConfig, None, SETTINGS), Facts(read_hardware()))
+    resolved = resolve(load_config(RLConfig, None, SETTINGS), Facts(CPU))
     save_resolved(resolved.listing, tmp_path)
     with pytest.raises(ConfigError, match=r"reward.remote\[0\].urls\[0\].*write the real one"):
         load_config(RLConfig, tmp_path / "config.toml")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.machine_facts import CPU
 from tunesmith.cli.main import app
 from tunesmith.config.commands import KINDS, all_keys
 from tunesmith.config.load import find_kind, load_config
@@ -22,7 +23,6 @@ from tunesmith.guide.recipes.start import HELD_OUT, STARTS, TRAIN, make_tiny_mod
 from tunesmith.learn.data.prepare import peek
 from tunesmith.learn.environments.loading import check_environment
 from tunesmith.plan.facts.families import REFUSED, families
-from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
@@ -50,7 +50,7 @@ def test_every_start_is_a_run_file_that_resolves(
     if task not in ("dpo", "kto"):  # their sections say it
         assert find_kind(run) in (kind, KINDS["sft"])
     config = load_config(kind, run)
-    resolve(config, Facts(read_hardware(), read_model_facts(tiny_model)))
+    resolve(config, Facts(CPU, read_model_facts(tiny_model)))
     for data, count in ((config.data.train, TRAIN), (config.data.eval, HELD_OUT)):
         if data is not None:
             peek(config.data, data, config.goal)

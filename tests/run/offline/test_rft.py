@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import tiny
+from tests.support.machine_facts import CPU
 from tests.support.tiny_runs import REWARDS, same_tensors, sums, untimed, write_lines
 from tunesmith.config.commands import RFTConfig
 from tunesmith.config.load import find_kind, load_config
@@ -21,7 +22,6 @@ from tunesmith.guide.recipes.unit_conversion import ANSWER, questions, write
 from tunesmith.learn.data.prepare import load_samples, load_tasks
 from tunesmith.learn.data.prompts import PromptEncoder, read_shots
 from tunesmith.plan.derive.generation import rft_warmup
-from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.interrupts import Interrupted
@@ -75,7 +75,7 @@ def rft(step: Any, folder: Path, model: Path, *overrides: str) -> RFTOutcome:
 
 def resolved(*overrides: str) -> Any:
     base = ["model.path=org/model", "data.train=org/data", 'reward.functions=["math"]']
-    return resolve(load_config(RFTConfig, None, [*base, *overrides]), Facts(read_hardware()))
+    return resolve(load_config(RFTConfig, None, [*base, *overrides]), Facts(CPU))
 
 
 def test_profiles_are_those_of_the_guide_and_give_way_to_what_is_said() -> None:
