@@ -403,7 +403,7 @@ def test_keys_values_and_prepared_weights_of_an_engine_that_multiplies_tiles(
     needed = planned(config)
     assert needed is not None and needed.engine == prepared
     tokens = 1000 + config.settings["rollout.max_new_tokens"] + 64
-    assert request_kv(config, SMALL) == (2 * 6 + 1) * 2 * 64 * kv * tokens
+    assert request_kv(config, SMALL) == 2 * 6 * 2 * 64 * kv * tokens
     older = replace(facts, hardware=replace(facts.hardware, tiles=False))
     other = planned(replace(config, facts=older))
     assert other is not None and other.engine == 8 * 5_000_000

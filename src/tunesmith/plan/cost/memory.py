@@ -351,10 +351,10 @@ def planned_roles(plan: AnyPlan) -> dict[str, Price]:
 def request_kv(plan: AnyPlan, model: ModelFacts) -> int:
     """Bytes of the longest sample's keys and values in an engine.
 
-    They are stored in blocks that are only partly full. The local engine allocates one plane in
-    addition to those for keys and values.
+    They are stored in blocks, of which those of the prompt and of the completion are only partly
+    full.
     """
-    per_token = model.kv_bytes_per_token(kv_bytes_per_number(plan)) * (1 + 1 / (2 * model.layers))
+    per_token = model.kv_bytes_per_token(kv_bytes_per_number(plan))
     return ceil(((plan.training.longest or LEAST_TOKENS) + 2 * BLOCK_TOKENS) * per_token)
 
 
