@@ -346,7 +346,7 @@ def test_scoring_is_timed_beside_its_least_time(models: dict[str, Path]) -> None
     learner = learner_of(backend_of(models["llama"]), flops_per_second=1e9)
     batch = Batch.of(samples_of())
     learner.score(batch)  # outside: not counted
-    with learner.timed_scoring() as scored:
+    with learner.time_scoring() as scored:
         learner.score(batch), learner.score(batch)
     least = learner.update(batch, SFTObjective())["attainable_seconds"]
     assert (
@@ -354,7 +354,7 @@ def test_scoring_is_timed_beside_its_least_time(models: dict[str, Path]) -> None
         and scored["scoring_seconds"] > 0
     )
     assert scored["attainable_seconds/scoring"] == pytest.approx(2 * least / 3)
-    with learner.timed_scoring() as nothing:
+    with learner.time_scoring() as nothing:
         pass
     assert nothing == {}
 

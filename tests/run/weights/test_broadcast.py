@@ -156,10 +156,10 @@ def test_nothing_of_the_weights_passes_through_the_host(
         assert len(wire.sent) == 8 + 1 and not fake.waits
 
         @contextmanager
-        def joined(_: Mapping[str, Any]) -> Generator[Link]:
+        def join_round(_: Mapping[str, Any]) -> Generator[Link]:
             yield link
 
-        monkeypatch.setattr(module, "joined", joined)
+        monkeypatch.setattr(module, "join_round", join_round)
         wire.taking = True
         before = own.total
         own.begin()

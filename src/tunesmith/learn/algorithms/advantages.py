@@ -29,8 +29,8 @@ from tunesmith.learn.algorithms.outcomes import (
     by_group,
     equal,
     flat,
-    paid,
     per_group,
+    per_token,
     suffix_sums,
     whiten,
 )
@@ -74,7 +74,7 @@ class GroupEstimator(Estimator):
 def _returns_to_go(
     outcomes: Sequence[Outcome], final: Sequence[float] | Floats, gamma: float
 ) -> Advantages:
-    return Advantages(whiten(suffix_sums(paid(outcomes, final), [gamma] * len(outcomes))))
+    return Advantages(whiten(suffix_sums(per_token(outcomes, final), [gamma] * len(outcomes))))
 
 
 class GRPO(GroupEstimator):
@@ -254,7 +254,7 @@ class GAE(CriticEstimator):
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
         critic = self.gae_lambda if self.critic_lambda is None else self.critic_lambda
-        estimated = _generalised(outcomes, self.gamma, [self.gae_lambda] * len(outcomes), critic)
+        estimated = _generalise(outcomes, self.gamma, [self.gae_lambda] * len(outcomes), critic)
         return Advantages(whiten(estimated.advantages), estimated.returns)
 
 
@@ -276,17 +276,17 @@ class VAPO(CriticEstimator):
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
         lambdas = [1.0 - 1.0 / (self.lambda_alpha * o.length + 1.0) for o in outcomes]
-        return _generalised(outcomes, self.gamma, lambdas, 1.0)
+        return _generalise(outcomes, self.gamma, lambdas, 1.0)
 
 
-def _generalised(
+def _generalise(
     outcomes: Sequence[Outcome], gamma: float, lambdas: Sequence[float], critic_lambda: float
 ) -> Advantages:
     """``Σ_k (γλ)^k δ_{t+k}`` with each rollout's λ; returns are the sums with ``critic_lambda``
     plus the values."""
     deltas: list[Floats] = []
     values: list[Floats] = []
-    for o, rewards in zip(outcomes, paid(outcomes, [o.reward for o in outcomes]), strict=True):
+    for o, rewards in zip(outcomes, per_token(outcomes, [o.reward for o in outcomes]), strict=True):
         assert o.values is not None, "generalised advantages need a critic's values"
         following = np.append(o.values, o.final_value)[1:]
         deltas.append(rewards + gamma * following - o.values)
@@ -313,6 +313,6 @@ class TokenReward(Estimator):
     shaping = "does not read the rollout's reward"
 
     def __call__(self, outcomes: Sequence[Outcome]) -> Advantages:
-        rewards = paid(outcomes, [0.0] * len(outcomes))
+        rewards = per_token(outcomes, [0.0] * len(outcomes))
         every = flat(rewards)
         return Advantages([0.0 * r if equal(every) else r - every.mean() for r in rewards])

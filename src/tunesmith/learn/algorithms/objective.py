@@ -82,11 +82,11 @@ class _Tokens:
         self.nonfinite = (self.drop & ~unweighted).sum()
         self.metric_weight = self.column("metric_weight")
 
-    def kept(self, values: Tensor) -> Tensor:
+    def keep(self, values: Tensor) -> Tensor:
         return values.masked_fill(self.drop, 0.0)
 
     def column(self, name: str) -> Tensor:
-        return self.kept(self.forest.columns[name])
+        return self.keep(self.forest.columns[name])
 
     def find(self, name: str) -> Tensor | None:
         return self.column(name) if name in self.forest.columns else None
@@ -106,7 +106,7 @@ class _Tokens:
         acting = acts.detach().bool() & (self.metric_weight > 0)
         return {name: acting.sum(), name + OUT_OF: counted.sum()}
 
-    def clipped(self, token: TokenLoss, prefix: str = "") -> TensorMetrics:
+    def clip_shares(self, token: TokenLoss, prefix: str = "") -> TensorMetrics:
         metrics: TensorMetrics = {}
         for name, acts in (("clip_low", token.clipped_low), ("clip_high", token.clipped_high)):
             metrics |= self.share(prefix + name, acts) if acts is not None else {}
@@ -130,7 +130,7 @@ class PolicyObjective:
         correction = tokens.find("correction")
         reference = tokens.find("ref_logprobs")
         batch = PolicyBatch(
-            logprobs=tokens.kept(logprobs),
+            logprobs=tokens.keep(logprobs),
             old_logprobs=tokens.column("old_logprobs"),
             advantages=tokens.column("advantages"),
             keep=~tokens.drop,
@@ -146,7 +146,7 @@ class PolicyObjective:
             "ratio": tokens.mean(ratio),
             **tokens.share("ratio_over_2", ratio > 2.0),
             "policy_kl": tokens.mean(ratio - 1.0 - d),  # the k3 estimate of KL(old ‖ new)
-            **tokens.clipped(token),
+            **tokens.clip_shares(token),
             "policy_loss": (weight * total.detach()).sum(),
         }
         if reference is not None:
@@ -192,7 +192,7 @@ class SFTObjective:
         logprobs = predictions.logprobs
         assert logprobs is not None, "supervised training reads logprobs"
         tokens = _Tokens(forest, logprobs)
-        nll = -tokens.kept(logprobs)
+        nll = -tokens.keep(logprobs)
         metrics = {"nll": tokens.mean(nll), "nonfinite_tokens": tokens.nonfinite}
         return (tokens.column("weight") * nll).sum(), metrics
 
@@ -214,8 +214,8 @@ class DistillationObjective:
         divergence = predictions.divergence
         assert logprobs is not None and divergence is not None, "distillation needs a teacher"
         tokens = _Tokens(forest, logprobs, divergence)
-        nll = -tokens.kept(logprobs)
-        kl = tokens.kept(divergence)
+        nll = -tokens.keep(logprobs)
+        kl = tokens.keep(divergence)
         metrics = {
             "nll": tokens.mean(nll),
             "teacher_kl": tokens.mean(kl),
@@ -235,14 +235,14 @@ class ValueObjective:
     def __call__(self, forest: Forest, predictions: Predictions) -> tuple[Tensor, TensorMetrics]:
         assert predictions.values is not None, "a value objective reads values"
         tokens = _Tokens(forest, predictions.values)
-        values = tokens.kept(predictions.values)
+        values = tokens.keep(predictions.values)
         returns = tokens.column("returns")
         token = value_loss(values, returns, tokens.column("old_values"), self.clip)
         metrics = {
             "value": tokens.mean(values),
             "value_loss": tokens.mean(token.loss),
             "value_error": tokens.mean((values.detach() - returns).square()),
-            **tokens.clipped(token, "value_"),
+            **tokens.clip_shares(token, "value_"),
             "nonfinite_tokens": tokens.nonfinite,
         }
         return (tokens.column(self.weight_column) * token.loss).sum(), metrics

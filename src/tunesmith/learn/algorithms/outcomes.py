@@ -125,7 +125,7 @@ def broadcast(outcomes: Sequence[Outcome], scalars: Sequence[float] | Floats) ->
     return [np.full(o.length, s) for o, s in zip(outcomes, scalars, strict=True)]
 
 
-def paid(outcomes: Sequence[Outcome], final: Sequence[float] | Floats) -> list[Floats]:
+def per_token(outcomes: Sequence[Outcome], final: Sequence[float] | Floats) -> list[Floats]:
     """Rewards per token: ``token_rewards`` plus ``final`` at the last token."""
     rewards: list[Floats] = []
     for o, reward in zip(outcomes, final, strict=True):

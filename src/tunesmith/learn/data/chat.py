@@ -22,6 +22,7 @@ from tunesmith.learn.data.chat_checks import PROBE, check_options, with_probes
 from tunesmith.learn.data.chat_defaults import own_part
 from tunesmith.learn.data.tokens import Span
 from tunesmith.learn.data.trie import common_length
+from tunesmith.learn.data.values import Tools
 from tunesmith.types import Message, Tokenizer
 
 OPENING = 40
@@ -100,7 +101,7 @@ class ChatTemplate:
         return replace(self, options={**self.options, **options})
 
     def render(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
+        self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False
     ) -> str:
         """The conversation as text; with ``prompt``, up to the start of the assistant's turn.
 
@@ -116,7 +117,7 @@ class ChatTemplate:
             )
 
     def whole(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
+        self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False
     ) -> str:
         """``render``, but with a DataError if the text lacks part of a message.
 
@@ -128,7 +129,7 @@ class ChatTemplate:
         return text
 
     def _check_kept(
-        self, messages: Sequence[Message], text: str, tools: list[Any] | None, *, prompt: bool
+        self, messages: Sequence[Message], text: str, tools: Tools, *, prompt: bool
     ) -> None:
         squashed = _squash(text)
         place = 0
@@ -152,7 +153,7 @@ class ChatTemplate:
     def _check_parts(
         self,
         messages: Sequence[Message],
-        tools: list[Any] | None,
+        tools: Tools,
         *,
         prompt: bool = False,
         turn: bool = False,
@@ -227,7 +228,7 @@ class ChatTemplate:
             ) from error
 
     def learned(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0
+        self, messages: Sequence[Message], tools: Tools = None, first: int = 0
     ) -> list[Rendered]:
         """Texts in which each assistant turn from message ``first`` on is learned exactly once.
 
@@ -254,7 +255,7 @@ class ChatTemplate:
             turns = [i for i in turns if i not in held]
         return texts[::-1]
 
-    def _turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
+    def _turn(self, messages: Sequence[Message], tools: Tools) -> Rendered:
         """A conversation that ends with an assistant turn, with the spans of that turn only."""
         render = self._marked_turn if self.marks_assistant else self._sampled_turn
         rendered = render(messages, tools)
@@ -269,7 +270,7 @@ class ChatTemplate:
         self._check_parts(messages, tools, turn=True)
         return rendered
 
-    def _sampled_turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
+    def _sampled_turn(self, messages: Sequence[Message], tools: Tools) -> Rendered:
         """The turn's span from the end of the generation prompt to the end-of-turn token."""
         if len(messages) == 1:
             raise DataError("the conversation begins with the assistant, whose turn has no prompt")
@@ -278,7 +279,7 @@ class ChatTemplate:
         number = len(messages)
         if not text.startswith(before):
             same = common_length(before, text)
-            opened = self._opened(before, before[same:].strip(), messages[-1])
+            opened = self._open(before, before[same:].strip(), messages[-1])
             if opened is not None:
                 return opened
             raise DataError(
@@ -296,7 +297,7 @@ class ChatTemplate:
             )
         return Rendered(text, ((len(before), self._end_of_turn(text, number)),))
 
-    def _opened(self, before: str, opening: str, message: Message) -> Rendered | None:
+    def _open(self, before: str, opening: str, message: Message) -> Rendered | None:
         """The text as sampled of a turn whose content begins with the end of the generation prompt
         (DeepSeek's ``<think>``), which the template drops from the turn; None if this is not the
         case."""
@@ -318,7 +319,7 @@ class ChatTemplate:
         unknown = f"the end of the assistant's turn in message {number} cannot be determined"
         raise DataError(f"{unknown} ({_short(text[-40:])}). {REMEDY}")
 
-    def _marked_turn(self, messages: Sequence[Message], tools: list[Any] | None) -> Rendered:
+    def _marked_turn(self, messages: Sequence[Message], tools: Tools) -> Rendered:
         """The turn's spans according to the template's ``{% generation %}`` tags."""
         from transformers.utils import chat_template_utils
 

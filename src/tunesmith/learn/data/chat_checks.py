@@ -49,13 +49,13 @@ def with_probes(
                 changed[key] = message[key] + probe(number, f"'{key}'")
         calls = message.get("tool_calls")
         if isinstance(calls, list) and calls:
-            changed["tool_calls"] = [_probed_call(call, partial(probe, number)) for call in calls]
+            changed["tool_calls"] = [_probe_call(call, partial(probe, number)) for call in calls]
         if changed:
             probed[place] = {**message, **changed}
     return probed, probes
 
 
-def _probed_call(call: Any, probe: Callable[[str], str]) -> Any:
+def _probe_call(call: Any, probe: Callable[[str], str]) -> Any:
     """A tool call with a probe in its name and, if it has arguments, another in them."""
     outer = call if isinstance(call, Mapping) else {}
     function = outer.get("function")

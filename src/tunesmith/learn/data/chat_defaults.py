@@ -41,14 +41,14 @@ def set_defaults(
         lines.append(_system(system_prompt))
     head = "".join([_BEGIN, *lines, _END])
 
-    def written(template: str) -> str:
+    def with_head(template: str) -> str:
         return template if template.startswith(head) else head + template
 
     template: str | dict[str, str] = tokenizer.chat_template
     if isinstance(template, dict):
-        tokenizer.chat_template = {name: written(one) for name, one in template.items()}
+        tokenizer.chat_template = {name: with_head(one) for name, one in template.items()}
     else:
-        tokenizer.chat_template = written(template)
+        tokenizer.chat_template = with_head(template)
 
 
 def own_part(template: Any) -> Any:

@@ -17,6 +17,7 @@ from tunesmith.learn.data.sources import Columns, SourceRow
 from tunesmith.learn.data.trie import common_length
 from tunesmith.learn.data.unread import check_unread
 from tunesmith.learn.data.values import (
+    Tools,
     column_names,
     read_margin,
     read_messages,
@@ -115,7 +116,7 @@ class Example:
     tags: str | list[Any] | None = None
     """Labels of the steps of ``text``: a list, or a copy of the text with labels instead of
     separators."""
-    tools: list[Any] | None = None
+    tools: Tools = None
     columns: Columns = field(default_factory=dict[str, Any])
     source: int = 0
     """Index of the source."""

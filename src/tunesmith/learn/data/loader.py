@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Generic, TypeVar
 
 from tunesmith.errors import CheckpointError
 
 T = TypeVar("T")
+State = dict[str, Any]
+"""What continues a run, as JSON values."""
 
 IDENTITY = {
     "fingerprint": "the data set",
@@ -120,7 +122,7 @@ class Loader(Generic[T]):
             self._orders[index] = (epoch, order)
         return self.items[self._orders[index][1][place]]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The position and the identity of the data, as JSON values."""
         return {
             "taken": list(self._taken),
@@ -130,7 +132,7 @@ class Loader(Generic[T]):
             "fingerprint": self.fingerprint,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue from the position in ``state``.
 
         Raises:

@@ -35,7 +35,7 @@ def load_map(reference: str) -> MapRow:
     return function
 
 
-def mapped(rows: Rows, reference: str) -> Iterator[SourceRow | BadLine | None]:
+def map_rows(rows: Rows, reference: str) -> Iterator[SourceRow | BadLine | None]:
     """The rows with the columns that the function returns; None for a row that it leaves out.
 
     A returned column is added or replaces the row's; the other columns stay. A call that fails
@@ -43,10 +43,10 @@ def mapped(rows: Rows, reference: str) -> Iterator[SourceRow | BadLine | None]:
     """
     function = load_map(reference)
     for row in rows:
-        yield row if isinstance(row, BadLine) else _mapped(row, function, reference)
+        yield row if isinstance(row, BadLine) else _map_row(row, function, reference)
 
 
-def _mapped(row: SourceRow, function: MapRow, reference: str) -> SourceRow | BadLine | None:
+def _map_row(row: SourceRow, function: MapRow, reference: str) -> SourceRow | BadLine | None:
     try:
         result = function(dict(row.columns))
     except (Exception, SystemExit) as error:

@@ -74,7 +74,7 @@ def pack(
         )
     prefixes = prefix_order(batch, share=share)
     if keep_groups:
-        prefixes = _grouped(batch, prefixes, share)
+        prefixes = _group(batch, prefixes, share)
     sizes = _Sizes(batch, prefixes, cost or CostModel(), keep_groups)
     bins = _place(sizes, _items(sizes, max_tokens), max_tokens) or []
     missing = -len(bins) % multiple_of
@@ -94,7 +94,7 @@ def group_tokens(batch: Batch, *, share: bool = True) -> int:
     return max(sizes, default=0)
 
 
-def _grouped(batch: Batch, prefixes: PrefixOrder, share: bool) -> PrefixOrder:
+def _group(batch: Batch, prefixes: PrefixOrder, share: bool) -> PrefixOrder:
     """The order in which each group's samples are adjacent, at the rank of the group's first
     sample.
 

@@ -79,7 +79,7 @@ def load_pairs(
                 )
             values = {"side": (1.0, -1.0), "margin": (example.margin, example.margin)}
             items.append((example.source, Comparison(samples, values)))
-    return reading.prepared(items)
+    return reading.prepare(items)
 
 
 def load_judged(
@@ -100,12 +100,12 @@ def load_judged(
         sides = (1.0, -1.0) if len(answers) == 2 else (1.0 if example.desirable else -1.0,)
         judged += [(example.source, *pair) for pair in zip(answers, sides, strict=True)]
     paths = ", ".join(source.path for source in reading.sources)
-    others = _mismatched([sample for _, sample, _ in judged], paths)
+    others = _mismatch([sample for _, sample, _ in judged], paths)
     items = [
         (index, Comparison((sample, other), {"side": (side, side)}))
         for (index, sample, side), other in zip(judged, others, strict=True)
     ]
-    return reading.prepared(items)
+    return reading.prepare(items)
 
 
 def load_steps(
@@ -141,7 +141,7 @@ def load_steps(
 
     items: list[tuple[int, Solution]] = []
     rendered = [in_steps for _, in_steps in reading.each(render)]
-    for example, ((text, joint),) in reading.encoded(rendered):
+    for example, ((text, joint),) in reading.tokenize(rendered):
         with reading.report.line(example.where):
             bare, inside = mask_spans(tokenizer, text.text, joint, text.spans)
             ids = bare if reading.template else with_leading(reading.leading, bare)
@@ -152,7 +152,7 @@ def load_steps(
             cut = len(example.labels) - len(places) if section.too_long == "truncate_left" else 0
             labels = example.labels[cut : cut + len(places)]
             items.append((example.source, Solution(fitted.token_ids, places, labels)))
-    return reading.prepared(items)
+    return reading.prepare(items)
 
 
 def _answers(reading: Reading) -> list[tuple[Example, list[Sample]]]:
@@ -169,7 +169,7 @@ def _answers(reading: Reading) -> list[tuple[Example, list[Sample]]]:
         return texts
 
     answered: list[tuple[Example, list[Sample]]] = []
-    for example, texts in reading.encoded(reading.each(render)):
+    for example, texts in reading.tokenize(reading.each(render)):
         with reading.report.line(example.where):
             samples = [reading.sample(example, *each, ended=True) for each in texts]
             answered.append((example, samples))
@@ -186,7 +186,7 @@ def _one_text(reading: Reading, example: Example, answer: Prompt) -> Rendered:
     return texts[0]
 
 
-def _mismatched(samples: Sequence[Sample], where: str) -> list[Sample]:
+def _mismatch(samples: Sequence[Sample], where: str) -> list[Sample]:
     """Each sample's prompt with the answer to a different prompt, searched from half the data set
     ahead, in order.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tunesmith.config.schema import DataSection
 from tunesmith.learn.data.chat import Rendered
@@ -26,6 +25,7 @@ from tunesmith.learn.data.reading import (
 )
 from tunesmith.learn.data.report import LoadReport
 from tunesmith.learn.data.sources import on_hub, read
+from tunesmith.learn.data.values import Tools
 from tunesmith.types import Sample, Task, Tokenizer
 
 TaskSet = Prepared[Task]
@@ -78,7 +78,7 @@ def load_tasks(
     section: DataSection,
     source: Sources,
     tokenizer: Tokenizer,
-    tools_of: Callable[[Example], list[Any] | None] | None = None,
+    tools_of: Callable[[Example], Tools] | None = None,
 ) -> TaskSet:
     """Tasks for reinforcement learning, each prompt tokenized once.
 
@@ -114,7 +114,7 @@ def load_tasks(
             if isinstance(example.prompt, str) and isinstance(prompt, list):
                 prompt = prompt[-1]["content"]  # rewards get the prompt in the data's own form
             tasks.append((example.source, Task(example.id, prompt, tuple(fitted), example.columns)))
-    return reading.prepared(tasks)
+    return reading.prepare(tasks)
 
 
 def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) -> SampleSet:
@@ -144,11 +144,11 @@ def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) ->
     if template is not None:
         note_turn_end(template, [text for _, texts in rendered for text in texts], report)
     samples: list[tuple[int, Sample]] = []
-    for example, texts in reading.encoded(_not_far_too_long(reading, rendered)):
+    for example, texts in reading.tokenize(_not_far_too_long(reading, rendered)):
         for text, joint in texts:
             with report.line(example.where):
                 samples.append((example.source, reading.sample(example, text, joint)))
-    return reading.prepared(samples)
+    return reading.prepare(samples)
 
 
 def _not_far_too_long(

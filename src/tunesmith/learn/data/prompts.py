@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from tunesmith.config.schema import DataSection, Source
 from tunesmith.errors import ConfigError, DataError
@@ -16,6 +15,7 @@ from tunesmith.learn.data.formats import Example, convert, detect
 from tunesmith.learn.data.report import LoadReport
 from tunesmith.learn.data.sources import BadLine, read
 from tunesmith.learn.data.tokens import encode, leading_ids, with_leading
+from tunesmith.learn.data.values import Tools
 from tunesmith.models.embedding_rows import without_row
 from tunesmith.types import Message, Prompt, Tokenizer, as_messages
 
@@ -143,7 +143,7 @@ class PromptEncoder:
         examples = [Example(f"prompt {i}", "", prompt=prompt) for i, prompt in enumerate(prompts)]
         return cls(section, tokenizer, choose_template(section, tokenizer, examples), separator)
 
-    def ids(self, prompt: Prompt, tools: list[Any] | None = None, shots: Shots = ()) -> list[int]:
+    def ids(self, prompt: Prompt, tools: Tools = None, shots: Shots = ()) -> list[int]:
         """Token ids of a prompt; see ``text``."""
         return self.encode([self.text(prompt, tools, shots)])[0]
 
@@ -156,7 +156,7 @@ class PromptEncoder:
         leading = leading_ids(self.tokenizer)
         return [with_leading(leading, ids) for ids in encoded]
 
-    def text(self, prompt: Prompt, tools: list[Any] | None = None, shots: Shots = ()) -> str:
+    def text(self, prompt: Prompt, tools: Tools = None, shots: Shots = ()) -> str:
         """A prompt up to the start of the assistant's turn; DataError if the template refuses it.
 
         ``shots`` come before the question: as turns after the system message, or as text.

@@ -15,7 +15,7 @@ from tunesmith.errors import ConfigError, DataError, Problem
 from tunesmith.learn.data.chat import ChatTemplate, Rendered
 from tunesmith.learn.data.formats import Example, Format, Goal, convert, detect
 from tunesmith.learn.data.loader import Loader, Part, fingerprint_of
-from tunesmith.learn.data.mapping import mapped
+from tunesmith.learn.data.mapping import map_rows
 from tunesmith.learn.data.prompts import PromptEncoder, choose_template, with_system
 from tunesmith.learn.data.report import LoadReport, TooLong
 from tunesmith.learn.data.sources import BadLine, SourceRow, read
@@ -28,6 +28,7 @@ from tunesmith.learn.data.tokens import (
     mask_spans,
     with_leading,
 )
+from tunesmith.learn.data.values import Tools
 from tunesmith.models.embedding_rows import unused_note, without_row
 from tunesmith.types import Message, Prompt, Sample, Tokenizer
 
@@ -163,7 +164,7 @@ class Reading:
                 raise TooLong(f"{size}, the limit is {limit} (data.{key})")
             start *= 2
 
-    def encoded(
+    def tokenize(
         self, rendered: Sequence[tuple[Example, Sequence[Rendered]]]
     ) -> Iterator[tuple[Example, list[tuple[Rendered, Encoded]]]]:
         """Every example's texts with their tokens; the texts of all examples are tokenized
@@ -267,7 +268,7 @@ class Reading:
     def _head(self, ids: list[int]) -> int:
         return len(self.leading) if ids[: len(self.leading)] == self.leading else 0
 
-    def prepared(self, items: list[tuple[int, T]]) -> Prepared[T]:
+    def prepare(self, items: list[tuple[int, T]]) -> Prepared[T]:
         """Prepare items ``(index of the source, item)``: one part per source, or a single part
         without weights."""
         report = self.report
@@ -318,7 +319,7 @@ def examples_of(
     """The usable lines of one source; a file's first usable line determines its format."""
     formats: dict[str, Format] = {}
     left_out = 0
-    for row in mapped(read(source), section.map) if section.map else read(source):
+    for row in map_rows(read(source), section.map) if section.map else read(source):
         report.read += 1
         if row is None:
             left_out += 1
@@ -362,7 +363,7 @@ def weights_of(sources: tuple[Source, ...]) -> list[float] | None:
 def _fitting(
     encoder: PromptEncoder,
     prompt: list[Message],
-    tools: list[Any] | None,
+    tools: Tools,
     ids: list[int],
     limit: int,
     left: bool,

@@ -6,8 +6,6 @@ a good one.
 
 from __future__ import annotations
 
-from typing import Any
-
 from tunesmith.errors import shortened
 from tunesmith.learn.data.sources import SourceRow
 
@@ -47,5 +45,5 @@ def check_unread(row: SourceRow, goal: str, kind: str) -> None:
             raise row.bad(f"the column '{name}' ({shortened(repr(value), 40)}) {problem}")
 
 
-def _is_weight(value: Any) -> bool:
+def _is_weight(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value != 1

@@ -15,6 +15,9 @@ from tunesmith.types import Message, Prompt
 
 V = TypeVar("V")
 
+Tools = list[Any] | None
+"""JSON schemas, as chat templates take them."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT_ROLES = {
     "human": "user",
@@ -66,7 +69,7 @@ def read_prompt(row: SourceRow, name: str) -> Prompt:
     return read(row, name)
 
 
-def read_tools(row: SourceRow) -> list[Any] | None:
+def read_tools(row: SourceRow) -> Tools:
     """The tools that a conversation may call: a list of JSON schemas, or that list as JSON text."""
     value = _from_json(row, "tools", row.columns.get("tools") or None)
     if value is None:
@@ -150,7 +153,7 @@ def with_object_arguments(call: Any) -> Any:
     return call
 
 
-def _text_of_part(row: SourceRow, place: str, part: Any) -> str:
+def _text_of_part(row: SourceRow, place: str, part: object) -> str:
     known: Mapping[str, Any] = part if isinstance(part, Mapping) else {}
     text = known.get("text")
     if known.get("type", "text") != "text" or not isinstance(text, str):

@@ -26,7 +26,7 @@ from tunesmith.learn.environments.games import columns_of
 from tunesmith.learn.environments.multi_turn import tools_in_data
 from tunesmith.learn.environments.openai_api import EpisodeApi, PolicyClient
 from tunesmith.learn.environments.steps import StepResult, as_reward, as_step
-from tunesmith.learn.usercode.calls import EpisodeCode, Function, accepted, is_async
+from tunesmith.learn.usercode.calls import EpisodeCode, Function, is_async, keywords_for
 from tunesmith.types import Rollout
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Agent:
                 arguments |= {"base_url": base_url, "api_key": key}
             try:
                 with EpisodeCode(math.inf) as code:  # the rollout's deadline applies
-                    arguments = accepted(self.function, arguments)
+                    arguments = keywords_for(self.function, arguments)
                     value = await code.run(self.name, self.function, **arguments)
                 if isinstance(value, StepResult):
                     step = as_step(replace(value, done=True), self.name)

@@ -19,9 +19,9 @@ from typing import Any
 
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import EpisodeError, shortened
-from tunesmith.learn.data.values import with_object_arguments
+from tunesmith.learn.data.values import Tools, with_object_arguments
 from tunesmith.learn.environments.base import Generate
-from tunesmith.learn.environments.rendering import Renderer, Tools
+from tunesmith.learn.environments.rendering import Renderer
 from tunesmith.learn.environments.tools import BadCall, Parse, ToolCall
 from tunesmith.models.embedding_rows import without_row
 from tunesmith.types import Completion, Message, Record, Rollout, Task, text_of_content
@@ -212,7 +212,7 @@ class Conversation:
 
         def starts(ids: list[int]) -> bool:
             if isinstance(prompt, str):
-                return prompt.startswith(renderer.decoded(ids))
+                return prompt.startswith(renderer.verbatim(ids))
             return list(prompt[: len(ids)]) == ids
 
         matches: list[tuple[int, _Place]] = []
@@ -227,10 +227,10 @@ class Conversation:
         length, place = max(matches, key=lambda match: (match[0], self._is_open(match[1])))
         ids = place.record.token_ids[:length]
         if isinstance(prompt, str):
-            rest = renderer.after(ids, prompt[len(renderer.decoded(ids)) :])
+            rest = renderer.after(ids, prompt[len(renderer.verbatim(ids)) :])
         else:
             rest = list(prompt[length:])
-        return self._continued(place, ids, rest)
+        return self._continue(place, ids, rest)
 
     def _record_of(
         self,
@@ -255,7 +255,7 @@ class Conversation:
         rest = renderer.following(ids, place.messages, new, tools)
         if rest is None:
             return self._begin(renderer.whole(rendered, tools)), rendered
-        return self._continued(place, ids, rest), rendered
+        return self._continue(place, ids, rest), rendered
 
     def _for_template(self, messages: Sequence[Message], start: int) -> tuple[Message, ...]:
         """The messages from ``start`` on as chat templates expect them, with special tokens in
@@ -272,7 +272,7 @@ class Conversation:
             cleaned.append(message)
         return tuple(cleaned)
 
-    def _continued(self, place: _Place, ids: list[int], rest: list[int]) -> Record:
+    def _continue(self, place: _Place, ids: list[int], rest: list[int]) -> Record:
         """The record that holds ``ids``, up to its ``place``, and then ``rest``: appended to, or a
         fork."""
         if len(ids) != place.length or not self._is_open(place):

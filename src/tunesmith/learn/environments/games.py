@@ -27,7 +27,7 @@ from tunesmith.learn.environments.steps import (
     as_step,
 )
 from tunesmith.learn.environments.tools import Tool
-from tunesmith.learn.usercode.calls import EpisodeCode, Function, accepted, own_copy
+from tunesmith.learn.usercode.calls import EpisodeCode, Function, keywords_for, own_copy
 from tunesmith.types import Message, Task
 
 TRL_RESERVED = ("reset", "get_reward")
@@ -99,7 +99,7 @@ class Game:
         del prompt
         if not hasattr(self.it, "reset"):
             return None
-        value = await self.call("reset", **accepted(self.it.reset, columns_of(task)))
+        value = await self.call("reset", **keywords_for(self.it.reset, columns_of(task)))
         return as_observation(value, f"{self.name}.reset")
 
     async def step(self, text: str) -> StepResult:

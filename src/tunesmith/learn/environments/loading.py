@@ -17,10 +17,10 @@ from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import ConfigError, DataError, about, boundary, nearest
 from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.data.formats import Example
+from tunesmith.learn.data.values import Tools
 from tunesmith.learn.environments import verifiers
 from tunesmith.learn.environments.agents import GIVEN, is_agent
 from tunesmith.learn.environments.games import TRL_RESERVED, Game, Loaded, open_game
-from tunesmith.learn.environments.rendering import Tools
 from tunesmith.learn.environments.tools import Tool, make_tool
 from tunesmith.learn.usercode.calls import check_keywords, required_parameters
 from tunesmith.types import Task
@@ -97,7 +97,7 @@ def load_environments(section: EnvironmentSection, base_dir: Path) -> Environmen
             why = f"environment.tools has two tools called '{tool.name}'; rename one."
             raise ConfigError(why, keys=("environment.tools",))
     references = references_of(section).items()
-    loaded = [_loaded(name, ref, _load(ref, base_dir), tools) for name, ref in references]
+    loaded = [_recognise(name, ref, _load(ref, base_dir), tools) for name, ref in references]
     if not loaded and tools:
         loaded = [Loaded("tools", "environment.tools", "tools", None, tools)]
     if tools and not any(one.tools for one in loaded):
@@ -117,7 +117,7 @@ def _load(reference: str, base_dir: Path) -> Any:
     return verifiers.as_agent(code, reference) if verifiers.is_environment(code) else code
 
 
-def _loaded(name: str, reference: str, code: Any, tools: Mapping[str, Tool]) -> Loaded:
+def _recognise(name: str, reference: str, code: Any, tools: Mapping[str, Tool]) -> Loaded:
     """Detect the form of the user's code."""
     if isinstance(code, type):
         _check_constructor(code, reference)

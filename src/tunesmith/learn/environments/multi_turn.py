@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.errors import TunesmithError
+from tunesmith.learn.data.values import Tools
 from tunesmith.learn.environments.base import Generate
 from tunesmith.learn.environments.conversation import (
     Conversation,
@@ -36,7 +37,6 @@ from tunesmith.learn.environments.conversation import (
     Reply,
 )
 from tunesmith.learn.environments.games import Game
-from tunesmith.learn.environments.rendering import Tools
 from tunesmith.learn.environments.steps import Observation, as_reward
 from tunesmith.learn.environments.tools import BadCall, valid_call
 from tunesmith.types import Message, Rollout, Task

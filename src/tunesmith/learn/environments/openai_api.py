@@ -36,7 +36,7 @@ class EpisodeApi:
         self.loop = asyncio.get_running_loop()
         self.model = model
         self._conversation = conversation
-        self._decode = conversation.setting.renderer.decoded
+        self._decode = conversation.setting.renderer.verbatim
         self._running: set[asyncio.Task[Any]] = set()
         self._responses: dict[str, list[Message]] = {}
         """By response id: the conversation up to and including the response."""

@@ -14,6 +14,7 @@ from typing import Any
 from tunesmith.errors import ConfigError, DataError, EpisodeError, boundary
 from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.data.tokens import decode, encode, leading_ids, with_leading
+from tunesmith.learn.data.values import Tools
 from tunesmith.learn.environments.token_guard import TokenGuard
 from tunesmith.types import Message, Tokenizer
 
@@ -21,9 +22,6 @@ TAIL = 16
 """Existing tokens that are decoded as context when text is appended to them."""
 
 NO_GUARD = TokenGuard()
-
-Tools = list[dict[str, Any]] | None
-"""JSON schemas, as chat templates take them."""
 
 
 class Renderer:
@@ -53,7 +51,7 @@ class Renderer:
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Tokens of a conversation up to the start of the policy's turn."""
         assert not tools, "tools need a chat template"
-        return self.raw(_joined(messages))
+        return self.raw(_join(messages))
 
     def with_options(self, options: Mapping[str, Any]) -> Renderer:
         """The renderer with further variables of its chat template; an EpisodeError if there is no
@@ -75,14 +73,14 @@ class Renderer:
         None if ``earlier`` is now rendered differently.
         """
         del earlier, tools
-        return self.after(token_ids, _joined(new))
+        return self.after(token_ids, _join(new))
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The policy's text as in later renderings: without the token that ends its turn."""
         text = decode(self.tokenizer, token_ids)
         return text.removesuffix(next((end for end in self._ends if text.endswith(end)), ""))
 
-    def decoded(self, token_ids: Sequence[int]) -> str:
+    def verbatim(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, including special tokens."""
         return decode(self.tokenizer, token_ids)
 
@@ -144,7 +142,7 @@ class ChatRenderer(Renderer):
                 raise EpisodeError(str(error)) from error
 
 
-def _joined(messages: Sequence[Message]) -> str:
+def _join(messages: Sequence[Message]) -> str:
     return "".join(message["content"] for message in messages)
 
 

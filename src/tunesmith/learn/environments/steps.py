@@ -28,7 +28,7 @@ class StepResult:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-def as_observation(value: Any, what: str) -> Observation:
+def as_observation(value: object, what: str) -> Observation:
     """Check an observation from user code; an EpisodeError if it is invalid."""
     if value is None or isinstance(value, str):
         return value
@@ -39,7 +39,7 @@ def as_observation(value: Any, what: str) -> Observation:
     raise _wrong(what, value, "observation", "text, a list of messages or None")
 
 
-def _wrong(what: str, value: Any, role: str, expected: str) -> EpisodeError:
+def _wrong(what: str, value: object, role: str, expected: str) -> EpisodeError:
     return EpisodeError(f"{what} gave {shortened(repr(value))} as {role}; expected {expected}")
 
 
@@ -58,7 +58,7 @@ def as_reward(value: Any, what: str, role: str = "reward") -> float | None:
     return number
 
 
-def as_step(value: Any, what: str) -> StepResult:
+def as_step(value: object, what: str) -> StepResult:
     """Check a ``StepResult`` or ``(observation, reward, done)`` from user code; an EpisodeError if
     it is invalid."""
     if isinstance(value, tuple) and len(value) == 3:

@@ -71,7 +71,7 @@ def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
             calls.append(ToolCall(function[1].strip(), arguments))
             continue
         try:
-            calls.append(_checked(json.loads(block[1])))
+            calls.append(_check(json.loads(block[1])))
         except (ValueError, RecursionError) as error:
             calls.append(BadCall(f"the tool call is not valid JSON: {error}"))
     if not calls:
@@ -95,7 +95,7 @@ def parse_llama(raw: str, text: str) -> tuple[str, Calls]:
             value, end = json.JSONDecoder().raw_decode(body)
         except (ValueError, RecursionError) as error:
             return "", [*calls, BadCall(f"the tool call is not valid JSON: {error}")]
-        calls.append(_checked(value))
+        calls.append(_check(value))
         body = body[end:].lstrip().removeprefix(";").lstrip()
     return "", calls
 
@@ -110,7 +110,7 @@ def parse_mistral(raw: str, text: str) -> tuple[str, Calls]:
     except (ValueError, RecursionError) as error:
         return spoken.strip(), [BadCall(f"the list of tool calls is not valid JSON: {error}")]
     items = value if isinstance(value, list) else [value]
-    return spoken.strip(), [_checked(item) for item in items]
+    return spoken.strip(), [_check(item) for item in items]
 
 
 def _value(text: str) -> Any:
@@ -121,7 +121,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _checked(value: Any) -> ToolCall | BadCall:
+def _check(value: Any) -> ToolCall | BadCall:
     if not isinstance(value, Mapping):
         return BadCall(f"a tool call is an object {EXPECTED}")
     call = value["function"] if isinstance(value.get("function"), Mapping) else value

@@ -107,7 +107,7 @@ def _matching(
         parts = await _gather(pool.run(pattern, text) for text in texts) if pool else texts
         return list(map(verdict, parts, golds))
 
-    def problem(gold: Any) -> str | None:
+    def problem(gold: object) -> str | None:
         unread = f"{gold!r} holds no number" if read(str(gold)) is None else None
         return _gold_problem(gold) or unread
 
@@ -151,7 +151,7 @@ def _comparing(
     name: str,
     section: RewardSection,
     judge: Judge,
-    check_gold: Callable[[Any], str | None],
+    check_gold: Callable[[object], str | None],
     pool: Pool | None,
 ) -> RewardFunction:
     """A reward that compares with the answer column. Only tasks that have an answer are judged."""
@@ -207,7 +207,7 @@ def _bad_gold(why: str) -> ItemFailure:
     return ItemFailure(Status.REWARD_FAILED, f"{BAD_GOLD}: {why}")
 
 
-def _gold_problem(gold: Any) -> str | None:
+def _gold_problem(gold: object) -> str | None:
     if gold is None:
         return "is missing"
     if not isinstance(gold, str | int | float):

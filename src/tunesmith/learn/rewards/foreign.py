@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tunesmith.learn.rewards.function import RESERVED, text_of
-from tunesmith.learn.usercode.calls import Function, accepted, is_async
+from tunesmith.learn.usercode.calls import Function, is_async, keywords_for
 
 VERL = frozenset({"solution_str", "ground_truth"})
 """The arguments that mark a function as verl's ``compute_score``."""
@@ -61,7 +61,7 @@ def from_verl(function: Function) -> Function:
             gold = (nested if isinstance(nested, Mapping) else row).get("ground_truth")
             own = {"data_source": row.get("data_source"), "extra_info": row.get("extra_info") or {}}
             asked = {"solution_str": text_of(completion), "ground_truth": gold}
-            calls.append(accepted(function, {**row, **own, **asked}))
+            calls.append(keywords_for(function, {**row, **own, **asked}))
         return calls
 
     def scores(results: Sequence[Any], log_extra: Callable[[str, list[Any]], None]) -> list[Any]:

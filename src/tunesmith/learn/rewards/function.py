@@ -9,7 +9,13 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 from tunesmith.errors import ConfigError, boundary
 from tunesmith.learn.rewards.trainer_state import TrainerState
-from tunesmith.learn.usercode.calls import Function, accepted, own_copy, required_parameters
+from tunesmith.learn.usercode.calls import (
+    Function,
+    Keywords,
+    keywords_for,
+    own_copy,
+    required_parameters,
+)
 from tunesmith.records.plain import plain, shown
 from tunesmith.types import Message, Rollout, Status, text_of_content
 
@@ -54,7 +60,7 @@ class RewardFunction:
     """Required columns of the data."""
     builtin: bool = False
     close: Callable[[], None] = lambda: None
-    check_gold: Callable[[Any], str | None] | None = None
+    check_gold: Callable[[object], str | None] | None = None
     """The reason why a value of the answer column cannot be used, or None."""
     one_of: frozenset[str] = frozenset()
     """Columns of which it needs at least one."""
@@ -102,14 +108,14 @@ def arguments_for(
     state: TrainerState,
     notes: Notes,
     instances: bool,
-) -> dict[str, Any]:
+) -> Keywords:
     """Keywords of a call: lists with one entry per rollout, None for a column that a task lacks.
 
     For conversational prompts, completions are ``[{"role": "assistant", "content": text}]``; for
     text prompts, text. ``instances`` adds ``environments``, with None for episodes without an
     instance of TRL's form.
     """
-    keywords: dict[str, Any] = {
+    keywords: Keywords = {
         "prompts": [own_copy(r.task.prompt) for r in rollouts],  # a function may append to it
         "completions": completions_of(rollouts, texts),
         "completion_ids": [r.completion_ids for r in rollouts],
@@ -120,7 +126,7 @@ def arguments_for(
     }
     if instances:
         keywords[INSTANCES] = [r.instance for r in rollouts]
-    return accepted(function.function, keywords)
+    return keywords_for(function.function, keywords)
 
 
 def completions_of(rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[Any]:
@@ -167,7 +173,7 @@ def scores_from(output: object, size: int) -> list[Score]:
     to_list = getattr(output, "tolist", None)
     items = to_list() if callable(to_list) else output
     if not isinstance(items, list | tuple):
-        raise ValueError(f"returned {_shown(output)}; expected a list of {size} floats (or None)")
+        raise ValueError(f"returned {_show(output)}; expected a list of {size} floats (or None)")
     if len(items) != size:
         raise ValueError(f"returned {len(items)} rewards for {size} completions")
     return [_score(value, index) for index, value in enumerate(items)]
@@ -186,8 +192,8 @@ def _score(value: object, index: int) -> Score:
                 return number
         except Exception as error:
             problem = f": {error}"
-    return ItemFailure(Status.REWARD_FAILED, f"returned {_shown(value)} at index {index}{problem}")
+    return ItemFailure(Status.REWARD_FAILED, f"returned {_show(value)} at index {index}{problem}")
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     return f"{shown(value, 80)} (of type {type(value).__name__})"

@@ -11,7 +11,14 @@ from typing import Any
 
 from tunesmith.errors import ConfigError
 from tunesmith.learn.rewards.function import LOGS, ItemFailure, RewardFunction, Score
-from tunesmith.learn.usercode.calls import FarFunction, Function, PerLoop, RaisedInCall, Turns
+from tunesmith.learn.usercode.calls import (
+    FarFunction,
+    Function,
+    Keywords,
+    PerLoop,
+    RaisedInCall,
+    Turns,
+)
 from tunesmith.learn.usercode.killable import Pool, UserProgram, Worker, WorkerError, WorkerLost
 from tunesmith.types import Status
 
@@ -57,9 +64,7 @@ class IsolatedRewards:
             reward = RewardFunction(name, entry, function, columns, one_of=one_of)
             self.functions.append(reward)
 
-    async def run(
-        self, function: Function, arguments: dict[str, Any], timeout: float
-    ) -> list[Score]:
+    async def run(self, function: Function, arguments: Keywords, timeout: float) -> list[Score]:
         """The scores of a call. The values that it logs are given to the functions for this in its
         arguments.
 

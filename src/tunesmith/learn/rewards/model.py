@@ -43,7 +43,7 @@ class RewardModel:
         usable = [i for i, problem in enumerate(scores) if problem is None]
         values = self.score_ids([list(sequences[i]) for i in usable]) if usable else []
         for i, value in zip(usable, values, strict=True):
-            scores[i] = self.stats.normalized(value) if self.stats else value
+            scores[i] = self.stats.normalize(value) if self.stats else value
         return scores
 
     def encode(self, prompt: Prompt, completion: str, *, finished: bool = True) -> list[int]:
@@ -54,13 +54,13 @@ class RewardModel:
             DataError: the prompt is a conversation that the tokenizer has no template for, the
                 template refuses, or a token has no row in the model's embedding.
         """
-        ids = self._encoded(prompt, completion, finished)
+        ids = self._encode(prompt, completion, finished)
         problem = without_row(self.tokenizer, ids)
         if problem:
             raise DataError(problem)
         return ids
 
-    def _encoded(self, prompt: Prompt, completion: str, finished: bool) -> list[int]:
+    def _encode(self, prompt: Prompt, completion: str, finished: bool) -> list[int]:
         if self.template is not None:
             end = self.template.stop_marker if finished else ""
             asked = self.template.whole(as_messages(prompt), prompt=True)
@@ -103,7 +103,7 @@ def model_reward(
 
     scores_of = Batcher(score_in_thread).submit if in_thread else score_here
 
-    def encoded(rollout: Rollout, text: str) -> list[int] | ItemFailure:
+    def ids_of(rollout: Rollout, text: str) -> list[int] | ItemFailure:
         if exact:
             return rollout.token_ids
         try:
@@ -113,7 +113,7 @@ def model_reward(
             return ItemFailure(Status.REWARD_FAILED, f"cannot encode this rollout: {error}")
 
     async def score(rollouts: Sequence[Rollout], texts: Sequence[str], _: Notes) -> list[Score]:
-        sequences = [encoded(r, text) for r, text in zip(rollouts, texts, strict=True)]
+        sequences = [ids_of(r, text) for r, text in zip(rollouts, texts, strict=True)]
         scores = iter(await scores_of([ids for ids in sequences if isinstance(ids, list)]))
         return [next(scores) if isinstance(ids, list) else ids for ids in sequences]
 

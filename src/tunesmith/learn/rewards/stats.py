@@ -22,7 +22,7 @@ class RewardStats:
     mean: FiniteFloat
     std: Annotated[FiniteFloat, Field(gt=0)]
 
-    def normalized(self, score: float) -> float:
+    def normalize(self, score: float) -> float:
         return (score - self.mean) / self.std
 
 

@@ -3,7 +3,7 @@ process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,16 @@ from tunesmith.config import objects as user_code
 from tunesmith.errors import ConfigError
 from tunesmith.learn.rewards.function import ItemFailure, Notes, RewardFunction, scores_from
 from tunesmith.learn.rewards.loading import user_reward
-from tunesmith.learn.usercode.calls import RaisedInCall, accepted, is_async, parameters_of
+from tunesmith.learn.usercode.calls import (
+    Keywords,
+    RaisedInCall,
+    is_async,
+    keywords_for,
+    parameters_of,
+)
+
+Answer = dict[str, Any]
+"""JSON values."""
 
 
 class RewardProgram:
@@ -23,7 +32,7 @@ class RewardProgram:
     """
 
     def __init__(self, references: Sequence[tuple[str, str]], base_dir: str) -> None:
-        self.description: dict[str, Any]
+        self.description: Answer
         try:
             functions = [user_code.load_function(e, Path(base_dir)) for _, e in references]
             pairs = zip(references, functions, strict=True)
@@ -31,30 +40,30 @@ class RewardProgram:
         except ConfigError as error:
             self.description = {"refused": str(error)}
             return
-        self.description = {"functions": [_described(f) for f in self._functions]}
+        self.description = {"functions": [_describe(f) for f in self._functions]}
 
-    def __call__(self, number: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, number: int, keywords: Keywords) -> Answer:
         call, notes = self._call(number, keywords)
         try:
             return answer(call(), notes)
         except BaseException as error:
             return {"raised": RaisedInCall(error).trace}
 
-    async def later(self, number: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    async def later(self, number: int, keywords: Keywords) -> Answer:
         call, notes = self._call(number, keywords)
         try:
             return answer(await call(), notes)
         except Exception as error:
             return {"raised": RaisedInCall(error).trace}
 
-    def _call(self, number: int, keywords: Mapping[str, Any]) -> tuple[Callable[[], Any], Notes]:
+    def _call(self, number: int, keywords: Keywords) -> tuple[Callable[[], Any], Notes]:
         function = self._functions[number].function
         notes = Notes(len(keywords["completions"]))
         logs = {"log_extra": notes.log_extra, "log_metric": notes.log_metric}
-        return partial(function, **accepted(function, {**keywords, **logs})), notes
+        return partial(function, **keywords_for(function, {**keywords, **logs})), notes
 
 
-def _described(reward: RewardFunction) -> dict[str, Any]:
+def _describe(reward: RewardFunction) -> Answer:
     names = parameters_of(reward.function)
     return {
         "columns": sorted(reward.columns),
@@ -64,7 +73,7 @@ def _described(reward: RewardFunction) -> dict[str, Any]:
     }
 
 
-def answer(output: object, notes: Notes) -> dict[str, Any]:
+def answer(output: object, notes: Notes) -> Answer:
     """The result of a call as JSON values: scores, failures by index, and logged values."""
     try:
         scores = scores_from(output, notes.size)

@@ -176,15 +176,15 @@ class Far(ABC):
 
     def _ping(self) -> None:
         assert self._patience is not None
-        while not _waited(self.ended, self._patience / 4, 1.0):
+        while not _finishes(self.ended, self._patience / 4, 1.0):
             patience = self._patience if self._answered else STARTING
             asked = time.monotonic()
             answer = self._ask("ping")
-            if not _waited(answer, patience, TOLD):
+            if not _finishes(answer, patience, TOLD):
                 rest = HURRIED - TOLD
                 if interrupts.asked():
                     interrupts.say(f"{self.name} does not answer; it is killed in {rest:g} s")
-                if not interrupts.asked() or not _waited(answer, rest, rest):
+                if not interrupts.asked() or not _finishes(answer, rest, rest):
                     seconds = time.monotonic() - asked
                     self._lose(f"did not answer for {seconds:.0f} s and was killed")
 
@@ -197,7 +197,7 @@ class Far(ABC):
         """End the process, and wait until it has ended, unless another process waits for it."""
 
 
-def _waited(future: Future[Any], seconds: float, hurried: float) -> bool:
+def _finishes(future: Future[Any], seconds: float, hurried: float) -> bool:
     """Whether a future is done within ``seconds``, or within ``hurried`` of a signal that asks the
     command to end."""
     begun = time.monotonic()
@@ -213,7 +213,7 @@ def _waited(future: Future[Any], seconds: float, hurried: float) -> bool:
     return True
 
 
-def submitted(calls: Iterable[Future[Any]]) -> list[Future[Any]]:
+def submit_all(calls: Iterable[Future[Any]]) -> list[Future[Any]]:
     """The answers of calls, which are made by iterating. A signal takes effect after the last one:
     a rank that was not called would leave the others waiting for it."""
     interrupted = threading.current_thread() is threading.main_thread()
@@ -229,7 +229,7 @@ def gather(answers: Iterable[Future[Any]], together: Sequence[Far] = ()) -> list
         together: processes that wait for each other; the error of the one that ended is raised, not
             the errors of those that waited for it.
     """
-    answers = submitted(answers)
+    answers = submit_all(answers)
     done, _ = wait(answers, return_when=FIRST_EXCEPTION)
     try:
         for answer in answers:

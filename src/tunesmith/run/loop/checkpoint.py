@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import CheckpointError, StorageError, boundary
+from tunesmith.learn.data.loader import State
 from tunesmith.records.storage import replacing
 from tunesmith.run.loop.manifest import write_manifest
 
 STATE_FILE = "state.json"
 NONE_YET = "no checkpoint was written yet"
 REHEARSAL = ".rehearsal"
+Write = Callable[[Path], None]
+"""Writes files into a directory."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -51,9 +54,7 @@ class Checkpoints:
     def newest_first(self) -> list[Path]:
         return [self.path(step) for step in reversed(self.steps())]
 
-    def save(
-        self, step: int, state: dict[str, Any], write: Callable[[Path], None], best: int | None
-    ) -> Path:
+    def save(self, step: int, state: State, write: Write, best: int | None) -> Path:
         """Write a checkpoint and drop the oldest ones.
 
         Args:
@@ -66,7 +67,7 @@ class Checkpoints:
         """
         target = self.path(step)
         try:
-            with self._written(target, state, write):
+            with self._complete(target, state, write):
                 self._remove(step)
         except Exception as error:
             if not _is_storage_failure(error):
@@ -80,7 +81,7 @@ class Checkpoints:
         self._rotate(step, best)
         return target
 
-    def rehearse(self, state: dict[str, Any], write: Callable[[Path], None]) -> None:
+    def rehearse(self, state: State, write: Write) -> None:
         """Write a checkpoint as ``save`` does, and remove it. Args: as for ``save``; ``write``
         leaves out the weights.
 
@@ -91,15 +92,13 @@ class Checkpoints:
         shutil.rmtree(target, ignore_errors=True)
         try:
             message = f"checkpoints cannot be written to {self.directory}"
-            with boundary(StorageError, message, OSError), self._written(target, state, write):
+            with boundary(StorageError, message, OSError), self._complete(target, state, write):
                 pass
         finally:
             shutil.rmtree(target, ignore_errors=True)
 
     @contextmanager
-    def _written(
-        self, target: Path, state: dict[str, Any], write: Callable[[Path], None]
-    ) -> Generator[None]:
+    def _complete(self, target: Path, state: State, write: Write) -> Generator[None]:
         """A context at whose end a checkpoint gets its name."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with replacing(target, durable=True) as unfinished:
@@ -130,7 +129,7 @@ class Checkpoints:
             self.path(step).rename(removed)
 
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
+def read_state(checkpoint: Path) -> State:
     """The loop's state in a checkpoint.
 
     Raises:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from tunesmith.learn.data.loader import Loader
+from tunesmith.learn.data.loader import Loader, State
 from tunesmith.types import RolloutGroup, Task
 
 
@@ -65,14 +64,14 @@ class Curriculum:
         self._rest_until.pop(task.id, None)
         return task
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The loader's state, and tasks by their position in the data, because the id of a task may
         contain a path."""
         rest_until = [(self._place[name], until) for name, until in self._rest_until.items()]
         unsettled = [self._place[task.id] for task in (*self._unsettled, *self._again)]
         return {**self.loader.state_dict(), "rest_until": rest_until, "unsettled": unsettled}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.loader.load_state_dict(state)
         tasks = self.loader.items
         self._rest_until = {tasks[at].id: until for at, until in state["rest_until"]}

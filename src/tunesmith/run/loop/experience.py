@@ -42,7 +42,7 @@ def make_experience(
         (r, number) for number, group in enumerate(groups) for r in group.usable if r.num_sampled
     ]
     rollouts = [rollout for rollout, _ in played]
-    shaped = partial(_shaped, algorithm=algorithm, max_new_tokens=max_new_tokens)
+    shaped = partial(_shape, algorithm=algorithm, max_new_tokens=max_new_tokens)
     greedy = [group.greedy and shaped(group.greedy) for group in groups]
     weights = reward_weights or {}
     outcomes = [
@@ -50,7 +50,7 @@ def make_experience(
         for r, group in played
     ]
     if algorithm.advantage.by_turn:
-        outcomes = list(map(_paid_by_turn, outcomes, rollouts))
+        outcomes = list(map(_pay_by_turn, outcomes, rollouts))
 
     batch = rollout_batch(played)
     if algorithm.decoupled:
@@ -58,11 +58,11 @@ def make_experience(
     if algorithm.reference:
         batch.add("ref_logprobs", learner.score(batch, reference=True))
     if isinstance(algorithm.kl, KLInReward):
-        outcomes = _penalised(outcomes, batch, algorithm.kl.estimator, kl_coef)
+        outcomes = _penalise(outcomes, batch, algorithm.kl.estimator, kl_coef)
     if critic:
         estimator = algorithm.advantage
         bootstrap = isinstance(estimator, CriticEstimator) and estimator.bootstrap_truncated
-        outcomes = _valued(outcomes, batch, rollouts, critic, bootstrap)
+        outcomes = _add_values(outcomes, batch, rollouts, critic, bootstrap)
 
     estimated = compute_advantages(algorithm.advantage, outcomes)
     batch.add("advantages", flat(estimated.advantages))
@@ -95,7 +95,7 @@ def rollout_batch(played: Sequence[tuple[Rollout, int]]) -> Batch:
     return batch
 
 
-def _shaped(rollout: Rollout, algorithm: Algorithm, max_new_tokens: int) -> float:
+def _shape(rollout: Rollout, algorithm: Algorithm, max_new_tokens: int) -> float:
     assert rollout.reward is not None, "a rollout without a reward is not learned from"
     reward = rollout.reward
     if algorithm.stop_properly is not None:
@@ -107,7 +107,7 @@ def _shaped(rollout: Rollout, algorithm: Algorithm, max_new_tokens: int) -> floa
     return clip_reward(reward, *algorithm.reward_clip) if algorithm.reward_clip else reward
 
 
-def _paid_by_turn(outcome: Outcome, rollout: Rollout) -> Outcome:
+def _pay_by_turn(outcome: Outcome, rollout: Rollout) -> Outcome:
     """The rewards of turns are paid at the ends of their turns, and only the rest at the last
     token."""
     paid = [record.token_rewards for record in rollout.records]
@@ -115,7 +115,7 @@ def _paid_by_turn(outcome: Outcome, rollout: Rollout) -> Outcome:
     return replace(outcome, reward=outcome.reward - float(turns.sum()), token_rewards=turns)
 
 
-def _penalised(
+def _penalise(
     outcomes: Sequence[Outcome], batch: Batch, estimator: str, kl_coef: float
 ) -> list[Outcome]:
     """Subtract the KL to the reference from the reward of every token."""
@@ -128,7 +128,7 @@ def _penalised(
     ]
 
 
-def _valued(
+def _add_values(
     outcomes: Sequence[Outcome],
     batch: Batch,
     rollouts: Sequence[Rollout],

@@ -65,7 +65,7 @@ class Learner:
     _retries: int = field(default=0, init=False)
     """How often memory ran out since the last update."""
     _scored: tuple[float, float] = field(default=(0.0, 0.0), init=False)
-    """Seconds of scoring inside the current ``timed_scoring``, and the least possible."""
+    """Seconds of scoring inside the current ``time_scoring``, and the least possible."""
     _skipped: int = field(default=0, init=False)
     """Consecutive optimizer steps that have not changed the weights."""
 
@@ -142,7 +142,7 @@ class Learner:
         return scores
 
     @contextmanager
-    def timed_scoring(self) -> Generator[Metrics]:
+    def time_scoring(self) -> Generator[Metrics]:
         """On exit, the dict has the seconds of scoring inside, and the least that the device could
         have taken; it stays empty if there was none."""
         metrics: Metrics = {}
@@ -275,18 +275,18 @@ def optimizer_batches(
     if size >= batch.num_rollouts:
         yield batch
         return
-    groups = _numbered(np.where(batch.group >= 0, batch.group, -1 - batch.owners))
+    groups = _number(np.where(batch.group >= 0, batch.group, -1 - batch.owners))
     places = draw.permutation(groups.max() + 1).argsort()  # of each group in the random order
     place = places[groups]
-    order = np.lexsort((np.arange(batch.num_samples), _numbered(batch.owners), place))
+    order = np.lexsort((np.arange(batch.num_samples), _number(batch.owners), place))
     whole = size % group_size == 0
     units = place if whole else batch.owners
-    number = _numbered(units[order]) // (size // group_size if whole else size)
+    number = _number(units[order]) // (size // group_size if whole else size)
     for cut in np.split(order, np.flatnonzero(np.diff(number)) + 1):
         yield batch.take(cut)
 
 
-def _numbered(values: Ints) -> Ints:
+def _number(values: Ints) -> Ints:
     """Distinct values numbered from 0 in order of first appearance."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     return first.argsort().argsort()[inverse]

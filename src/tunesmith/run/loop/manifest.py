@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tunesmith.errors import CheckpointError, StorageError, boundary
 
 MANIFEST_FILE = "manifest.json"
+Table = dict[str, dict[str, int | str]]
+"""Bytes and checksum by file."""
 CHUNK = 1 << 20
 _ALWAYS_READ = (".safetensors", ".safetensors.index.json")
 """Files that are loaded wherever they exist: an added one changes the model."""
@@ -78,11 +79,11 @@ def check_whole(checkpoint: Path, others: Sequence[Path]) -> None:
     raise CheckpointError("\n  ".join([f"{checkpoint} is damaged:", *problems]) + f"\n{offer}")
 
 
-def _read(checkpoint: Path) -> dict[str, dict[str, Any]] | str:
+def _read(checkpoint: Path) -> Table | str:
     """The table, or what is wrong with it."""
     try:
         manifest = json.loads((checkpoint / MANIFEST_FILE).read_bytes())
-        table: dict[str, dict[str, Any]] = manifest["files"]
+        table: Table = manifest["files"]
         return table if manifest["crc32"] == _table_crc32(table) else "is not what was written"
     except FileNotFoundError:
         return "is missing: there are no checksums to compare with"
@@ -90,7 +91,7 @@ def _read(checkpoint: Path) -> dict[str, dict[str, Any]] | str:
         return f"cannot be read: {error}"
 
 
-def _damage(checkpoint: Path, table: dict[str, dict[str, Any]], name: str) -> str | None:
+def _damage(checkpoint: Path, table: Table, name: str) -> str | None:
     file = checkpoint / name
     written = table[name]
     if not file.is_file():
@@ -103,7 +104,7 @@ def _damage(checkpoint: Path, table: dict[str, dict[str, Any]], name: str) -> st
     return None
 
 
-def _entry(file: Path) -> dict[str, Any]:
+def _entry(file: Path) -> dict[str, int | str]:
     return {"bytes": file.stat().st_size, "crc32": _crc32(file)}
 
 
@@ -120,5 +121,5 @@ def _crc32(file: Path) -> str:
     return f"{checksum:08x}"
 
 
-def _table_crc32(table: dict[str, dict[str, Any]]) -> str:
+def _table_crc32(table: Table) -> str:
     return f"{zlib.crc32(json.dumps(table, sort_keys=True).encode()):08x}"

@@ -18,7 +18,7 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.learn.algorithms.kl import KLController
 from tunesmith.learn.algorithms.objective import Objective
 from tunesmith.learn.data.batch import Batch
-from tunesmith.learn.data.loader import Loader
+from tunesmith.learn.data.loader import Loader, State
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.plan import Plan
 from tunesmith.run.engines.base import RolloutEngine
@@ -85,7 +85,7 @@ class RLParts:
         for part in filter(None, (self.backend, self.critic)):
             part.load(directory)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         return {
             "tasks": self.tasks.state_dict(),
             **self.learner.caps,
@@ -93,7 +93,7 @@ class RLParts:
             "critic": {**self.critic.learner.caps} if self.critic else None,
         }
 
-    def take(self, state: dict[str, Any]) -> None:
+    def take(self, state: State) -> None:
         self.tasks.load_state_dict(state["tasks"])
         self.learner.resume(state)
         self.kl.load_state_dict(state["kl"])
@@ -140,10 +140,10 @@ class SupervisedParts(Generic[T]):
     def load(self, directory: Path) -> None:
         self.learner.backend.load(directory)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         return {"samples": self.items.state_dict(), **self.learner.caps}
 
-    def take(self, state: dict[str, Any]) -> None:
+    def take(self, state: State) -> None:
         self.items.load_state_dict(state["samples"])
         self.learner.resume(state)
 

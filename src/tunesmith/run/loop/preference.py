@@ -39,7 +39,7 @@ def pair_batch(items: Sequence[Comparison]) -> Batch:
 
 def reference_pairs(learner: Learner, items: Sequence[Comparison]) -> Batch:
     """Pairs for DPO, with the reference's log-probabilities."""
-    batch = _referenced(learner, items)
+    batch = _with_reference(learner, items)
     add_reference(batch, batch.per_sample[REFERENCE])
     return batch
 
@@ -47,14 +47,14 @@ def reference_pairs(learner: Learner, items: Sequence[Comparison]) -> Batch:
 def judged_answers(learner: Learner, items: Sequence[Comparison]) -> Batch:
     """Answers for KTO, with the columns that ``KTOObjective`` reads. The second sample of each item
     is its mismatch."""
-    both = _referenced(learner, items)
+    both = _with_reference(learner, items)
     answers = both.take(np.arange(0, 2 * len(items), 2))
     others = both.take(np.arange(1, 2 * len(items), 2))
     add_kto_columns(answers, sequence_logprobs(learner, others) - others.per_sample[REFERENCE])
     return answers
 
 
-def _referenced(learner: Learner, items: Sequence[Comparison]) -> Batch:
+def _with_reference(learner: Learner, items: Sequence[Comparison]) -> Batch:
     """The items' batch with the reference's ``Σ logπ`` of each sample, scored now if the items have
     none."""
     batch = pair_batch(items)

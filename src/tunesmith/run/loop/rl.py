@@ -64,7 +64,7 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
     """
     said = parts.plan.said
     seed = derive_seed(said.train.seed, step)
-    with parts.learner.timed_scoring() as scored:
+    with parts.learner.time_scoring() as scored:
         batch = make_experience(
             groups,
             parts.algorithm,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, compress, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -104,7 +104,7 @@ class RolloutLog:
         task = rollout.task
         file, colon, number = task.id.rpartition(":")
         rendered = self._render(task.prompt_ids)
-        versions = _sampled(rollout, "versions")
+        versions = _of_policy(rollout, "versions")
         advantages = rollout.by_token.get("advantage")
         learned = kind == "train" and advantages is not None
         parts = [
@@ -158,10 +158,10 @@ class RolloutLog:
     def _by_token(self, rollout: Rollout) -> Json:
         """The policy's tokens, record after record: columns of their texts and of all values per
         token."""
-        ids = _sampled(rollout, "token_ids")
+        ids = _of_policy(rollout, "token_ids")
         columns = {
-            "logprob": _sampled(rollout, "logprobs"),
-            "version": _sampled(rollout, "versions"),
+            "logprob": _of_policy(rollout, "logprobs"),
+            "version": _of_policy(rollout, "versions"),
             **rollout.by_token,
         }
         by_token = {name: _column(values) for name, values in columns.items()} if ids else {}
@@ -191,7 +191,7 @@ class RolloutLog:
         return self._texts[token]
 
 
-def _sampled(rollout: Rollout, name: str) -> list[Any]:
+def _of_policy(rollout: Rollout, name: str) -> list[Any]:
     """The values ``name`` of the tokens that the policy wrote, record after record."""
     values = [compress(getattr(r, name), r.sampled) for r in rollout.records]
     return list(chain.from_iterable(values))
@@ -214,14 +214,14 @@ def read_evaluated(path: Path) -> Iterator[Json]:
                         yield record
 
 
-def summary(line: Mapping[str, Any]) -> Json:
+def summary(line: Json) -> Json:
     """The short form of a line."""
     return {name: line[name] for name in SUMMARY if line.get(name) not in (None, {})}
 
 
 def contrast(
-    lines: Sequence[Mapping[str, Any]],
-) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    lines: Sequence[Json],
+) -> tuple[Json, Json] | None:
     """The best and the worst rollout of the first group with unequal rewards; None where there is
     none."""
     for _, group in groupby(lines, key=itemgetter("group")):
@@ -232,7 +232,7 @@ def contrast(
     return None
 
 
-def examples(lines: Iterable[Mapping[str, Any]], count: int) -> list[EvalExample]:
+def examples(lines: Iterable[Json], count: int) -> list[EvalExample]:
     """The first prompts of the evaluations, with their answers in the first and in the last
     evaluation."""
     answer = itemgetter("completion", "reward")

@@ -181,7 +181,7 @@ class AsyncRollouts:
         for task in self.parts.tasks.next_batch(self.buffer.room(version)):
             player = asyncio.create_task(self._play(self.buffer.start(version), task))
             self._players.add(player)
-            player.add_done_callback(self._ended)
+            player.add_done_callback(self._forget)
         self.session.recorder.timeline.level("queue", self.buffer.waiting)
         self.session.recorder.timeline.level("playing", self.buffer.playing)
 
@@ -195,7 +195,7 @@ class AsyncRollouts:
             check_failures(self.parts, self.buffer.finished)
         self._admit()
 
-    def _ended(self, player: asyncio.Task[None]) -> None:
+    def _forget(self, player: asyncio.Task[None]) -> None:
         if player.cancelled() or player.exception() is None:
             self._players.discard(player)
 

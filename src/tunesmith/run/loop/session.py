@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from tunesmith.config.schema import CheckpointSection, EvalSection
 from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
+from tunesmith.learn.data.loader import State
 from tunesmith.plan.parts import Intervals
 from tunesmith.records import interrupts
 from tunesmith.records.run_dir import point
@@ -104,7 +105,7 @@ class Session:
     """Whether a callback asked to end the run."""
     _parts: Parts = field(init=False)
     _describe: Callable[[Path], None] | None = field(default=None, init=False)
-    _state: dict[str, Any] = field(init=False)
+    _state: State = field(init=False)
     """The parts' state after the last complete step."""
     _epoch: int = field(default=0, init=False)
     _pass_ended: bool = field(default=False, init=False)
@@ -235,7 +236,7 @@ class Session:
         """
         wanted = self.checkpoint.model_only
         model_only = not stopping and (wanted is True or (wanted == "last" and not self.running))
-        state: dict[str, Any] = {
+        state: State = {
             "step": self.step,
             "best": {self.best.metric: [self.best.value, self.best.step]},
             "evaluated": self.evaluated,

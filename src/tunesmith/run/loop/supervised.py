@@ -24,7 +24,7 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
     while session.running:
         items = parts.items.next_batch()
         with session.phase("train"):
-            with parts.learner.timed_scoring() as scored:
+            with parts.learner.time_scoring() as scored:
                 batch = parts.prepare(items)
             metrics = parts.summarise(parts.learner.update(batch, parts.objective)) | scored
         tokens = float(batch.num_tokens)

@@ -100,9 +100,9 @@ class Passes(Generic[M]):
             named = (torch.is_grad_enabled(), kind and kind(index))
             if steps.begin(named):
                 with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                    yield self._placed(forest.padding())
+                    yield self._place(forest.padding())
                 steps.record(named)
-            placed = self._placed(forest)
+            placed = self._place(forest)
             if not steps.failure:
                 yield placed
             steps.finish(named)
@@ -112,7 +112,7 @@ class Passes(Generic[M]):
             else:
                 steps.settle(self.group.sum, self.group.device)
 
-    def _placed(self, forest: Forest) -> Forest:
+    def _place(self, forest: Forest) -> Forest:
         """The forest on the model's device; in a sequence group, with this rank's part."""
         if self.model.sequence is not None:
             forest = replace(forest, own=self.model.sequence.part(self.model.laid_out(forest)))

@@ -15,7 +15,7 @@ from tunesmith.errors import DeviceMemoryError
 from tunesmith.learn.algorithms.objective import Objective
 from tunesmith.learn.data.batch import Floats
 from tunesmith.learn.data.micro_batches import Packing
-from tunesmith.learn.usercode.far import Far, gather, submitted
+from tunesmith.learn.usercode.far import Far, gather, submit_all
 from tunesmith.run.trainers.base import Metrics, Quantity
 
 REFERENCE_DIRECTORY = "reference"
@@ -70,10 +70,10 @@ class RankedBackend:
         return np.sum(parts, axis=0)
 
     def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
-        return _summed(self._parts(packing, "backend.forward_backward", objective))
+        return _sum(self._parts(packing, "backend.forward_backward", objective))
 
     def evaluate(self, packing: Packing, objective: Objective) -> Metrics:
-        return _summed(self._parts(packing, "backend.evaluate", objective))
+        return _sum(self._parts(packing, "backend.evaluate", objective))
 
     def _parts(
         self, packing: Packing, name: str, *args: Any, columns: bool = True, **kwargs: Any
@@ -90,7 +90,7 @@ class RankedBackend:
     def _together(self, answers: Iterable[Future[Any]]) -> list[Any]:
         """The answers of all; if memory runs out, all of them have ended before the error is
         raised."""
-        answers = submitted(answers)
+        answers = submit_all(answers)
         try:
             return self._gather(answers)
         except DeviceMemoryError:
@@ -155,7 +155,7 @@ class RankedBackend:
         return self._gather(replica.submit(name, *args, **kwargs) for replica in self.replicas)[0]
 
 
-def _summed(parts: Sequence[Metrics]) -> Metrics:
+def _sum(parts: Sequence[Metrics]) -> Metrics:
     """Add up the ranks' sums over micro-batches."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

@@ -23,10 +23,9 @@ follow the last bucket, and the engine's host reads once whether all agree.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ from tunesmith.plan.devices import BUCKET
 from tunesmith.run.processes.checksum import word_sum
 from tunesmith.run.processes.process_group import GroupKind
 from tunesmith.run.weights.base import NamedTensors, Offer
-from tunesmith.run.weights.rounds import LOOPBACK, Link, Round, joined, place
+from tunesmith.run.weights.rounds import LOOPBACK, Link, Round, join_round, place
 from tunesmith.run.weights.spread import Run, Spread, spread
 
 
@@ -164,11 +163,11 @@ class BroadcastPlane:
             link.broadcast(_empty_sums(numbers, self.device) if own is None else own, owner)
 
     def _help(self, offer: Offer) -> None:
-        with suppress(EngineError), joined(offer) as link:  # the takers report failures
+        with suppress(EngineError), join_round(offer) as link:  # the takers report failures
             self._send(link)
 
 
-def take_broadcast(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def take_broadcast(offer: Offer) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a round: with NCCL on the GPU as they arrive, with gloo in memory once all
     have arrived.
 
@@ -179,14 +178,14 @@ def take_broadcast(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     yield from _arriving(offer) if offer["plane"] == "nccl" else list(_arriving(offer))
 
 
-def _arriving(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _arriving(offer: Offer) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a round, bucket by bucket.
 
     A bucket is freed when the next one is requested, unless one of its tensors is kept. Once begun,
     the iteration has to reach the end: others in the round wait, and only then is it known that all
     tensors were right.
     """
-    with joined(offer) as link:
+    with join_round(offer) as link:
         runs = [Run(**run) for run in link.header["runs"]]
         device = link.header["device"]
         sums = list[Tensor]()

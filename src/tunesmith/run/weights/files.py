@@ -203,7 +203,7 @@ def _write(path: Path, version: int, tensors: Mapping[str, Tensor]) -> None:
         file.write(room.to_bytes(8, "little") + header(sums).ljust(room))
 
 
-def take_files(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def take_files(offer: Offer) -> Iterator[tuple[str, Tensor]]:
     """The tensors of published files, one after the other.
 
     Raises:

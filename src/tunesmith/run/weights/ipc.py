@@ -3,7 +3,7 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ class IpcPlane(Plane):
         self._kept = None
 
 
-def take_ipc(offer: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def take_ipc(offer: Offer) -> Iterator[tuple[str, Tensor]]:
     """The tensors of an offer, as views of the trainer's copy, which are valid until the trainer
     publishes again.
 

@@ -41,6 +41,10 @@ ASKING = 0.05
 continues."""
 
 
+Header = Mapping[str, Any]
+"""Describes the weights of a round."""
+
+
 @dataclass(slots=True)
 class Link:
     """One process's side of a running round.
@@ -52,7 +56,7 @@ class Link:
 
     kind: GroupKind
     group: Any
-    header: Mapping[str, Any]
+    header: Header
     patience: float
     stopped: Callable[[], str | None]
 
@@ -106,7 +110,7 @@ class Round:
     """
 
     offer: Offer
-    header: Mapping[str, Any]
+    header: Header
     send: Send
     store: dist.TCPStore = field(init=False)
     withdrawn: threading.Event = field(default_factory=threading.Event, init=False)
@@ -156,10 +160,10 @@ class Round:
 
 def _link(
     store: dist.Store,
-    offer: Mapping[str, Any],
+    offer: Offer,
     rank: int,
     host: str,
-    header: Mapping[str, Any],
+    header: Header,
     stopped: Callable[[], str | None],
 ) -> Link:
     """Join a round's group as ``rank``; ``host`` is this machine's address."""
@@ -170,7 +174,7 @@ def _link(
 
 
 @contextmanager
-def joined(offer: Mapping[str, Any]) -> Generator[Link]:
+def join_round(offer: Offer) -> Generator[Link]:
     """A taker's side of an offered round, or that of another sending rank of the trainer.
 
     Raises:
@@ -216,7 +220,7 @@ def _fault(store: dist.Store) -> str | None:
     return store.get("fault").decode() if store.check(["fault"]) else None
 
 
-def _wait_for_takers(store: dist.Store, offer: Mapping[str, Any]) -> None:
+def _wait_for_takers(store: dist.Store, offer: Offer) -> None:
     """Wait until the takers are done, as they may still be reading the weights."""
     deadline = time.monotonic() + offer["patience"]
     while store.add("done", 0) < offer["world"] - offer["senders"] and time.monotonic() < deadline:
@@ -225,7 +229,7 @@ def _wait_for_takers(store: dist.Store, offer: Mapping[str, Any]) -> None:
         time.sleep(0.002)
 
 
-def place(offer: Mapping[str, Any]) -> str:
+def place(offer: Offer) -> str:
     """A description of an offered round."""
     what = f"{offer['plane']} broadcast of version {offer['version']}"
     return f"{what} from {offer['host']}:{offer['port']}"

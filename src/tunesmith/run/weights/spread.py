@@ -84,15 +84,15 @@ def spread(
         there = places.get(place)
         is_new = there is None or there[0]() is None or not tensor.numel()
         if there is None or is_new:  # no other live tensor has this memory
-            if not runs or _aligned(runs[-1].size) + tensor.nbytes > size:
+            if not runs or _align(runs[-1].size) + tensor.nbytes > size:
                 owner = filled.index(min(filled))
                 runs.append(Run(owner, filled[owner]))
             run = runs[-1]
-            there = places[place] = weakref.ref(tensor), run, _aligned(run.size)
+            there = places[place] = weakref.ref(tensor), run, _align(run.size)
             if run.owner == rank:
                 buffer = _put(tensor, buffer, run.start + there[2])
             run.size = there[2] + tensor.nbytes
-            filled[run.owner] = _aligned(run.start + run.size)
+            filled[run.owner] = _align(run.start + run.size)
         _, run, start = there
         dtype = str(tensor.dtype).removeprefix("torch.")
         run.table.append((name, dtype, tuple(tensor.shape), start))
@@ -119,5 +119,5 @@ def _put(tensor: Tensor, buffer: Tensor, start: int) -> Tensor:
     return buffer
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
