@@ -71,12 +71,12 @@ def engine_metrics(stats: EngineStats) -> Metrics:
         "kv_peak": float(stats.peak_kv_bytes),
     }
     prompt_tokens = stats.reused_prompt_tokens + stats.prefilled_tokens
-    if prompt_tokens:
-        metrics["prefix_hit_share"] = stats.reused_prompt_tokens / prompt_tokens
-    if stats.kv_budget_bytes:
-        metrics["kv_used"] = stats.peak_kv_bytes / stats.kv_budget_bytes
-    if stats.drafted_tokens:
-        metrics["draft_acceptance"] = stats.accepted_tokens / stats.drafted_tokens
+    shares = {
+        "prefix_hit_share": (stats.reused_prompt_tokens, prompt_tokens),
+        "kv_used": (stats.peak_kv_bytes, stats.kv_budget_bytes),
+        "draft_acceptance": (stats.accepted_tokens, stats.drafted_tokens),
+    }
+    metrics |= {name: part / whole for name, (part, whole) in shares.items() if whole}
     if stats.sync_bytes and stats.sync_seconds:
         metrics["sync_bytes"] = float(stats.sync_bytes)
         metrics["sync_bytes_per_second"] = stats.sync_bytes / stats.sync_seconds
