@@ -10,10 +10,11 @@ from operator import not_
 from tunesmith.config.families import DynamicFilter
 from tunesmith.types import Rollout, RolloutGroup
 
+Weights = Mapping[str, float] | None
+"""Of rewards by name; 1 for one without an entry."""
 
-def is_kept(
-    bounds: DynamicFilter, group: RolloutGroup, weights: Mapping[str, float] | None = None
-) -> bool:
+
+def is_kept(bounds: DynamicFilter, group: RolloutGroup, weights: Weights = None) -> bool:
     """Whether a group is trained on.
 
     Scores are taken before shaping, so that a length penalty does not make a solved group look
@@ -31,14 +32,14 @@ def is_kept(
 def split(
     bounds: DynamicFilter,
     groups: Sequence[RolloutGroup],
-    weights: Mapping[str, float] | None = None,
+    weights: Weights = None,
 ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
     """The groups to train on and those to replace, in order."""
     kept = [is_kept(bounds, group, weights) for group in groups]
     return list(compress(groups, kept)), list(compress(groups, map(not_, kept)))
 
 
-def rollout_score(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float | None:
+def rollout_score(rollout: Rollout, weights: Weights = None) -> float | None:
     """The weighted mean of the rollout's raw rewards that apply; None if there are none.
 
     The environment's reward is among them, with a weight of 1 (``RewardSet.score``). Penalties

@@ -98,10 +98,8 @@ def model_reward(
     async def score_here(sequences: list[list[int]]) -> list[Score]:
         return model.score(sequences)
 
-    async def score_in_thread(sequences: list[list[int]]) -> list[Score]:
-        return await to_thread(model.score, sequences)
-
-    scores_of = Batcher(score_in_thread).submit if in_thread else score_here
+    batcher = Batcher[list[int], Score](lambda batch: to_thread(model.score, batch))
+    scores_of = batcher.submit if in_thread else score_here
 
     def ids_of(rollout: Rollout, text: str) -> list[int] | ItemFailure:
         if exact:

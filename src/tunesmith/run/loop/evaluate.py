@@ -6,12 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import comb
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tunesmith.config.schema import EvalSection
 from tunesmith.run.loop.collect import Collector
 from tunesmith.types import Rollout, RolloutGroup, Sampling, Task
+
+if TYPE_CHECKING:
+    from tunesmith.run.trainers.base import Metrics
 
 ROUNDING = 1e-9
 """Tolerance, because weights and rewards are summed in different orders."""
@@ -36,7 +40,7 @@ class EvaluationPlan:
 
 async def evaluate(
     collector: Collector, plan: EvaluationPlan
-) -> tuple[dict[str, float], list[RolloutGroup]]:
+) -> tuple[Metrics, list[RolloutGroup]]:
     """Metrics named ``eval/...``, and the greedy groups they come from, in the order of the
     tasks."""
     sampling = replace(plan.sampling, temperature=0.0)
@@ -68,9 +72,7 @@ def passes(rollout: Rollout, weights: Mapping[str, float]) -> bool:
     return rollout.reward is not None and rollout.reward >= full - ROUNDING
 
 
-def _greedy_metrics(
-    groups: Sequence[RolloutGroup], weights: Mapping[str, float]
-) -> dict[str, float]:
+def _greedy_metrics(groups: Sequence[RolloutGroup], weights: Mapping[str, float]) -> Metrics:
     rollouts = [r for g in groups for r in g.rollouts]
     usable = [r for g in groups for r in g.usable]
     metrics = {

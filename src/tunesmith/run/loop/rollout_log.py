@@ -219,9 +219,7 @@ def summary(line: Json) -> Json:
     return {name: line[name] for name in SUMMARY if line.get(name) not in (None, {})}
 
 
-def contrast(
-    lines: Sequence[Json],
-) -> tuple[Json, Json] | None:
+def contrast(lines: Sequence[Json]) -> tuple[Json, Json] | None:
     """The best and the worst rollout of the first group with unequal rewards; None where there is
     none."""
     for _, group in groupby(lines, key=itemgetter("group")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import isfinite
@@ -22,6 +22,7 @@ from tunesmith.types import RolloutGroup
 
 if TYPE_CHECKING:
     from tunesmith.run.loop.parts import Parts
+    from tunesmith.run.trainers.base import Metrics
 
 
 class Publisher(Protocol):
@@ -166,9 +167,7 @@ class Session:
         if self.publisher:
             self.publisher.describe(directory)
 
-    def finish_step(
-        self, metrics: Mapping[str, float], groups: Sequence[RolloutGroup] = ()
-    ) -> None:
+    def finish_step(self, metrics: Metrics, groups: Sequence[RolloutGroup] = ()) -> None:
         """Count a step, record it, and log the rollouts of its groups.
 
         If a signal ends the run from now on, this step is saved.
@@ -186,9 +185,7 @@ class Session:
         interrupts.settle()
         self._call(self.callbacks.on_step, record)
 
-    def finish_evaluation(
-        self, metrics: Mapping[str, float], groups: Sequence[RolloutGroup] = ()
-    ) -> None:
+    def finish_evaluation(self, metrics: Metrics, groups: Sequence[RolloutGroup] = ()) -> None:
         """Record an evaluation, and log its rollouts. The checkpoint of the best one is kept."""
         self.evaluated = True
         if groups:
