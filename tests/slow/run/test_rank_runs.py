@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,8 +181,8 @@ def test_a_killed_rank_is_named_and_gone_back_from(model: Path, tmp_path: Path) 
 def test_signals_end_ranks_that_gather_weights(
     hangs: bool, signals: int, model: Path, tmp_path: Path
 ) -> None:
-    """The first one does, after the step and a checkpoint; where a rank hangs, in 30 s, and a
-    second one at once."""
+    """The first one does, after the step and a checkpoint; where a rank hangs, it says in how many
+    seconds, which it does not wait for at a second one."""
     changed = {
         "train__steps": 10**6,
         "eval__every": 10**6,
@@ -195,7 +195,6 @@ def test_signals_end_ranks_that_gather_weights(
     if hangs:
         ranks[1].send_signal(signal.SIGSTOP)
     command.process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
     assert command.process.stderr is not None
     while "stopping" not in (line := command.process.stderr.readline()):
         assert line, "it ended without a word"
@@ -205,8 +204,8 @@ def test_signals_end_ranks_that_gather_weights(
     assert command.process.returncode == 128 + signal.SIGTERM, err
     assert len(ranks) == 2 and not psutil.wait_procs(ranks, 600)[1]
     if hangs:
-        assert time.monotonic() - began < (30 if signals == 1 else 10)
-        assert ("rank 1 of the trainer" in err and "does not answer" in err) == (signals == 1)
+        left = re.findall(r"rank 1 of the trainer.* does not answer.* (\d+) s", err)
+        assert all(int(seconds) < 30 for seconds in left) and bool(left) == (signals == 1)
 
 
 @pytest.mark.parametrize(
