@@ -85,7 +85,8 @@ def measured(
     }
     section = EvalSection(**{"samples": 1, "temperature": 0.6, "pass_at": (1, 2), **changed})
     made = Collector(engine.generate, scorer, {"single_turn": SingleTurn()}, numbers, 60.0)
-    return asyncio.run(evaluate(made, EvaluationPlan(**settings, section=section)))
+    plan = EvaluationPlan(**settings, section=section, pass_at=section.pass_at)
+    return asyncio.run(evaluate(made, plan))
 
 
 def test_greedy_metrics() -> None:
