@@ -170,7 +170,9 @@ def test_ranks_on_several_machines(name: str, monkeypatch: pytest.MonkeyPatch) -
     said = with_launched_ranks(config(SFTConfig, "system.zero_stage=2"))
     gpu = replace(GPU, name=name)
     facts = Facts(replace(CPU, gpus=(gpu,) * 8), MODEL, train_size=100, longest=40, ranks_here=8)
-    assert resolve(said, facts).settings["system.shard_size"] == 8
+    found = resolve(said, replace(facts, hardware=replace(facts.hardware, cores=96)))
+    assert found.settings["system.shard_size"] == 8
+    assert found.settings["system.threads"] == 12, "each rank has its share of the cores"
     assert resolve(said, replace(facts, hardware=CPU)).settings["system.threads"] == 1
 
 

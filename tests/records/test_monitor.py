@@ -56,6 +56,16 @@ def test_each_step_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     assert last["time"] > 1.7e9
 
 
+def test_a_damaged_line_is_no_line_less(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "rew\n{"step": 3}\n')
+    with pytest.raises(StorageError, match=r"metrics\.jsonl"):
+        read_metrics(path)
+    path.write_text('{"step": 1}\n{"step": 2, "rew')
+    assert steps(path) == [1], "a torn last line is being written"
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
 def test_resuming_drops_later_and_torn_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as metrics:

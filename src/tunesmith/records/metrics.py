@@ -151,8 +151,16 @@ def drop_after(path: Path, step: int) -> None:
 
 
 def read_metrics(path: Path) -> list[JsonObject]:
-    """All complete lines of a metrics file."""
-    return newest_objects(path, None)
+    """All complete lines of a metrics file; none if it is missing.
+
+    Raises:
+        StorageError: it cannot be read, or a line that ends is damaged.
+    """
+    if not path.exists():
+        return []
+    with boundary(StorageError, f"cannot read {path}", (OSError, ValueError)):
+        lines = path.read_bytes().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def newest_objects(file: Path, most_bytes: int | None) -> list[JsonObject]:

@@ -121,7 +121,9 @@ def _with_processes(plan: Plan[C], reasons: Reasons) -> Plan[C]:
 
 def _threads(plan: AnyPlan) -> tuple[int, str]:
     devices = plan.devices
-    ranks = 1 if devices.on_gpu else plan.facts.ranks_here or devices.trainer_ranks
+    ranks = plan.facts.ranks_here or devices.trainer_ranks
+    if devices.on_gpu:  # one of them on each GPU of a machine
+        ranks = min(ranks, max(1, plan.gpus))
     engines = devices.engines if devices.engines_share_cpu else 0
     shared = f", shared by {ranks} trainer ranks" if ranks > 1 else ""
     if engines:
