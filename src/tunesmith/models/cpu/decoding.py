@@ -1,5 +1,5 @@
-"""Decode steps of a lean decoder on a CPU (``kernels.decoding``): its large products, with operations
-compiled from C++ between them.
+"""Decode steps of a lean decoder on a CPU (``kernels.decoding``): its large products, with
+operations compiled from C++ between them.
 
 A layer is four products and four calls, or the whole decoder is one call where all products are
 compiled too. The residual stream is float32; keys and values have the pool's dtype. The operations

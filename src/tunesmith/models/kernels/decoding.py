@@ -1,7 +1,8 @@
-"""The port of decode steps: one token of each of many sequences, whose keys and values lie in blocks.
+"""The port of decode steps: one token of each of many sequences, whose keys and values are in
+blocks.
 
-A room that has faster functions for a processor registers them at a door (``config.doors``); ``cpu``
-has those for CPUs. Engines decode with PyTorch's operations where there are none.
+A room that has faster functions for a processor registers them at a door (``config.doors``);
+``cpu`` has those for CPUs. Engines decode with PyTorch's operations where there are none.
 
 Shape legend: ``B`` rows, ``d`` hidden size, ``V`` vocabulary, ``P`` planes (the keys and the values
 of each layer), ``N`` blocks, ``K`` key/value heads, ``C`` slots of a block, ``D`` head size.
@@ -28,6 +29,8 @@ class KVSpan:
     """Consecutive tokens in a pool: a prompt, or what a request generated after it."""
 
     blocks: list[int]
+    slot: int = -1
+    """Where the state after its last token is, if layers carry one."""
 
 
 def tables(spans: Sequence[KVSpan]) -> Tensor:

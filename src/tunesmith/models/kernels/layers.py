@@ -195,10 +195,9 @@ def _carry(layer: StatefulLayer, *args: Any, **kwargs: Any) -> Tensor:
     context = _CONTEXT.get()
     if not isinstance(context, StateContext):
         raise ModelError(
-            f"{type(layer.module).__name__} carries a state along the sequence, which neither the "
-            "embedded engine nor ranks that share a sequence keep: use another engine, and leave "
-            "system.sequence_parallel out",
-            keys=("system.engine", "system.sequence_parallel.size"),
+            f"{type(layer.module).__name__} carries a state along the sequence, which ranks that "
+            "share a sequence do not keep: leave system.sequence_parallel out",
+            keys=("system.sequence_parallel.size",),
         )
     return context.carry(layer, x).unsqueeze(0)
 

@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4
 """Of one token in the tiny llama: 2 layers, keys and values, 2 heads of 8, fp32."""
 SLOT_BYTES = TOKEN_BYTES * 5 // 4
-"""With its share of the staging plane."""
+"""With a quarter to spare."""
 
 
 def make(model: CausalLM, tokens: int = 4096, **options: Any) -> LocalEngine:

@@ -2,7 +2,8 @@
 sequence (prompts, chunks of long ones, a request's earlier tokens, guesses).
 
 Shape legend: ``T`` new tokens of all pieces, ``n`` of one piece, ``B`` pieces, ``c`` context of a
-piece including itself, ``K`` key/value heads, ``G`` query heads per key/value head, ``D`` head size.
+piece including itself, ``K`` key/value heads, ``G`` query heads per key/value head, ``D`` head
+size.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 from tunesmith.models.kernels.attention import AttentionRule
 from tunesmith.models.kernels.decoding import KVSpan, tables
+from tunesmith.models.kernels.layers import StatefulLayer
 from tunesmith.run.engines.local.pool import KVMemory
 from tunesmith.run.engines.local.requests import Piece
 
@@ -81,6 +83,26 @@ class PoolAttention:
             )
             out.append(self._piece(queries.permute(1, 2, 0, 3), keys, values, rule))
         return torch.cat(out).to(query.dtype)
+
+    def carry(self, layer: StatefulLayer, x: Tensor) -> Tensor:
+        """See ``StateContext.carry``: a piece continues from its owner's state, and a request's
+        first one from its prompt's."""
+        slots = self._memory.states[layer.layer]
+        outputs: list[Tensor] = []
+        for piece, tokens in zip(self._pieces, x.split(self._lengths), strict=True):
+            state = layer.start(1)
+            if piece.positions[0]:
+                span = piece.owner.span if piece.start else piece.prompt.span
+                sizes = [part.numel() for part in state]
+                kept = slots[span.slot, : sum(sizes)].split(sizes)
+                state = tuple(
+                    old.view_as(new).to(new.dtype) for old, new in zip(kept, state, strict=True)
+                )
+            out, state = layer.run(tokens, [len(piece)], state)
+            after = torch.cat([part.flatten().float() for part in state])
+            slots[piece.owner.span.slot, : len(after)] = after
+            outputs.append(out)
+        return torch.cat(outputs)
 
     def _of_heads(self, spans: Sequence[KVSpan]) -> Tensor:
         """``[B, K, blocks]``: where each head of each block is among all of a plane."""

@@ -94,8 +94,16 @@ class LocalEngine:
             check_assistant(assistant, model, speculative_tokens)
         models = [model, assistant] if assistant else [model]
         layouts, costs = zip(*(probe(each, compiled=compiled) for each in models), strict=True)
+        if assistant is not None and layouts[0].state:
+            raise UserError(
+                "the model's layers carry a state, out of which rejected guesses cannot be taken: "
+                "omit system.draft_model",
+                keys=("system.draft_model",),
+            )
         self._meter = Meter(costs[0], limits)
-        self._pool = KVPool(layouts, kv_bytes, block_size=block_size)
+        # Each running request has a prompt at most.
+        slots = 2 * max_running
+        self._pool = KVPool(layouts, kv_bytes, block_size=block_size, slots=slots)
         self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
         self._runner, *others = (
             Runner(each, memory, max_prefill_tokens, compiled=compiled)
@@ -212,7 +220,8 @@ class LocalEngine:
         prompt = len(prompt_ids)
         if not 0 < prompt < self._context:
             raise UserError(
-                f"a prompt of {prompt} tokens leaves no room: the model's context is {self._context} tokens"
+                f"a prompt of {prompt} tokens leaves no room: the model's context is "
+                f"{self._context} tokens"
                 if prompt
                 else "the prompt is empty: at least one token is needed"
             )

@@ -30,6 +30,13 @@ class KVLayout:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    state: int = 0
+    """Numbers of the state that a layer carries from token to token, float32."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state in all layers."""
+        return self.layers * self.state * 4
 
     @property
     def planes(self) -> int:
@@ -42,11 +49,12 @@ class KVLayout:
 
 
 class KVMemory:
-    """One model's keys and values."""
+    """One model's keys and values, and the states of its sequences."""
 
-    def __init__(self, layout: KVLayout, blocks: int, block_size: int) -> None:
+    def __init__(self, layout: KVLayout, blocks: int, block_size: int, slots: int = 0) -> None:
         self.layout = layout
         self._shape = (layout.planes, blocks, layout.kv_heads, block_size, layout.head_dim)
+        self._slots = slots
         self.allocate()
 
     def allocate(self) -> None:
@@ -57,6 +65,7 @@ class KVMemory:
         """
         dtype = self.layout.dtype
         device = self.layout.device
+        self.states = torch.zeros(self.layout.layers, self._slots, self.layout.state, device=device)
         if device.type != "cpu" or sys.platform == "win32":
             self.planes = torch.zeros(self._shape, dtype=dtype, device=device)
             return
@@ -65,48 +74,67 @@ class KVMemory:
         self.planes = torch.frombuffer(pages, dtype=dtype).view(self._shape)  # [P, N, K, C, D]
 
     def free(self) -> None:
+        self.states = self.states.new_zeros(0)
         self.planes = self.planes.new_zeros(self._shape[0], 0, *self._shape[2:])
 
     @property
     def nbytes(self) -> int:
-        return self.planes.untyped_storage().nbytes()
+        return self.planes.untyped_storage().nbytes() + self.states.nbytes
 
 
 class KVPool:
-    """Blocks of one size, the same for each of its models (``memories``).
+    """Blocks of one size, the same for each of its models (``memories``), and for each span a slot
+    for the state of a sequence, if layers carry one.
+
+    Args:
+        slots: the most spans at a time of models with a state.
 
     Raises:
         UserError: ``kv_bytes`` hold less than two blocks.
     """
 
     def __init__(
-        self, layouts: Sequence[KVLayout], kv_bytes: int, *, block_size: int = BLOCK_TOKENS
+        self,
+        layouts: Sequence[KVLayout],
+        kv_bytes: int,
+        *,
+        block_size: int = BLOCK_TOKENS,
+        slots: int = 0,
     ) -> None:
         self.block_size = block_size
         block_bytes = block_size * sum(layout.token_bytes for layout in layouts)
-        self.blocks = kv_bytes // block_bytes
+        state_bytes = sum(layout.state_bytes for layout in layouts)
+        self._slots = slots if state_bytes else 0
+        self.blocks = max(0, kv_bytes - self._slots * state_bytes) // block_bytes
         if self.blocks < 2:
             raise UserError(
                 f"a KV budget of {kv_bytes} bytes holds {self.blocks * block_size} tokens: this "
-                f"model needs at least {2 * block_bytes} bytes, two blocks of {block_size} tokens "
+                f"model needs at least {2 * block_bytes + self._slots * state_bytes} bytes, two "
+                f"blocks of {block_size} tokens "
                 "(system.kv_memory)",
                 keys=("system.kv_memory",),
             )
-        self.memories = [KVMemory(layout, self.blocks, block_size) for layout in layouts]
-        self._free = list(reversed(range(self.blocks)))
+        self.memories = [
+            KVMemory(layout, self.blocks, block_size, self._slots) for layout in layouts
+        ]
+        self._forget()
 
     @property
     def free(self) -> int:
         """Blocks that no span has."""
         return len(self._free)
 
+    def takes(self, spans: int) -> bool:
+        """Whether there are slots for so many more spans."""
+        return not self._slots or spans <= len(self._free_slots)
+
     def needed(self, tokens: int) -> int:
         """Blocks of this many tokens."""
         return -(-tokens // self.block_size)
 
     def admit(self, tokens: int) -> KVSpan:
-        """A span with room for ``tokens``; there must be enough free blocks."""
-        span = KVSpan([])
+        """A span with room for ``tokens``; there must be enough free blocks, and a slot."""
+        span = KVSpan([], self._free_slots.pop() if self._slots else -1)
         assert self.append(span, tokens), "the caller makes room first"
         return span
 
@@ -121,13 +149,21 @@ class KVPool:
     def release(self, span: KVSpan) -> None:
         self._free.extend(reversed(span.blocks))
         span.blocks.clear()
+        if span.slot >= 0:
+            self._free_slots.append(span.slot)
+            span.slot = -1
 
     def clear(self) -> None:
         """Take all blocks back and free the memory, until ``allocate``."""
-        self._free = list(reversed(range(self.blocks)))
+        self._forget()
         for memory in self.memories:
             memory.free()
 
     def allocate(self) -> None:
         for memory in self.memories:
             memory.allocate()
+
+    def _forget(self) -> None:
+        """No span has anything."""
+        self._free = list(reversed(range(self.blocks)))
+        self._free_slots = list(reversed(range(self._slots)))

@@ -15,6 +15,7 @@ from tunesmith.errors import EngineError, ModelError
 from tunesmith.models.causal_lm import CausalLM, logit_scale
 from tunesmith.models.kernels.attention import AttentionRule
 from tunesmith.models.kernels.decoding import DecodeRows
+from tunesmith.models.kernels.layers import StatefulLayer
 from tunesmith.models.rope import rotated_by
 from tunesmith.run.engines.local.attention import PoolAttention
 from tunesmith.run.engines.local.decode_model import DecodeModel, decoding
@@ -34,10 +35,24 @@ def text_config(model: CausalLM) -> Any:
 
 
 class _Probe:
-    """An ``AttentionContext`` that records the shapes in each layer."""
+    """A context of attention and states that records their shapes in each layer."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int]] = {}
+        self.state = 0
+        self.carrying: dict[int, str] = {}
+
+    def carry(self, layer: StatefulLayer, x: Tensor) -> Tensor:
+        if layer.layer in self.carrying:
+            raise ModelError(
+                "the embedded engine keeps one state per decoder layer, and more than one module of "
+                f"layer {layer.layer} carries one: use another engine",
+                keys=("system.engine",),
+            )
+        self.carrying[layer.layer] = type(layer.module).__name__
+        out, state = layer.run(x, [len(x)], layer.start(1))
+        self.state = max(self.state, sum(part.numel() for part in state))
+        return out
 
     def attend(
         self,
@@ -64,10 +79,13 @@ def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
     model.hidden(zero, zero, context)
     shapes = set(context.shapes.values())
     layers = len(context.shapes)
+    others = sorted({name for at, name in context.carrying.items() if at not in context.shapes})
     if len(shapes) != 1 or set(context.shapes) != set(range(layers)):
         raise ModelError(
-            "the embedded engine needs a model whose layers all keep keys and values of one shape; layers "
-            f"of this {type(model.module).__name__} have (heads, key/value heads, head size) {sorted(shapes)}"
+            "the embedded engine needs a model whose layers all keep keys and values of one shape; "
+            f"layers of this {type(model.module).__name__} have (heads, key/value heads, head size) "
+            f"{sorted(shapes)}, and layers with only a state {others}: use another engine",
+            keys=("system.engine",),
         )
     heads, kv_heads, head_dim = shapes.pop()
     head = model.head.weight
@@ -75,7 +93,7 @@ def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
     weights = sum(p.numel() for p in model.module.parameters())
     weights -= 0 if head is embedding else embedding.numel()
     dtype = kv_dtype(model, compiled=compiled)
-    layout = KVLayout(layers, kv_heads, head_dim, dtype, model.device)
+    layout = KVLayout(layers, kv_heads, head_dim, dtype, model.device, context.state)
     cost = ForwardCost(
         weight_bytes=weights * head.element_size(),
         weights=weights,

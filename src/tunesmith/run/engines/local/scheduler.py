@@ -82,7 +82,7 @@ class Scheduler:
                 self.reused_tokens += len(prompt)
             prompt.running += 1
             request.prompt = prompt
-            self.pool.append(request.span, len(request.token_ids) + 1)
+            request.span = self.pool.admit(len(request.token_ids) + 1)
             self.running.append(self.waiting.popleft())
             admitted.append(request)
             tokens += cost
@@ -141,8 +141,11 @@ class Scheduler:
         )
         if promised > self.pool.free + unused:
             return False
-        while self.pool.free < fresh + needed(len(request.token_ids) + 1):
-            self._evict(prompt)
+        first = fresh + needed(len(request.token_ids) + 1)
+        spans = 1 if prompt else 2
+        while self.pool.free < first or not self.pool.takes(spans):
+            if not self._evict(prompt):
+                return False
         return True
 
     def _is_unused(self, prompt: CachedPrompt, wanted: CachedPrompt | None) -> bool:

@@ -142,6 +142,7 @@ def check_assistant(assistant: CausalLM, model: CausalLM, tokens: int) -> None:
         problem = f"reads at most {reads} tokens, but the model {needed}"
     if problem:
         raise UserError(
-            f"the draft model (system.draft_model) {problem}: use a smaller model of the same family",
+            f"the draft model (system.draft_model) {problem}: use a smaller model of the same "
+            "family",
             keys=("system.draft_model",),
         )
