@@ -140,7 +140,8 @@ class SystemSection(Section):
     score."""
     logprob_chunk: PositiveInt | None = None
     """Rows of the vocabulary head computed at once."""
-    engine: EngineName = Field("local", validate_default=False)  # engines may import this module
+    # Not validated here: engines may import this module.
+    engine: EngineName = Field(default="local", validate_default=False)
     """The sampling engine: Tunesmith's own, vLLM, or servers that are already running (SGLang)."""
     engine_urls: tuple[Url, ...] = ()
     """The servers of ``engine = "sglang"``, such as ``["http://127.0.0.1:30000"]``."""
