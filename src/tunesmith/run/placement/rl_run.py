@@ -32,7 +32,7 @@ from tunesmith.run.placement.port import Placement
 from tunesmith.run.placement.rewards import add_rewards
 from tunesmith.run.placement.session import RunResult, kept_on_interrupt, open_session, run_result
 from tunesmith.run.placement.specs import engine_spec, trainer_spec
-from tunesmith.types import Task
+from tunesmith.types import Sampling, Task
 
 RLRun = OpenRun[RLConfig, Task]
 
@@ -120,22 +120,26 @@ async def make_parts(
             learner=learner,
             critic=make_critic(plan, placement, learner, tokenizer, report, len(run.train)),
             kl=KLController.of(algorithm.kl),
-            evaluation=EvaluationPlan(
-                run.eval_items,
-                sampling,
-                said.eval,
-                rewards.weights,
-                said.train.seed,
-                plan.intervals.pass_at,
-            )
-            if run.eval_items
-            else None,
+            evaluation=_evaluation(run, sampling, rewards),
             canary=make_canary(plan, engine, learner, run.train.items[0].prompt_ids),
             objective=DistillationObjective(1.0) if plan.training.distillation else None,
             kl_name="teacher_kl" if plan.kind.teacher else "ref_kl",
         )
         on_failure.pop_all()
     return parts
+
+
+def _evaluation(run: RLRun, sampling: Sampling, rewards: RewardSet) -> EvaluationPlan | None:
+    """None: there is no data to evaluate on."""
+    items = run.eval_items
+    said = run.plan.said
+    pass_at = run.plan.intervals.pass_at
+    seed = said.train.seed
+    return (
+        EvaluationPlan(items, sampling, said.eval, rewards.weights, seed, pass_at)
+        if items
+        else None
+    )
 
 
 def _tasks(run: RLRun, algorithm: Algorithm) -> Curriculum:
