@@ -173,9 +173,9 @@ def test_on_a_cpu_fewer_completions_are_sampled_at_once_so_that_the_first_end_ea
 def test_sampler_memory_is_what_the_batch_needs_or_its_share() -> None:
     resolved = resolve(rl(), facts())
     # 64 requests of 100 + 512 tokens and two blocks of 32; 2 · 6 layers · 2 heads · 64 numbers of 4
-    # bytes per token, in bfloat16 too, as the local engine has them on a CPU without a compiler;
-    # one plane to move rows in; a tenth more.
-    wanted = 64 * (612 + 64) * (2 * 6 + 1) * 2 * 64 * 4
+    # bytes per token, in bfloat16 too, as the local engine has them on a CPU without a compiler; a
+    # tenth more.
+    wanted = 64 * (612 + 64) * 2 * 6 * 2 * 64 * 4
     assert resolved.settings["model.dtype"] == "bfloat16"
     assert derived(resolved, "system.kv_memory")[0] == f"{-(-wanted * 11 // 10**7)}MB"
     tight = resolve(
