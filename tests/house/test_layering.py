@@ -56,10 +56,10 @@ HEAVY = ("torch", "transformers")
 LIGHT = ("config/", "plan/", "records/", "guide/", "cli/", "learn/algorithms/", "learn/usercode/")
 MAY_IMPORT_TORCH = ("guide/simulate/", "guide/tune/machine.py", "guide/tune/probes.py")
 DENSITY = {
-    "assignments of three values and more": 1,
-    "assignments of two values": 11,
+    "assignments of three values and more": 0,
+    "assignments of two values": 10,
     "walrus": 42,
-    "lines of more than 100 characters": 66,
+    "lines of more than 100 characters": 0,
     "Any": 1080,
     "cast": 45,
     "isinstance(…Config)": 62,

@@ -94,7 +94,7 @@ class SamplingSection(SamplingKeys):
 
     n: Open[PositiveInt] = None
     """Completions per prompt."""
-    temperature: Open[Annotated[float, Field(ge=0)]] = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    temperature: Open[Annotated[float, Field(ge=0)]] = None  # pyright: ignore
     """0 is greedy."""
 
 
@@ -203,13 +203,13 @@ class DistillConfig(RLConfig):
     command = "distill"
     teacher: TeacherSection
     distill: DistillSection = DistillSection()
-    algorithm: OnPolicyAlgorithm = OnPolicyAlgorithm()  # pyright: ignore[reportIncompatibleVariableOverride]
+    algorithm: OnPolicyAlgorithm = OnPolicyAlgorithm()  # pyright: ignore
 
 
 class SampledDistillConfig(DistillConfig):
     """``mode = "sampled"``: of the algorithm, only ``aggregation`` is used."""
 
-    algorithm: SampledAlgorithm = SampledAlgorithm()  # pyright: ignore[reportIncompatibleVariableOverride]
+    algorithm: SampledAlgorithm = SampledAlgorithm()  # pyright: ignore
 
 
 class OfflineDistillConfig(SFTConfig):

@@ -2,8 +2,8 @@
 
 ``[model] [lora] [data] [reward] [environment] [algorithm] [critic] [rollout] [train] [eval]``
 determine what is learned. ``[system]`` determines how fast, and never changes what is learned.
-``[monitor] [checkpoint]`` determine what is kept. An ``Open`` key that is left out is None; the plan
-has its value, and a reason for it.
+``[monitor] [checkpoint]`` determine what is kept. An ``Open`` key that is left out is None; the
+plan has its value, and a reason for it.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def check_values(path: str | Path, names: Iterable[str]) -> None:
     for name in sorted(names):
         raise ModelError(
             f"{_place_of(path, name)} holds values that are not finite (nan or infinite): nothing "
-            "can be computed with this model. Take a copy, or a checkpoint, from before the weights "
-            "diverged"
+            "can be computed with this model. Take a copy, or a checkpoint, from before the "
+            "weights diverged"
         )
 
 

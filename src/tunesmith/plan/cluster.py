@@ -94,8 +94,8 @@ def _check_ranks(devices: Devices) -> Iterator[Problem]:
         if count > 1 and 0 < gpus <= 0.5:  # with more, each GPU has only one
             yield Problem(
                 (f"system.placement.{role}.gpus", "system.trainer_ranks"),
-                f"system.placement.{role}.gpus = {gpus:g} with {words} puts two of them on one GPU, which NCCL "
-                "refuses; use 1 GPU, or one process",
+                f"system.placement.{role}.gpus = {gpus:g} with {words} puts two of them on one "
+                "GPU, which NCCL refuses; use 1 GPU, or one process",
             )
 
 
@@ -113,7 +113,10 @@ def _check_shared(devices: Devices, counted: Collection[Role]) -> Iterator[Probl
         )
     for group in placement.colocate:
         if len(group) < 2:
-            text = f"system.placement.colocate: {list(group)} shares with no other role; name at least two"
+            text = (
+                f"system.placement.colocate: {list(group)} shares with no other role; name at "
+                "least two"
+            )
             yield Problem(_COLOCATE, text)
         if any(role not in counted for role in group):
             continue  # derived numbers will agree
@@ -126,13 +129,17 @@ def _check_shared(devices: Devices, counted: Collection[Role]) -> Iterator[Probl
             counts = ", ".join(f"{role} {_side_by_side(devices, role)}" for role in group)
             yield Problem(
                 (*_COLOCATE, "system.trainer_ranks", "system.engines"),
-                f"system.placement.colocate: {list(group)} have different numbers of processes and cannot share places "
-                f"({counts}: system.trainer_ranks, system.engines, processes of system.placement.reward and ref); make "
-                "the numbers equal"
-                f"{f', or up to {ranks} for each engine of {ranks} ranks' if ranks > 1 else ''}, or leave one out",
+                f"system.placement.colocate: {list(group)} have different numbers of processes and "
+                f"cannot share places ({counts}: system.trainer_ranks, system.engines, processes "
+                "of system.placement.reward and ref); make the numbers equal"
+                f"{f', or up to {ranks} for each engine of {ranks} ranks' if ranks > 1 else ''}, "
+                "or leave one out",
             )
         if any((getattr(placement, role).gpus or 0) > 1 for role in group):
-            text = f"system.placement.colocate: {list(group)} share one GPU; a role with more GPUs cannot share"
+            text = (
+                f"system.placement.colocate: {list(group)} share one GPU; a role with more GPUs "
+                "cannot share"
+            )
             yield Problem(_COLOCATE, text)
 
 
@@ -143,8 +150,9 @@ def _check_scoring(devices: Devices) -> Iterator[Problem]:
     if said and devices.placed_together("actor", "ref"):
         yield Problem(
             (f"system.placement.ref.{min(said)}", *_COLOCATE),
-            f"system.placement.ref.{min(said)} has no effect where system.placement.colocate puts 'ref' with 'actor': "
-            "each trainer rank has the reference, or its share of it; leave one of the two out",
+            f"system.placement.ref.{min(said)} has no effect where system.placement.colocate puts "
+            "'ref' with 'actor': each trainer rank has the reference, or its share of it; leave "
+            "one of the two out",
             "unread",
         )
     count = devices.scoring_processes("reward")
@@ -152,9 +160,9 @@ def _check_scoring(devices: Devices) -> Iterator[Problem]:
     if count % shards:
         yield Problem(
             ("system.placement.reward.shards", "system.placement.reward.processes"),
-            f"system.placement.reward.shards = {shards} with system.placement.reward.processes = {count}: each copy of "
-            f"a reward model has {shards} processes, and {count % shards} would be left over; make processes a "
-            f"multiple of {shards}, or leave it out",
+            f"system.placement.reward.shards = {shards} with system.placement.reward.processes = "
+            f"{count}: each copy of a reward model has {shards} processes, and {count % shards} "
+            f"would be left over; make processes a multiple of {shards}, or leave it out",
         )
 
 
@@ -269,6 +277,7 @@ def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -
     if not lacking:
         return None
     return (
-        f"the cluster has too few resources: {'; '.join(lacking)}. Lower system.engines, system.trainer_ranks or "
-        "system.placement, let roles share with system.placement.colocate, or add machines"
+        f"the cluster has too few resources: {'; '.join(lacking)}. Lower system.engines, "
+        "system.trainer_ranks or system.placement, let roles share with "
+        "system.placement.colocate, or add machines"
     )

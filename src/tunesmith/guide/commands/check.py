@@ -43,9 +43,9 @@ def check(
     """Compare every file of a checkpoint, or of all checkpoints of a run, with its checksum.
 
     The word cluster: report devices, versions, addresses, and the speed between the processes of
-    torchrun. The word machine: try in about two minutes whether runs can use this machine's devices,
-    memory and engines; without a GPU also measure how fast its CPU is, from which tunesmith plan
-    tells the seconds of a step.
+    torchrun. The word machine: try in about two minutes whether runs can use this machine's
+    devices, memory and engines; without a GPU also measure how fast its CPU is, from which
+    tunesmith plan tells the seconds of a step.
 
     Example: tunesmith check runs/run-1
     """

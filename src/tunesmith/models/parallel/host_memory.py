@@ -65,10 +65,8 @@ class CopyStream:
     immediate."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = (
-            device,
-            torch.cuda.Stream(device) if device.type == "cuda" else None,
-        )
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copying(self) -> AbstractContextManager[object]:
         """A context whose copies start once the device has finished its work so far, and overlap

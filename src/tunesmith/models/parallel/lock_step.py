@@ -39,9 +39,10 @@ class LockStep:
     FSDP2 has nothing for this. A flag that all ranks sum before a pass comes too early: memory runs
     out within it, while the others already wait in a gather. A flag with each gather would stop the
     device once per layer. A pass over an empty micro-batch instead of the replay would run FSDP's
-    state of a half-finished pass, with prefetched gathers and hooks of a graph that is gone, through
-    the rest of its order. What remains are the two collectives, which FSDP2 lets us set, and one
-    private access (``forget_unsharded_gradients``), as it keeps gradients that are not summed.
+    state of a half-finished pass, with prefetched gathers and hooks of a graph that is gone,
+    through the rest of its order. What remains are the two collectives, which FSDP2 lets us set,
+    and one private access (``forget_unsharded_gradients``), as it keeps gradients that are not
+    summed.
 
     Args:
         waiting: the context in which a rank waits for the others.

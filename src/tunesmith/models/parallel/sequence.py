@@ -49,7 +49,9 @@ class SequenceGroup:
     """The ranks that share micro-batches; they make the same calls in the same order."""
 
     def __init__(self, group: Any, kind: SequenceKind = "ulysses") -> None:
-        self.rank, self.size, self.kind = group.rank(), group.size(), kind
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.kind = kind
         self._group = group
         self._tokens = self._predictions = 0
         self.issued: list[Callable[[], object]] = []

@@ -149,8 +149,9 @@ def _refuse_contradictions(algorithm: Algorithm, altered_by: Collection[str]) ->
     altering = tuple(name for name in altered_by if name.startswith("rollout."))
     if altered_by and not algorithm.decoupled:
         text = (
-            "algorithm.decoupled = false takes the sampler's log-probabilities as the old ones, but "
-            f"{_cause(altered_by)} them: the ratio of the loss would not start at 1. Leave one of them out."
+            "algorithm.decoupled = false takes the sampler's log-probabilities as the old ones, "
+            f"but {_cause(altered_by)} them: the ratio of the loss would not start at 1. Leave one "
+            "of them out."
         )
         raise ConfigError(Problem((decoupled, *altering), text))
     if altered_by and correction.unaltered_only:
@@ -162,8 +163,10 @@ def _refuse_contradictions(algorithm: Algorithm, altered_by: Collection[str]) ->
         raise ConfigError(Problem(("algorithm.correction", *altering), text))
     if not algorithm.decoupled and correction.name != "none":
         text = (
-            f"algorithm.correction: '{correction.name}' compares the trainer's log-probabilities with the sampler's, "
-            'which are the same with decoupled=false. Leave decoupled out, or set correction="none".'
+            f"algorithm.correction: '{correction.name}' compares the trainer's log-probabilities "
+            "with the sampler's, which are the same with decoupled=false. Leave decoupled out, or "
+            "set "
+            'correction="none".'
         )
         raise ConfigError(Problem(("algorithm.correction", decoupled), text))
     why = algorithm.advantage.shaping

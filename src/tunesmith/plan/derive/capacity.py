@@ -25,7 +25,10 @@ def device_problem(device: str, gpus: tuple[Gpu, ...]) -> str | None:
         return f"system.device = '{device}' is not a device; use 'cpu', 'cuda' or 'cuda:0'"
     index = int(match[1] or 0)
     if gpus and device != "cpu" and index >= len(gpus):
-        return f"system.device = '{device}', but there are {len(gpus)} GPUs; the last is 'cuda:{len(gpus) - 1}'"
+        return (
+            f"system.device = '{device}', but there are {len(gpus)} GPUs; the last is "
+            f"'cuda:{len(gpus) - 1}'"
+        )
     return None
 
 

@@ -86,8 +86,8 @@ def machine(spec: str) -> Hardware:
     count = int((match[2] or "1")[:9])
     if not (0 < count <= MOST_GPUS and 0 < nodes <= MOST_NODES):
         raise ConfigError(
-            f"machine '{shortened(spec)}': {nodes} machines with {count} GPUs each; there may be 1 to {MOST_NODES} "
-            f"machines, with 1 to {MOST_GPUS} GPUs"
+            f"machine '{shortened(spec)}': {nodes} machines with {count} GPUs each; there may be 1 "
+            f"to {MOST_NODES} machines, with 1 to {MOST_GPUS} GPUs"
         )
     memory = kind.host_memory * count
     cpu = f"CPU of {kind.host}"
@@ -129,7 +129,8 @@ def _kind(name: str) -> GpuKind:
         return fitting[0]
     if fitting:
         raise ConfigError(
-            f"GPU '{name}' comes with different memories: {', '.join(kind.name for kind in fitting)}"
+            f"GPU '{name}' comes with different memories: "
+            f"{', '.join(kind.name for kind in fitting)}"
         )
     beginning = [k for k in kinds if wanted.partition("-")[0] == k.lower().partition("-")[0]]
     hint = f" There is {', '.join(beginning)}." if beginning else nearest(name, kinds)

@@ -184,8 +184,9 @@ def _check_end(directory: Path, facts: ModelFacts | None) -> None:
         for end in ends if isinstance(ends, list) else [ends]:
             if isinstance(end, int) and not -1 <= end < facts.vocab_size:
                 raise ModelError(
-                    f"{path}: eos_token_id is {end}, and the embedding has {facts.vocab_size} rows (vocab_size), so "
-                    "the model could never stop. Correct the id, or use the file that belongs to the model"
+                    f"{path}: eos_token_id is {end}, and the embedding has {facts.vocab_size} rows "
+                    "(vocab_size), so the model could never stop. Correct the id, or use the file "
+                    "that belongs to the model"
                 )
 
 

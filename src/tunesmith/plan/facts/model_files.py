@@ -43,15 +43,17 @@ def check_files(directory: Path) -> None:
     if not (directory / "config.json").exists():
         if adapted:
             raise ModelError(
-                f"'{directory}' is a LoRA adapter, not a whole model; merge it with its base: tunesmith merge"
+                f"'{directory}' is a LoRA adapter, not a whole model; merge it with its base: "
+                "tunesmith merge"
             )
         raise ModelError(
             f"'{directory}' has no config.json: it is not a model in Hugging Face format"
         )
     if adapted:
         raise ModelError(
-            f"'{directory}' holds a whole model and an adapter, {ADAPTER_CONFIG}: some programs apply the adapter and "
-            "others do not. Move the adapter to a directory of its own (for lora.path), or delete it"
+            f"'{directory}' holds a whole model and an adapter, {ADAPTER_CONFIG}: some programs "
+            "apply the adapter and others do not. Move the adapter to a directory of its own (for "
+            "lora.path), or delete it"
         )
     for name in ("config.json", "generation_config.json"):
         if (directory / name).is_file():
@@ -63,8 +65,8 @@ def check_files(directory: Path) -> None:
             if quantised:
                 raise ModelError(
                     f"{directory / name}: quantization_config: the weights are quantised by "
-                    f"'{quantised.get('quant_method')}'. Name the model they were made from; model.quantize keeps its "
-                    "weights in 8 or 4 bits"
+                    f"'{quantised.get('quant_method')}'. Name the model they were made from; "
+                    "model.quantize keeps its weights in 8 or 4 bits"
                 )
     weights_in(directory)
 
@@ -87,8 +89,8 @@ def weight_files(directory: Path) -> list[Path]:
         files = [directory / name for name in sorted(set(names.values()))]
     if one.is_file() and any(file.is_file() for file in files if file != one):
         raise ModelError(
-            f"'{directory}' holds {ONE} and also the shards of {INDEX}: programs read one or the other. "
-            "Delete those that are not this model's"
+            f"'{directory}' holds {ONE} and also the shards of {INDEX}: programs read one or the "
+            "other. Delete those that are not this model's"
         )
     return [one] if one.is_file() else files
 
@@ -138,6 +140,7 @@ def _header(path: Path) -> dict[str, Stored]:
     for name, weight in found.items():
         if weight.dtype.startswith(("I", "U", "BOOL")) and name.endswith((".weight", ".bias")):
             raise ModelError(
-                f"{path}: '{name}' holds whole numbers ({weight.dtype}); weights are float32, bfloat16 or float16"
+                f"{path}: '{name}' holds whole numbers ({weight.dtype}); weights are float32, "
+                "bfloat16 or float16"
             )
     return found

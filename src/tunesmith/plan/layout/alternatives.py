@@ -181,7 +181,8 @@ def costly(config: RunConfig, plan: AnyPlan) -> list[str]:
             if step and seconds and step > COSTLY * seconds:
                 value = toml_value(settings(config)[f"system.{key}"])
                 notes.append(
-                    f"system.{key} = {value}: a step takes about {step:.3g} s, and {seconds:.3g} s without it"
+                    f"system.{key} = {value}: a step takes about {step:.3g} s, and {seconds:.3g} s "
+                    "without it"
                 )
     return notes
 

@@ -95,8 +95,10 @@ def _does_not_fit(plan: AnyPlan, needed: Price, free: int, cure: str, where: str
     )
     return (
         f"{plan.said.model.path} does not fit on {where}: it needs at least "
-        f"{format_size(needed.peak)} ({listed}), and {format_size(free)} are free. {cure[0].upper()}{cure[1:]}. If "
-        f'more can be used than was found, set system.device_memory = "{ceil(needed.peak / 10**9)}GB"'
+        f"{format_size(needed.peak)} ({listed}), and {format_size(free)} are free. "
+        f"{cure[0].upper()}{cure[1:]}. If more can be used than was found, set "
+        "system.device_memory = "
+        f'"{ceil(needed.peak / 10**9)}GB"'
     )
 
 
@@ -133,7 +135,10 @@ def _remedy(plan: Plan[C], free: int, given: C, free_of_layout: Plan[C]) -> str:
     size = "under 1M"
     if largest >= 1e6:
         size = f"{largest / 1e9:.2g}B" if largest >= 1e8 else f"{largest / 1e6:.2g}M"
-    return f"a model of this shape may have {size} parameters at most, with all that saves memory{more}"
+    return (
+        f"a model of this shape may have {size} parameters at most, with all that saves "
+        f"memory{more}"
+    )
 
 
 def layout_that_fits(plan: Plan[C], given: C) -> str:

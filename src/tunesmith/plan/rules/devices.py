@@ -82,7 +82,8 @@ def ranks_of_this_machine(s: Situation[RunConfig]) -> Iterator[Problem]:
     if not s.config.trains:
         yield s.clash(RANKS, ": nothing is trained; leave it out")
     elif s.device_number is not None:
-        yield s.clash(RANKS, f'with {s.said(DEVICE)}: each rank has its own GPU; use "cuda"', DEVICE)
+        yield s.clash(RANKS,
+            f'with {s.said(DEVICE)}: each rank has its own GPU; use "cuda"', DEVICE)
     if not s.config.rl:
         return
     if s.engine.served:
@@ -99,7 +100,8 @@ def ranks_of_this_machine(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def offloading(s: Situation[RunConfig]) -> Iterator[Problem]:
-    for name in ("offload_optimizer", "offload_activations", "offload_reference", "offload_parameters"):
+    names = ("offload_optimizer", "offload_activations", "offload_reference", "offload_parameters")
+    for name in names:
         if s.device_kind == "cpu" and getattr(s.system, name):
             yield s.clash(f"system.{name}",
                 f"is for GPUs: with {s.said(DEVICE)} everything is in host memory; leave it out",
@@ -114,7 +116,8 @@ def offloading(s: Situation[RunConfig]) -> Iterator[Problem]:
             f"keeps two layers' weights on the GPU, and the model has {s.layers} layers: nothing "
             "would be offloaded; leave it out")
     if s.system.offload_optimizer and s.config.train.optimizer.name == "muon":
-        yield s.clash(OPTIMIZER, f": master weights would be {_COMPUTED_ON_THE_CPU}", "train.optimizer")
+        yield s.clash(OPTIMIZER,
+            f": master weights would be {_COMPUTED_ON_THE_CPU}", "train.optimizer")
 
 
 @rule(RunConfig)
@@ -155,7 +158,8 @@ def offloaded_parameters(s: Situation[RunConfig]) -> Iterator[Problem]:
             f"micro-batch, so none would be offloaded; set {STAGE} = 3, or {one}", STAGE)
     if config.model.quantize:
         key = "model.quantize"
-        why = f"with {s.said(key)}: quantised weights stay on the GPU, where they take little; {one}"
+        why = (f"with {s.said(key)}: quantised weights stay on the GPU, where they take little; "
+               f"{one}")
         yield s.clash(PARAMETERS, why, key)
     if isinstance(s.system.compile, str):
         key = "system.compile"

@@ -145,7 +145,8 @@ def ray(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash(CLUSTER, why)
         return
     if s.engine.served:
-        yield s.clash(ENGINE, f"with {s.said(CLUSTER)}: servers run outside it; leave one out", CLUSTER)
+        yield s.clash(ENGINE,
+            f"with {s.said(CLUSTER)}: servers run outside it; leave one out", CLUSTER)
     if more(s.device_number, 0):
         yield s.clash("system.device",
             f'with {s.said(CLUSTER)}, which gives each process its own GPUs; use "cuda", and hide '
@@ -188,12 +189,14 @@ unread(RunConfig, "system.ray_address system.ray_runtime_env system.placement",
 unread(RunConfig, "system.engine_process", lambda s: s.config.system.cluster == "ray",
        'with system.cluster = "ray", where engines are actors; leave it out', harmless=(False,))
 unread(RunConfig, "system.weight_plane system.adapter_sync", lambda s: s.engines_apart is False,
-       "with the engine in the trainer's process; set system.engine_process = true, or leave it out")
+       "with the engine in the trainer's process; set system.engine_process = true, or leave it "
+       "out")
 unread(RunConfig, "system.weight_copy", lambda s: s.devices.weight_plane != "nccl",
        'without system.weight_plane = "nccl"; set that, or leave it out')
 unread(RunConfig, "system.adapter_sync", lambda s: not s.config.lora.on,
        "without an adapter; set lora.rank, or leave it out")
 unread(RLConfig, "system.canary", lambda s: s.weights_apart is False,
-       "with the engine in the trainer's process; set system.engine_process = true, or leave it out")
+       "with the engine in the trainer's process; set system.engine_process = true, or leave it "
+       "out")
 unread(RunConfig, "system.canary", lambda s: not s.config.rl,
        "in a run that does not sample and train; leave it out")

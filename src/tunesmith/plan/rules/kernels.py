@@ -55,7 +55,8 @@ def compiled_layers(s: Situation[RunConfig]) -> Iterator[Problem]:
         why = f"products of quantised weights are not compiled; {_ONE}"
         yield s.clash(COMPILE, f"with {s.said('model.quantize')}: {why}", "model.quantize")
     if s.config.lora.dropout:
-        why = "compiled layers would draw other random numbers, and the run would learn something else"
+        why = ("compiled layers would draw other random numbers, and the run would learn something "
+               "else")
         yield s.clash(COMPILE, f"with {s.said('lora.dropout')}: {why}; {_ONE}", "lora.dropout")
 
 

@@ -17,10 +17,14 @@ def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
     if on_cpu and device_derived and machine and machine.unseen is not None:
         yield (
             f"nvidia-smi does not list CUDA_VISIBLE_DEVICES = {machine.unseen}, so the CPU "
-            'computes. If there is a GPU, set system.device = "cuda" and system.device_memory, such as "40GB"'
+            'computes. If there is a GPU, set system.device = "cuda" and system.device_memory, '
+            'such as "40GB"'
         )
     if system.tuned and s.facts and s.facts.tuned is None:
-        yield "system.tuned = true, but no such run was tuned on this machine: run tunesmith tune first"
+        yield (
+            "system.tuned = true, but no such run was tuned on this machine: run tunesmith tune "
+            "first"
+        )
     rl = s.config.rl
     if system.profile == "throughput" and rl and s.config.rollout.max_staleness == 0:
         yield (

@@ -59,7 +59,8 @@ def adapter(s: Situation[RunConfig]) -> Iterator[Problem]:
             "orthogonalises the updates of whole weight matrices, and an adapter has only their "
             "factors; leave one of the two out", "lora.rank", "lora.path")
     if config.lora.targets == ():
-        yield Problem(("lora.targets",), "lora.targets is empty; leave it out to adapt all linear modules")
+        yield Problem(("lora.targets",),
+            "lora.targets is empty; leave it out to adapt all linear modules")
     if config.lora.dropout and config.rl:
         yield s.clash("lora.dropout",
             ": reinforcement learning needs the log-probabilities that the tokens were sampled "
@@ -124,7 +125,8 @@ def samples_fit_each_pass(s: Situation[RunConfig]) -> Iterator[Problem]:
         ("critic_max_tokens", s.system.critic_max_tokens),
     ):
         if more(tokens, cap):
-            yield s.clash(f"system.{name}", f"is a hard cap, and {what}; raise it to at least {tokens}")
+            yield s.clash(f"system.{name}",
+                f"is a hard cap, and {what}; raise it to at least {tokens}")
 
 
 @rule(RunConfig)

@@ -50,7 +50,8 @@ OWN_ARGUMENTS: Mapping[str, str] = {
 """vLLM's engine arguments that have a key in a run file."""
 _OF_SAMPLING = "only [rollout] and [sampling] set how tokens are sampled"
 FIXED_ARGUMENTS: Mapping[str, str] = {
-    "logprobs_mode": "log-probabilities have to be those of the distribution that tokens are sampled from",
+    "logprobs_mode":
+        "log-probabilities have to be those of the distribution that tokens are sampled from",
     "generation_config": _OF_SAMPLING,
     "override_generation_config": _OF_SAMPLING,
     "async_scheduling": "weights are replaced between two steps",
@@ -78,7 +79,8 @@ def version_problem(installed: str) -> str | None:
     if parts and (int(parts[1]), int(parts[2])) == SUPPORTED:
         return None
     minor = ".".join(map(str, SUPPORTED))
-    return f"vLLM {installed} is installed, and Tunesmith works with {minor}: pip install 'vllm=={minor}.*'"
+    return (f"vLLM {installed} is installed, and Tunesmith works with {minor}: pip install "
+            f"'vllm=={minor}.*'")
 
 
 def extra_problem(extra: Iterable[str], known: Sequence[str], installed: str) -> str | None:
@@ -87,7 +89,8 @@ def extra_problem(extra: Iterable[str], known: Sequence[str], installed: str) ->
     for name in extra:
         if name not in known:
             near = closest(name, known, 0.6)
-            hint = f"Did you mean '{near}'?" if near else "vLLM's page on engine arguments lists them"
+            page = "vLLM's page on engine arguments lists them"
+            hint = f"Did you mean '{near}'?" if near else page
             return f"system.vllm.extra.{name}: vLLM {installed} has no such engine argument. {hint}"
     return None
 
@@ -181,7 +184,8 @@ def _quantization(s: Situation[RunConfig]) -> Iterator[Problem]:
             'algorithm.correction = "token_truncate"', "algorithm.correction")
     if s.dtype == "float32":
         yield s.clash(QUANTIZATION,
-            'rounds weights for computing in 16 bits: set model.dtype = "bfloat16", or leave it out',
+            'rounds weights for computing in 16 bits: set model.dtype = "bfloat16", or leave it '
+            'out',
             
             "model.dtype")
 

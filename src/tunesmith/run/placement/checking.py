@@ -59,13 +59,15 @@ def with_launched_ranks(config: C) -> C:
     started = f"the launcher started {launch.world} processes (WORLD_SIZE)"
     if launch.several_machines and config.rl:
         raise ConfigError(
-            f"{started}, {launch.local_world} of them on this machine: for rollouts on several machines say "
+            f"{started}, {launch.local_world} of them on this machine: for rollouts on several "
+            "machines say "
             'system.cluster = "ray", without a launcher',
             keys=("system.cluster",),
         )
     if system.cluster != "none":
         raise ConfigError(
-            f'{started}, and system.cluster = "{system.cluster}" starts its own; leave one of them out',
+            f'{started}, and system.cluster = "{system.cluster}" starts its own; leave one of them '
+            "out",
             keys=("system.cluster",),
         )
     if "trainer_ranks" in system.model_fields_set and system.trainer_ranks != launch.world:
@@ -246,8 +248,9 @@ def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:
         return None
     if checkpoint is None:
         raise CheckpointError(
-            f"checkpoint.resume: there is no checkpoint to resume in {run_dir.checkpoints}: the run ended before its "
-            "first one. Start it again without checkpoint.resume, in another run_dir or after deleting this one",
+            f"checkpoint.resume: there is no checkpoint to resume in {run_dir.checkpoints}: the "
+            "run ended before its first one. Start it again without checkpoint.resume, in "
+            "another run_dir or after deleting this one",
             keys=("checkpoint.resume",),
         )
     return checkpoint

@@ -134,7 +134,8 @@ def load_run_tasks(
     environments.template(tokenizer, chat=chat)
     for name in sorted(RESERVED & {name for task in loaded.items for name in task.columns}):
         loaded.report.note(
-            f"The column '{name}' reaches no reward function: '{name}' is what the run passes to it; rename the column."
+            f"The column '{name}' reaches no reward function: '{name}' is what the run passes to "
+            "it; rename the column."
         )
     loaded.items[:] = environments.route(loaded.items)
     return loaded

@@ -245,8 +245,8 @@ def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:
     check_whole(checkpoint, Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest_first())
     if read_state(checkpoint).get("model_only"):
         raise CheckpointError(
-            f"{checkpoint} holds the model alone (checkpoint.model_only), and cannot be resumed. Start another "
-            f"run from it: model.path={checkpoint}/model",
+            f"{checkpoint} holds the model alone (checkpoint.model_only), and cannot be resumed. "
+            f"Start another run from it: model.path={checkpoint}/model",
             keys=("checkpoint.resume",),
         )
     check_same_model(checkpoint, config.model.path)

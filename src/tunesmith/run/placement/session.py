@@ -198,7 +198,8 @@ def run_result(run: OpenRun[Any, Any], session: Session) -> RunResult:
     kept = session.checkpoints.path(session.best.step) if session.best.step else None
     better = kept is not None and kept != newest and kept.exists()
     best = (
-        f"{session.best.metric} {session.best.value:.3g} at step {session.best.step}: {shown_path(kept)}/model"
+        f"{session.best.metric} {session.best.value:.3g} at step {session.best.step}: "
+        f"{shown_path(kept)}/model"
         if kept and better
         else None
     )

@@ -44,8 +44,8 @@ def _load_pairs(
     pairs = read(shape=lambda s: whole_sequence(s.token_ids))
     if config.rm.loss == "logexp" and any(item.values["margin"][0] for item in pairs.items):
         raise ConfigError(
-            "rm.loss = 'logexp' has no margin, and the data has a column 'margin'; set rm.loss = 'sigmoid', "
-            "or remove the column",
+            "rm.loss = 'logexp' has no margin, and the data has a column 'margin'; set rm.loss = "
+            "'sigmoid', or remove the column",
             keys=("rm.loss",),
         )
     return pairs

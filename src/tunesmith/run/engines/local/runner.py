@@ -45,8 +45,8 @@ class _Probe:
     def carry(self, layer: StatefulLayer, x: Tensor) -> Tensor:
         if layer.layer in self.carrying:
             raise ModelError(
-                "the embedded engine keeps one state per decoder layer, and more than one module of "
-                f"layer {layer.layer} carries one: use another engine",
+                "the embedded engine keeps one state per decoder layer, and more than one module "
+                f"of layer {layer.layer} carries one: use another engine",
                 keys=("system.engine",),
             )
         self.carrying[layer.layer] = type(layer.module).__name__
@@ -82,9 +82,10 @@ def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
     others = sorted({name for at, name in context.carrying.items() if at not in context.shapes})
     if len(shapes) != 1 or set(context.shapes) != set(range(layers)):
         raise ModelError(
-            "the embedded engine needs a model whose layers all keep keys and values of one shape; "
-            f"layers of this {type(model.module).__name__} have (heads, key/value heads, head size) "
-            f"{sorted(shapes)}, and layers with only a state {others}: use another engine",
+            "the embedded engine needs a model whose layers all keep keys and values of one "
+            f"shape; layers of this {type(model.module).__name__} have (heads, key/value heads, "
+            f"head size) {sorted(shapes)}, and layers with only a state {others}: use another "
+            "engine",
             keys=("system.engine",),
         )
     heads, kv_heads, head_dim = shapes.pop()
