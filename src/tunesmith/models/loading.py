@@ -68,14 +68,10 @@ def load_module(
         setattr(config, key, value)
     if takes_tf32(dtype, device):
         torch.set_float32_matmul_precision("high")  # Inductor reads this setting
-    options = {
-        "config": config,
-        "attn_implementation": ATTENTION_NAME,
-        "trust_remote_code": trust_remote_code,
-    }
+    options = {"attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code}
     trains = trains and quantize is None
-    make = partial(auto.from_config, **options)
-    load = partial(auto.from_pretrained, path, dtype=dtype, **options)
+    make = partial(auto.from_config, config=config, **options)
+    load = partial(auto.from_pretrained, path, config=config, dtype=dtype, **options)
     read = partial(_read, path, load, differences)
     if sharding is not None or quantize is not None:
         stored = torch.float32 if sharding and trains and dtype.itemsize == 2 else dtype

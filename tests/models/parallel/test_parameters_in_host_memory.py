@@ -263,9 +263,8 @@ def test_a_run_that_samples_needs_a_copy_for_its_engine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_engine_of_its_own_is_given_the_weights(tmp_path: Path) -> None:
-    phases = dry_run(*sampling_run(tmp_path, "system.engine_process=true", "system.hybrid=true"))[
-        FIRST
-    ]
+    plan = sampling_run(tmp_path, "system.engine_process=true", "system.hybrid=true")
+    phases = dry_run(plan)[FIRST]
     assert phases["publish"].total and phases["train"].total
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 from typer import Argument, Option
 
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, Problem
 from tunesmith.records.storage import check_output, write_output
+
+if TYPE_CHECKING:
+    from tunesmith.guide.migrate.convert import Migration
+    from tunesmith.guide.migrate.given import ForeignLaunch
 
 commands = typer.Typer()
 
@@ -28,9 +34,7 @@ def migrate(
     variables: Annotated[
         list[str] | None,
         Argument(
-            metavar="[NAME=value]...",
-            help="Variables, or arguments such as 1=8.",
-            show_default=False,
+            metavar="[NAME=value]...", help="Variables, or arguments (1=8).", show_default=False
         ),
     ] = None,
     output: Annotated[
@@ -53,12 +57,10 @@ def migrate(
 
     Example: tunesmith migrate train_ppo.sh -o run.toml
     """
-    from dataclasses import replace
-
     from tunesmith.guide.migrate.convert import convert
     from tunesmith.guide.migrate.read import read_source
     from tunesmith.guide.migrate.settle import settle
-    from tunesmith.guide.migrate.write import account, run_file
+    from tunesmith.guide.migrate.write import run_file
 
     if output is not None:
         check_output(output, "--output", None)
@@ -75,19 +77,31 @@ def migrate(
         write_output(output, text.encode(), private=False)
     else:
         print(text, end="")
-    report = sys.stdout if output is not None else sys.stderr
-    for line in account(migration):
-        print(line, file=report)
-    for note in filter(None, (*launch.notes, launch.program.missing)):
-        print(f"note: {note}", file=report)
-    if len(launches) > 1:
-        programs = ", ".join(f"{number} {launch.name}" for number, launch in enumerate(launches, 1))
-        print(f"note: the source starts several programs (--which): {programs}", file=report)
-    for problem in problems:
-        print(f"still to do: {problem}", file=report)
+    _report(launches, launch, migration, problems, sys.stdout if output else sys.stderr)
     wrong = [problem.text for problem in problems if problem.kind != "machine"]
     if wrong:
         raise ConfigError(f"the run file is not valid yet: {'; '.join(wrong)}")
+
+
+def _report(
+    launches: Sequence[ForeignLaunch],
+    launch: ForeignLaunch,
+    migration: Migration,
+    problems: Sequence[Problem],
+    out: TextIO,
+) -> None:
+    """Print what became of each setting, and what is left to do."""
+    from tunesmith.guide.migrate.write import account
+
+    for line in account(migration):
+        print(line, file=out)
+    for note in filter(None, (*launch.notes, launch.program.missing)):
+        print(f"note: {note}", file=out)
+    if len(launches) > 1:
+        programs = ", ".join(f"{number} {each.name}" for number, each in enumerate(launches, 1))
+        print(f"note: the source starts several programs (--which): {programs}", file=out)
+    for problem in problems:
+        print(f"still to do: {problem}", file=out)
 
 
 def _assignment(text: str) -> tuple[str, str]:
