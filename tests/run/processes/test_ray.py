@@ -302,6 +302,7 @@ def test_a_pool_that_grows_beyond_the_cluster_is_told(
     cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "_bundles", [Bundle(("critic",), 1000.0, 0.0)])
+    monkeypatch.setattr(cluster, "_order", [0])
     monkeypatch.setattr(cluster, "_taken", lambda *_: 10_000)
     with pytest.raises(EngineError, match="no room for another critic: it needs 1000 CPUs"):
         cluster.spawn("critic", TrainerLostError)
