@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.support.engine_contract import CHECKS, Subject
 from tests.support.fake_engine import numbers
 from tests.support.tiny_runs import rl_settings
 from tunesmith.config.doors import Door
-from tunesmith.config.engines import ENGINES
+from tunesmith.config.engines import ENGINES, engine_kinds
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError
@@ -100,3 +101,12 @@ def test_an_engine_that_nobody_registered_is_refused() -> None:
 def test_a_rule_of_another_package_judges_runs(steps: int, keys: list[tuple[str, ...]]) -> None:
     config = load_config(RLConfig, None, [*OTHERS, f"train.steps={steps}"], files=False)
     assert [problem.keys for problem in checks.said_contradictions(config)] == keys
+
+
+def test_two_engines_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = engine_kinds()["local"]
+    rooms = (*ENGINES.rooms, replace(local, spec="another_package.engine:make"))
+    monkeypatch.setitem(vars(ENGINES), "rooms", rooms)
+    with pytest.raises(ConfigError, match=r"another_package\.engine:make") as refused:
+        engine_kinds()
+    assert refused.value.keys == ("system.engine",)

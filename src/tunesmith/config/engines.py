@@ -23,6 +23,7 @@ from typing import Annotated
 
 from tunesmith.config.doors import Door
 from tunesmith.config.section import OneOf
+from tunesmith.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,21 @@ ENGINES = Door[EngineKind](
 
 
 def engine_kinds() -> Mapping[str, EngineKind]:
-    return {kind.name: kind for kind in ENGINES.rooms}
+    """All engines by name.
+
+    Raises:
+        ConfigError: two have the same name.
+    """
+    kinds: dict[str, EngineKind] = {}
+    for kind in ENGINES.rooms:
+        other = kinds.setdefault(kind.name, kind)
+        if other is not kind:
+            raise ConfigError(
+                f"two engines are called '{kind.name}': {other.spec} and {kind.spec}. Uninstall "
+                "the package of one of them, or rename its engine",
+                keys=("system.engine",),
+            )
+    return kinds
 
 
 EngineName = Annotated[str, OneOf(engine_kinds)]
