@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +44,7 @@ def alternate(completions, **columns):
     """Half of every group is right."""
     return [float(i % 2) for i in range(len(completions))]
 '''
+ROLLOUTS = ("rollout.prompts_per_step", "rollout.group_size")
 METRICS = (
     "seconds",
     "seconds/rollout",
@@ -78,16 +79,15 @@ class Case:
     """A package without which the case is left out."""
 
     def tiny(self) -> Case:
-        return Case(
-            self.name,
-            self.command,
-            S,
-            self.settings,
-            WARM_UP + 1,
-            min(self.prompt, 16),
-            min(self.completion, 16),
-            self.lines,
-            needs=self.needs,
+        few = {key: min(value, 2) for key, value in self.settings.items() if key in ROLLOUTS}
+        return replace(
+            self,
+            shape=S,
+            settings=self.settings | few,
+            steps=WARM_UP + 1,
+            prompt=min(self.prompt, 16),
+            completion=min(self.completion, 16),
+            published={},
         )
 
 
@@ -100,8 +100,7 @@ def _supervised(name: str, shape: Shape, settings: dict[str, Any], published: An
 def _rollouts(name: str, shape: Shape, engine: str | None) -> Case:
     """A step of GRPO with 256 completions of 512 tokens after 32 prompts of 256."""
     settings = {
-        "rollout.prompts_per_step": 32,
-        "rollout.group_size": 8,
+        **dict(zip(ROLLOUTS, (32, 8), strict=True)),
         **({"system.engine": engine} if engine else {}),
     }
     return Case(name, "rl", shape, settings, 5, 256, 512, 32, needs=engine)

@@ -464,10 +464,10 @@ def test_a_gpu_case_gives_medians_after_the_warm_up_beside_plan_and_peer(tmp_pat
 
 
 @pytest.mark.slow
-def test_every_gpu_case_runs_without_one(tmp_path: Path) -> None:
+def test_gpu_cases_run_without_one(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    assert gpu.main(["--tiny", "--cases", "sft", "derived", "--out", str(out)]) == 0
+    assert gpu.main(["--tiny", "--cases", "LoRA", "0.6B, derived", "--out", str(out)]) == 0
     cases = json.loads(out.read_text())["cases"]
-    assert len(cases) == 4 and all("measured" in case for case in cases)
+    assert len(cases) == 2 and all("measured" in case for case in cases)
     assert gpu.main(["--tiny", "--minutes", "0", "--out", str(out)]) == 0
     assert all("left_out" in case for case in json.loads(out.read_text())["cases"])
