@@ -232,7 +232,10 @@ def _forced(lengths: Sequence[int], group: int) -> Generator[None]:
         async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
             first = len(self._seen) * group
             rest = self._seen.setdefault(tuple(prompt_ids), [*lengths[first : first + group]])
-            forced = replace(sampling, max_new_tokens=rest.pop(0), ignore_eos=True)
+            # The run says the model's ends as stops, too.
+            forced = replace(
+                sampling, max_new_tokens=rest.pop(0), ignore_eos=True, stop_token_ids=()
+            )
             return await super().generate(prompt_ids, forced)
 
     local_engine.LocalEngine = ForcedLengths
