@@ -75,6 +75,7 @@ def test_slow_gpus_and_links_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "throttling" in found["GPU 1: speed"]
 
 
+@pytest.mark.slow
 def test_ranks_sum_together_and_gloo_is_slower_than_nvlink() -> None:
     line = self_test._between((H100, H100))
     assert (
