@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks.protocol import ROOT
 from benchmarks.workload import FIRST_WORD, QWEN3, QWEN3_1_7B, QWEN3_4B, S, Shape, build_model
+from tunesmith.costs import CostModel
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.machines import kind_of
 from tunesmith.records.run_dir import PLAN_FILE
@@ -262,17 +263,21 @@ def read(run_dir: Path, case: Case) -> dict[str, Any]:
 
 
 def operations_per_token(shape: Shape, length: int, *, lora: bool) -> float:
-    """Operations of forward and backward for one token of a sequence, without recomputation.
-
-    A product takes two operations per weight and pass, and two passes go back, or one if the weight
-    is frozen; causal attention takes half of ``4 · length · heads · head_dim`` per pass and layer.
-    """
+    """Operations of forward and backward for one token of a sequence, without recomputation: of
+    ``CostModel``, with half of the pairs (causal) and, for frozen weights, two products of three."""
     heads = shape.heads * shape.head_dim
     kv = shape.kv_heads * shape.head_dim
     layer = shape.hidden * (2 * heads + 2 * kv + 3 * shape.feed_forward)
-    weights = shape.layers * layer + shape.vocabulary * shape.hidden
-    attention = 3 * shape.layers * 2 * length * heads
-    return (4 if lora else 6) * weights + attention
+    cost = CostModel.of_decoder(
+        parameters=shape.layers * layer,
+        layers=shape.layers,
+        heads=shape.heads,
+        head_dim=shape.head_dim,
+        vocabulary=shape.vocabulary,
+        hidden=shape.hidden,
+    )
+    products = cost.linear + cost.head
+    return (products * 2 / 3 if lora else products) + cost.quadratic * length / 2
 
 
 def lines(row: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,13 +62,14 @@ def examine(machine: Hardware) -> Iterator[MachineLine]:
     yield _shared_memory(machine)
     usable = machine.gpus if _torch_sees_gpus() else ()
     for index, gpu in enumerate(usable):
-        yield from _attempt(f"GPU {index}: speed", lambda i=index, g=gpu: _speed(i, g))
+        name = f"GPU {index}: speed"
+        yield from _attempt(name, partial(_speed, name, index, gpu))
     if len(usable) > 1:
-        yield from _attempt("between GPUs", lambda: _between(usable))
+        yield from _attempt("between GPUs", partial(_between, usable))
     device = "cuda" if usable else "cpu"
     for engine in _engines():
         name = f"a step of rl with system.engine = {engine!r}"
-        yield from _attempt(name, lambda e=engine: _step(e, device))
+        yield from _attempt(name, partial(_step, name, engine, device))
 
 
 def _attempt(name: str, work: Callable[[], MachineLine]) -> Iterator[MachineLine]:
@@ -157,7 +159,7 @@ def _shared_memory(machine: Hardware, path: Path = Path("/dev/shm")) -> MachineL
     return MachineLine("shared memory", f"{format_size(size)} in {path}", cure)
 
 
-def _speed(index: int, gpu: Gpu) -> MachineLine:
+def _speed(name: str, index: int, gpu: Gpu) -> MachineLine:
     from tunesmith.run.trainers.limits import measure_limits
 
     device = f"cuda:{index}"
@@ -176,7 +178,7 @@ def _speed(index: int, gpu: Gpu) -> MachineLine:
         )
     elif host < LEAST_HOST_RATE:
         cure = "its PCIe link is narrow (`nvidia-smi -q -d PCIE`): leave offloading off"
-    return MachineLine(f"GPU {index}: speed", found, cure)
+    return MachineLine(name, found, cure)
 
 
 def _host_rate(device: str) -> float:
@@ -220,7 +222,7 @@ def _engines() -> list[str]:
     return ["local", *(["vllm"] if find_spec("vllm") else [])]
 
 
-def _step(engine: str, device: str) -> MachineLine:
+def _step(name: str, engine: str, device: str) -> MachineLine:
     """A step of reinforcement learning of a tiny model, as the command takes it."""
     from tunesmith.guide.recipes.arithmetic import make_model, problems, write_tasks
     from tunesmith.run.placement import run_rl
@@ -248,4 +250,4 @@ def _step(engine: str, device: str) -> MachineLine:
         seconds = time.perf_counter() - began
         tokens = sum(row.get("sampled_tokens", 0) for row in result.metrics)
     found = f"{tokens} tokens sampled and trained on, on {device}, in {seconds:.1f} s"
-    return MachineLine(f"a step of rl with system.engine = {engine!r}", found)
+    return MachineLine(name, found)
