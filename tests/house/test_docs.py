@@ -338,7 +338,9 @@ def test_only_the_listed_files_ask_for_an_engine_by_name() -> None:
         )
     )
     name = f"[\"']({'|'.join(engine_kinds())})[\"']"
-    code = rf"\bengine(_kind)?\b *(==|!=|(not )?in) *[(\[{{]?{name}|[\"']engine[\"']: *{name}"
+    code = (
+        rf"\bengine(_kind|\.name)?\b *(==|!=|(not )?in) *[(\[{{]?{name}|[\"']engine[\"']: *{name}"
+    )
     package = ROOT / "src" / "tunesmith"
     asking = {
         path.relative_to(package).as_posix()

@@ -48,7 +48,9 @@ class EngineKind:
     speculates_elsewhere: bool = False
     """It also decodes speculatively outside the trainer's process."""
     fastest_on_gpus: bool = False
-    """It samples fastest on GPUs, where it is installed."""
+    """It samples fastest on GPUs, and is derived there where it can be used."""
+    install: str = ""
+    """The command that installs it."""
     least_temperature: float = 0.0
     """It raises lower positive temperatures to this, and the log-probabilities would then not
     match."""
@@ -58,6 +60,8 @@ class EngineKind:
     """The command that starts a server of ``{path}`` on ``{port}``."""
 
 
+OWN_ENGINE = "local"
+"""Tunesmith's own engine, which needs no other package."""
 BLOCK_TOKENS = 32
 """Tokens per block of keys and values: of the local engine, and of vLLM on a CPU. Those of other
 engines are smaller."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunesmith.config.engines import EngineKind, EngineName, engine_kinds
+from tunesmith.config.engines import OWN_ENGINE, EngineKind, EngineName, engine_kinds
 from tunesmith.config.section import Open, Section
 from tunesmith.config.values import Count, Part, PositiveInt, Size, Text, Url
 
@@ -140,9 +140,9 @@ class SystemSection(Section):
     score."""
     logprob_chunk: PositiveInt | None = None
     """Rows of the vocabulary head computed at once."""
-    # Not validated here: engines may import this module.
-    engine: EngineName = Field(default="local", validate_default=False)
-    """The sampling engine: Tunesmith's own, vLLM, or servers that are already running (SGLang)."""
+    engine: Open[EngineName] = None
+    """The sampling engine: Tunesmith's own, vLLM, or servers that are already running (SGLang).
+    None: vLLM on GPUs where it is installed, else Tunesmith's own."""
     engine_urls: tuple[Url, ...] = ()
     """The servers of ``engine = "sglang"``, such as ``["http://127.0.0.1:30000"]``."""
     engine_directory: Path | None = None
@@ -152,8 +152,8 @@ class SystemSection(Section):
     """Sample in a separate process with its own copy of the weights; a process that dies is
     replaced."""
     engine_python: Path | None = None
-    """Python interpreter for ``engine_process``, if the engine is installed in another
-    environment."""
+    """Python interpreter for ``engine_process``, if the engine is installed in another environment;
+    engines then have processes of their own."""
     engines: Open[PositiveInt] = None
     """Number of engine processes, each with ``kv_memory`` and a copy of the weights."""
     engine_restarts: Count = 3
@@ -215,4 +215,11 @@ class SystemSection(Section):
 
     @property
     def engine_kind(self) -> EngineKind:
-        return engine_kinds()[self.engine]
+        """The engine that was named; Tunesmith's own as long as none is."""
+        return engine_kinds()[self.engine or OWN_ENGINE]
+
+    @property
+    def engines_in_processes(self) -> bool:
+        """``engine_process``, which follows from ``engine_python`` if nothing else was written."""
+        open_yet = "engine_process" not in self.model_fields_set and self.cluster == "none"
+        return self.engine_process or (open_yet and self.engine_python is not None)

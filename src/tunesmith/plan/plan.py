@@ -220,11 +220,12 @@ def open_plan(said: C, facts: Facts, algorithm: Algorithm | None = None) -> Plan
 
 
 def reopened(plan: Plan[C], system: SystemSection) -> Plan[C]:
-    """The plan on its device with another ``[system]``, which leaves its processes and their memory
-    open."""
+    """The plan on its device and with its engine, with another ``[system]``, which leaves its
+    processes and their memory open."""
     said = plan.said.model_copy(update={"system": system})
     devices = devices_said(plan.kind, said)
-    devices = replace(devices, device=plan.devices.device, dtype=plan.devices.dtype)
+    here = plan.devices
+    devices = replace(devices, engine=here.engine, device=here.device, dtype=here.dtype)
     memory = memory_said(system)
     return replace(plan, said=said, devices=devices, memory=memory, vllm=vllm_said(system))
 
@@ -260,7 +261,7 @@ def devices_said(kind: RunKind, said: RunConfig) -> Devices:
         engines=system.engines or 1,
         tensor=system.vllm.tensor_parallel_size or 1,
         pipeline=system.vllm.pipeline_parallel_size,
-        engine_process=system.engine_process,
+        engine_process=system.engines_in_processes,
         hybrid=bool(system.hybrid),
         placement=system.placement or PlacementSection(),
         weight_plane=system.weight_plane,
@@ -364,6 +365,12 @@ class Reasons:
         self.entries: list[Derived] = []
         self.assumed: dict[str, Any] = {}
         """Values that follow without a reason of their own, and do not count as given."""
+
+    def copy(self) -> Reasons:
+        other = Reasons()
+        other.entries = [*self.entries]
+        other.assumed = dict(self.assumed)
+        return other
 
     def add(self, key: str, value: T, reason: str) -> T:
         self.entries.append(Derived(key, value, reason))

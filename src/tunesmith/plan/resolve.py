@@ -4,14 +4,22 @@ argument."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from tunesmith.config.algorithm import Algorithm
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
-from tunesmith.errors import CapacityError
+from tunesmith.errors import CapacityError, ConfigError
+from tunesmith.plan.cost.engines import engine_notes
 from tunesmith.plan.derive.capacity import with_capacity, with_device
+from tunesmith.plan.derive.engines import (
+    fast_engine,
+    with_fast_engine,
+    with_own_processes,
+    with_said_engine,
+)
 from tunesmith.plan.derive.generation import most_running, with_profile, with_sampling
 from tunesmith.plan.derive.lengths import isolate, with_episode, with_limits
 from tunesmith.plan.derive.training import with_training
@@ -50,8 +58,24 @@ def resolve(said: C, facts: Facts) -> Plan[C]:
     plan = _begin(said, facts, reasons)
     plan = with_episode(with_training(plan, reasons), reasons)
     isolate(said, facts, reasons)
+    plan = with_device(plan, reasons)
+    kind = fast_engine(plan)
+    if kind is None:
+        return _whole(with_said_engine(plan, reasons), said, reasons)
+    own = reasons.copy()
+    try:
+        return _whole(with_fast_engine(plan, kind, reasons), said, reasons)
+    except ConfigError as error:
+        # A run that Tunesmith's own engine can do is not refused for another one.
+        with suppress(ConfigError):
+            return _whole(with_said_engine(plan, own, str(error.problems[0])), said, own)
+        raise
+
+
+def _whole(plan: Plan[C], said: C, reasons: Reasons) -> Plan[C]:
+    """The plan with all that follows from its device and engine."""
     # The device is derived before the limits, which are often far higher than the data needs.
-    plan = with_system_profile(with_device(plan, reasons), reasons)
+    plan = with_system_profile(with_own_processes(plan, reasons), reasons)
     plan = with_limits(_with_devices(plan, reasons), reasons)
     given = settings(said, given_only=True)
     derived = tuple(reasons.entries)
@@ -110,4 +134,5 @@ def _with_devices(plan: Plan[C], reasons: Reasons) -> Plan[C]:
 def _notes(plan: AnyPlan, *, device_derived: bool) -> Iterator[str]:
     """Remarks about settings that are allowed but questionable."""
     yield from notes(Situation.of(plan), device_derived=device_derived)
+    yield from engine_notes(plan)
     yield from memory_notes(plan)

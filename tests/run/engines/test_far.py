@@ -252,7 +252,10 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"system__engine_python": sys.executable}, "engine_process = false"),
+        (
+            {"system__engine_process": False, "system__engine_python": sys.executable},
+            "engine_process = false",
+        ),
         (
             {"system__engine_process": True, "system__draft_model": "org/m"},
             "in the trainer's process",

@@ -26,9 +26,8 @@ BASE = (
 )
 
 
-def config(python: object, engine: str = "local", *said: str) -> RLConfig:
-    named = f'system.engine_python="{python}"', f'system.engine="{engine}"'
-    return load_config(RLConfig, None, [*BASE, *named, *said])
+def config(python: object, *said: str) -> RLConfig:
+    return load_config(RLConfig, None, [*BASE, f'system.engine_python="{python}"', *said])
 
 
 def script(folder: Path, does: str) -> Path:
@@ -39,11 +38,10 @@ def script(folder: Path, does: str) -> Path:
 
 
 def test_an_interpreter_that_has_what_is_asked_for(tmp_path: Path) -> None:
-    check_interpreter(config(sys.executable))
-    check_interpreter(config(script(tmp_path, "echo True 0.32.1"), "vllm"))
-    check_interpreter(
-        config(script(tmp_path, "exit 3"), "vllm", 'system.cluster="ray"')
-    )  # the actor says so
+    check_interpreter(config(sys.executable), "local")
+    check_interpreter(config(script(tmp_path, "echo True 0.32.1")), "vllm")
+    on_ray = config(script(tmp_path, "exit 3"), 'system.cluster="ray"')
+    check_interpreter(on_ray, "vllm")  # the actor says so
 
 
 @pytest.mark.parametrize(
@@ -68,7 +66,7 @@ def test_one_that_lacks_something_is_refused(
     tmp_path: Path, does: str, engine: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_interpreter(config(script(tmp_path, does), engine))
+        check_interpreter(config(script(tmp_path, does)), engine)
 
 
 def test_engine_arguments_are_looked_up_in_its_own_vllm(tmp_path: Path) -> None:
@@ -84,17 +82,17 @@ def test_engine_arguments_are_looked_up_in_its_own_vllm(tmp_path: Path) -> None:
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
     python = script(tmp_path, f'PYTHONPATH="{tmp_path}:$PYTHONPATH" exec {sys.executable} "$@"')
-    check_interpreter(config(python, "vllm", "system.vllm.extra={max_logprobs = 5}"))
+    check_interpreter(config(python, "system.vllm.extra={max_logprobs = 5}"), "vllm")
     with pytest.raises(
         ConfigError, match=r"system\.vllm\.extra\.max_logprob: .*Did you mean 'max_logprobs'"
     ):
-        check_interpreter(config(python, "vllm", "system.vllm.extra={max_logprob = 5}"))
+        check_interpreter(config(python, "system.vllm.extra={max_logprob = 5}"), "vllm")
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_this_environment_has_no_vllm() -> None:
     with pytest.raises(ConfigError, match="has no vLLM"):
-        check_interpreter(config(sys.executable, "vllm"))
+        check_interpreter(config(sys.executable), "vllm")
 
 
 def test_a_run_is_refused_before_anything_loads(tmp_path: Path) -> None:

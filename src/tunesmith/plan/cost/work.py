@@ -322,6 +322,8 @@ def _new_weights(plan: AnyPlan, model: ModelFacts) -> Amounts:
     """Bytes of new weights for each engine, by the way that they take."""
     devices = plan.devices
     plane = devices.weight_plane or ("gloo" if devices.cluster == "ray" else "memory")
+    if not devices.engines_apart:
+        plane = "ipc"  # an engine in the trainer's process copies from GPU memory to GPU memory
     alone = (
         plan.kind.adapter
         and (devices.adapter_sync or "adapter") == "adapter"

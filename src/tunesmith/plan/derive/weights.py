@@ -8,7 +8,6 @@ from tunesmith.plan.plan import C, Plan, Reasons
 def with_weights(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     """The plan with the way of new weights, if engines in other processes need them, and the place
     of the copy that NCCL sends: host memory, if nothing is known of a GPU's."""
-    said = plan.said.system
     devices = plan.devices
     plane = devices.weight_plane
     sync = devices.adapter_sync
@@ -23,7 +22,7 @@ def with_weights(plan: Plan[C], reasons: Reasons) -> Plan[C]:
         if plan.kind.adapter:
             whole = devices.engine.third_party
             why = "the engines have the same base, and the adapter is small"
-            why = f"{said.engine} takes whole weights" if whole else why
+            why = f"{devices.engine.title} takes whole weights" if whole else why
             usual = "merged" if whole else "adapter"
             sync = reasons.fill("system.adapter_sync", sync, usual, why)
     if plane == "nccl":

@@ -10,6 +10,17 @@ from tunesmith.plan.facts.model import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
+class FastEngine:
+    """The engine that samples fastest on GPUs (``EngineKind.fastest_on_gpus``), and what was found
+    of it where the run samples."""
+
+    name: str
+    where: str
+    """Where it is installed, or what is missing."""
+    usable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Facts about a run; an unknown fact is None, and settings that depend on it are not derived.
 
@@ -30,5 +41,7 @@ class Facts:
     """Trainer ranks that a launcher started on this machine; None without a launcher."""
     instances_for: str | None = None
     """The reward function that takes the environments' instances."""
+    fast_engine: FastEngine | None = None
+    """None: the run has no use for it, or nothing is known of it."""
     tuned: Tuned | None = None
     """Measured settings for this kind of run, if it asks for them (``system.tuned``)."""

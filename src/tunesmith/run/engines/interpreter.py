@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import ConfigError, about
-from tunesmith.plan.rules.vllm import extra_problem, version_problem
+from tunesmith.plan.facts.hardware import Hardware
+from tunesmith.plan.facts.run import FastEngine
+from tunesmith.plan.rules.vllm import extra_problem, version_problem, vllm_lacking
 
+ASSUMED = "assumed to be installed there"
 _SCRIPT = """
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -29,20 +33,53 @@ for node in ast.parse(file.read_text()).body if file.exists() else ():
 """
 
 
+def fast_engine(config: RunConfig, machine: Hardware) -> FastEngine | None:
+    """vLLM, if a run samples on GPUs with an engine that is left to be derived, and where it was
+    found or what is missing."""
+    system = config.system
+    if not config.samples or system.engine is not None or not machine.gpus:
+        return None
+    if machine.named:
+        return FastEngine("vllm", ASSUMED)
+    python = system.engine_python
+    if python is None:
+        lacking = vllm_lacking()
+        return FastEngine("vllm", lacking or "installed in this environment", not lacking)
+    if system.cluster != "none":
+        where = f"nothing is known of {python} on the cluster"
+        return FastEngine("vllm", where, usable=False)
+    try:
+        check_interpreter(config, "vllm")
+    except ConfigError as error:
+        return FastEngine("vllm", str(error), usable=False)
+    return FastEngine("vllm", f"installed in the environment of {python}")
+
+
+@cache
+def _ask(python: str) -> subprocess.CompletedProcess[str]:
+    """What an interpreter answers to ``_SCRIPT``."""
+    return subprocess.run(
+        [python, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
 @about("system.engine_python")
-def check_interpreter(config: RunConfig) -> None:
+def check_interpreter(config: RunConfig, engine: str | None) -> None:
     """Ask the engines' interpreter what is installed there; takes a few hundredths of a second.
 
     The trainer's own interpreter is asked only for the names of vLLM's engine arguments, and only
     if some are set. On a cluster ``system.engine_python`` lies on other machines, and the engine's
     actor reports what is missing.
 
+    Args:
+        engine: the engine that it has to run; None: it is not known yet.
+
     Raises:
         ConfigError: it cannot be run, lacks Tunesmith or the right vLLM, or its vLLM lacks an
             engine argument.
     """
     system = config.system
-    extra = system.engine == "vllm" and system.vllm.extra
+    extra = engine == "vllm" and system.vllm.extra
     if system.cluster != "none" or not (system.engine_python or extra):
         return
     python = system.engine_python or sys.executable
@@ -51,9 +88,7 @@ def check_interpreter(config: RunConfig) -> None:
         "name the interpreter of an environment that has Tunesmith, such as '.venv-vllm/bin/python'"
     )
     try:
-        done = subprocess.run(
-            [python, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, check=False
-        )
+        done = _ask(str(python))
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
             f"{named} cannot be run ({getattr(error, 'strerror', None) or error}); {cure}"
@@ -67,7 +102,7 @@ def check_interpreter(config: RunConfig) -> None:
         raise ConfigError(
             f"{named} has no Tunesmith; install it there too (pip install 'tunesmith[vllm]')"
         )
-    if system.engine != "vllm":
+    if engine != "vllm":
         return
     if len(answer) == 1:
         raise ConfigError(f"{named} has no vLLM; install it there (pip install 'tunesmith[vllm]')")

@@ -34,7 +34,7 @@ from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.run_dir import RunDir, check_run_dir, is_running
 from tunesmith.records.standing import read_standing
-from tunesmith.run.engines.interpreter import check_interpreter
+from tunesmith.run.engines.interpreter import check_interpreter, fast_engine
 from tunesmith.run.loop.checkpoint import Checkpoints
 from tunesmith.run.placement.environments import check_run_rewards, instances_for, sharing_process
 from tunesmith.run.placement.examining import examine_user_code, first_lines
@@ -93,7 +93,8 @@ def check_run(config: C, base_dir: Path, *, hub: bool = True, imports: bool = Fa
     facts = facts_of_run(config, base_dir)
     plan = resolve(config, facts)
     _check_device(plan.devices)
-    note = check_inputs(config, base_dir, facts.model, hub=hub, imports=imports)
+    engine = plan.devices.engine.name
+    note = check_inputs(config, base_dir, facts.model, engine, hub=hub, imports=imports)
     return replace(plan, notes=(*plan.notes, note)) if note else plan
 
 
@@ -101,6 +102,7 @@ def check_inputs(
     config: RunConfig,
     base_dir: Path,
     model: ModelFacts | None,
+    engine: str,
     *,
     hub: bool = True,
     imports: bool = False,
@@ -115,7 +117,7 @@ def check_inputs(
     elif isinstance(config, SamplingConfig) and config.reward is not None:
         check_rewards(config.reward, base_dir)
     check_sinks(config.monitor.sinks, base_dir)
-    check_interpreter(config)
+    check_interpreter(config, engine)
     for key, path in _model_paths(config):
         directory = Path(path).expanduser()
         if directory.is_dir():
@@ -204,6 +206,7 @@ def facts_of_run(
         model,
         frozen_parameters=frozen,
         ranks_here=here,
+        fast_engine=fast_engine(config, machine),
         tuned=tuned,
         instances_for=instances,
     )

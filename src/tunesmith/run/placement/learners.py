@@ -141,7 +141,7 @@ def make_canary(
     new = min(8, plan.said.rollout.max_new_tokens)
     sampling = Sampling(new, temperature=plan.sampling.temperature, ignore_eos=True, seed=1)
     plane = devices.weight_plane
-    way = f"through system.weight_plane = {plane}" if plane else f"to {system.engine}"
+    way = f"through system.weight_plane = {plane}" if plane else f"to {devices.engine.title}"
 
     def engines() -> Mapping[str, Sampler]:
         if isinstance(engine, EnginePool):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from tunesmith.config.changing import with_values
-from tunesmith.config.engines import engine_kinds
 from tunesmith.config.resolved import Derived
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cluster import bundles, missing
 from tunesmith.plan.cost.seconds import measurable
 from tunesmith.plan.derive.lengths import sequence_limits
+from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.machines import THIS, machine
 from tunesmith.plan.facts.measured import read_rates
 from tunesmith.plan.facts.run import Facts
@@ -22,12 +22,9 @@ from tunesmith.plan.layout.alternatives import costly
 from tunesmith.plan.layout.fitting import layout_that_fits
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
-from tunesmith.plan.rules.checks import said_contradictions, unread_problems
 from tunesmith.run.placement.checking import check_inputs, facts_of_run
 
-C = TypeVar("C", bound=RunConfig)
-ENGINE = "system.engine"
-
+CLUSTER = "system.cluster"
 ASSUMED_SAMPLE = 2048
 ASSUMED_PROMPT = 1024
 """Assumed tokens of the longest sample and prompt if no setting limits them, because the data is
@@ -46,25 +43,45 @@ def plan_run(config: RunConfig, on: str, base_dir: Path | None = None) -> AnyPla
         CapacityError: the run does not fit.
     """
     elsewhere = None if on.strip().lower() == THIS else machine(on)
-    said = config
-    config = _with_planned_engine(config) if elsewhere and elsewhere.gpus else config
+    spread = _on_ray(config, elsewhere)
+    if spread is not None:
+        # Where a cluster cannot do it, one machine may.
+        with suppress(ConfigError):
+            return _with_planned_cluster(_plan_on(spread, elsewhere, base_dir))
+        with suppress(ConfigError):
+            return _plan_on(config, elsewhere, base_dir)
+    return _plan_on(spread or config, elsewhere, base_dir)
+
+
+def _on_ray(config: RunConfig, elsewhere: Hardware | None) -> RunConfig | None:
+    """The run on a Ray cluster of the named machines, if it needs one to use more than one of them
+    and its settings leave that open."""
+    several = elsewhere is not None and elsewhere.nodes > 1
+    if not several or not config.rl or "cluster" in config.system.model_fields_set:
+        return None
+    return with_values(config, {CLUSTER: "ray"})
+
+
+def _with_planned_cluster(plan: AnyPlan) -> AnyPlan:
+    """The plan of a run that was spread over the named machines, which no setting asked for."""
+    given = {key: value for key, value in plan.given.items() if key != CLUSTER}
+    derived = Derived(CLUSTER, "ray", f"all {plan.facts.hardware.nodes} machines take part")
+    note = f'{CLUSTER} = "ray" is planned; a run does not choose it, so write it there'
+    reasons = (*plan.reasons, derived)
+    return replace(plan, given=given, reasons=reasons, notes=(note, *plan.notes))
+
+
+def _plan_on(config: RunConfig, elsewhere: Hardware | None, base_dir: Path | None) -> AnyPlan:
     facts, notes = _with_lengths(config, facts_of_run(config, hardware=elsewhere))
-    if base_dir is not None and elsewhere is None:
-        note = check_inputs(config, base_dir, facts.model, hub=False, imports=True)
-        notes += [note] if note else []
     facts = _with_launched_ranks(config, facts)
     plan = resolve(config, facts)
+    if base_dir is not None and elsewhere is None:
+        engine = plan.devices.engine.name
+        note = check_inputs(config, base_dir, facts.model, engine, hub=False, imports=True)
+        notes += [note] if note else []
     _check_room_on_ray(plan, config)
     notes += _notes_on_machines(plan)
     notes += costly(config, plan)
-    if config is not said:
-        engine = config.system.engine
-        given = {key: value for key, value in plan.given.items() if key != ENGINE}
-        planned = Derived(ENGINE, engine, "planned, as it samples fastest on GPUs")
-        plan = replace(plan, given=given, reasons=(*plan.reasons, planned))
-        notes.append(
-            f'{ENGINE} = "{engine}" is planned; a run does not choose it, so write it there'
-        )
     return replace(plan, notes=(*notes, *plan.notes))
 
 
@@ -103,6 +120,12 @@ def _check_room_on_ray(plan: AnyPlan, said: RunConfig) -> None:
 
 def _notes_on_machines(plan: AnyPlan) -> Iterator[str]:
     hardware = plan.facts.hardware
+    engine = plan.devices.engine
+    if hardware.named and engine.install and plan.said.system.engine is None:
+        yield (
+            f'system.engine = "{engine.name}" is planned: the machine is assumed to have '
+            f"{engine.title} ({engine.install})"
+        )
     if hardware.nodes > 1 and plan.kind.samples and plan.devices.cluster == "none":
         yield (
             f"this run uses one of {hardware.nodes} machines; "
@@ -113,17 +136,6 @@ def _notes_on_machines(plan: AnyPlan) -> Iterator[str]:
             "how long a step takes on this CPU is not known yet: "
             "tunesmith check machine measures its rates"
         )
-
-
-def _with_planned_engine(config: C) -> C:
-    """The run with the fastest engine, which a named machine may have, if none was set and it is
-    able to do it."""
-    fastest = [kind.name for kind in engine_kinds().values() if kind.fastest_on_gpus]
-    if "engine" in config.system.model_fields_set or not config.samples or not fastest:
-        return config
-    other = with_values(config, {ENGINE: fastest[0]})
-    refused = {problem.keys for problem in (*said_contradictions(other), *unread_problems(other))}
-    return config if refused - {problem.keys for problem in said_contradictions(config)} else other
 
 
 def _with_lengths(config: RunConfig, facts: Facts) -> tuple[Facts, list[str]]:

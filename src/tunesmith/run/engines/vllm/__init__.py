@@ -10,5 +10,6 @@ KIND = EngineKind(
     spans_devices=True,
     speculates_elsewhere=True,
     fastest_on_gpus=True,
+    install="pip install 'tunesmith[vllm]'",
     least_temperature=0.01,
 )

@@ -1,0 +1,208 @@
+"""Which engine samples where no setting names one: engines x machines, with and without vLLM. What
+is installed where the tests run plays no part."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.hardware_table import MODELS
+from tests.support.machine_facts import CPU, SMALL
+from tunesmith.config.commands import GenerateConfig
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.errors import ConfigError
+from tunesmith.plan.facts.hardware import Hardware
+from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts, FastEngine
+from tunesmith.plan.plan import AnyPlan
+from tunesmith.plan.resolve import resolve
+from tunesmith.run.engines import interpreter
+from tunesmith.run.placement import checking, planning
+
+QWEN_7B = MODELS["7B (Qwen 2.5)"]
+THERE = FastEngine("vllm", "installed in this environment")
+MISSING = FastEngine("vllm", "it is not installed", usable=False)
+ENGINE = "system.engine"
+KINDS: dict[type[RunConfig], list[str]] = {
+    RLConfig: ['reward.functions=["math"]'],
+    GenerateConfig: [],
+    SFTConfig: [],
+}
+
+
+def config(kind: Any, *said: str) -> Any:
+    return load_config(kind, None, ["model.path=org/m", "data.train=org/d", *KINDS[kind], *said])
+
+
+def seen(on: str) -> Hardware:
+    """A machine that is there."""
+    return CPU if on == "cpu" else replace(machine(on), named=False)
+
+
+def plan(kind: Any, on: str, *said: str, fast: FastEngine | None = THERE, **known: Any) -> AnyPlan:
+    facts = Facts(seen(on), QWEN_7B, train_size=1000, longest=1000, fast_engine=fast)
+    return resolve(config(kind, *said), replace(facts, **known))
+
+
+def why(plan: AnyPlan) -> str:
+    return next(each.reason for each in plan.reasons if each.key == ENGINE)
+
+
+@pytest.mark.parametrize("kind", [RLConfig, GenerateConfig])
+@pytest.mark.parametrize("on", ["H100-80GB", "8xH100-80GB"])
+def test_gpus_sample_with_vllm_where_it_is(kind: Any, on: str) -> None:
+    there = plan(kind, on)
+    assert there.settings[ENGINE] == "vllm" == there.devices.engine.name
+    assert THERE.where in why(there) and ENGINE not in there.given
+    assert there.settings["system.vllm.prefix_caching"] is not None  # vLLM's own keys follow
+    without = plan(kind, on, fast=MISSING)
+    assert without.settings[ENGINE] == "local" == without.devices.engine.name
+    assert MISSING.where in why(without)
+    assert plan(kind, on, "system.engine=local").settings[ENGINE] == "local"
+    assert plan(kind, on, fast=None).settings[ENGINE] == "local"
+
+
+@pytest.mark.parametrize(("on", "said"), [("cpu", ()), ("H100-80GB", ("system.device=cpu",))])
+def test_cpus_sample_with_the_own_engine(on: str, said: tuple[str, ...]) -> None:
+    found = plan(RLConfig, on, *said, model=SMALL)
+    assert found.settings[ENGINE] == "local" and not found.devices.engine.third_party
+    assert not any(entry.key == ENGINE for entry in found.reasons)
+
+
+def test_what_samples_nothing_has_no_engine() -> None:
+    found = plan(SFTConfig, "8xH100-80GB")
+    assert not any(entry.key == ENGINE for entry in found.reasons)
+    with pytest.raises(ConfigError, match=r"system\.vllm\.eager"):
+        plan(SFTConfig, "8xH100-80GB", "system.vllm.eager=true")
+
+
+def test_what_vllm_lacks_costs_seconds_that_the_plan_says() -> None:
+    without = plan(RLConfig, "8xH100-80GB", fast=MISSING)
+    [note] = [note for note in without.notes if "pip install 'tunesmith[vllm]'" in note]
+    assert " s, and " in note
+    [note] = plan(GenerateConfig, "H100-80GB", fast=MISSING).notes
+    assert "pip install 'tunesmith[vllm]'" in note
+    for said in ((), ("system.engine=local",)):
+        assert not any("pip install" in note for note in plan(RLConfig, "H100-80GB", *said).notes)
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        (("rollout.temperature=0.001",), "rollout.temperature"),
+        (("lora.rank=8", "model.quantize=nf4"), "model.quantize"),
+        (("system.max_prefill_tokens=4096",), "system.max_prefill_tokens"),
+        (("system.draft_model=org/d", "rollout.min_p=0.1"), "rollout.min_p"),
+    ],
+)
+def test_what_vllm_cannot_do_is_done_by_the_own_engine(
+    said: tuple[str, ...], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tunesmith.plan.rules.checks.find_spec", sized)
+    found = plan(RLConfig, "H100-80GB", *said)
+    assert found.settings[ENGINE] == "local" and key in why(found)
+    with pytest.raises(ConfigError, match=key):
+        plan(RLConfig, "H100-80GB", "system.engine=vllm", *said)
+
+
+def test_what_no_engine_can_do_is_refused_as_before() -> None:
+    with pytest.raises(ConfigError, match=r"system\.trainer_ranks"):
+        plan(RLConfig, "H100-80GB", "system.trainer_ranks=4")
+
+
+def test_settings_of_vllm_are_read_where_it_is_derived() -> None:
+    assert plan(RLConfig, "H100-80GB", "system.vllm.eager=true").vllm.eager
+    for on, fast in (("cpu", THERE), ("H100-80GB", MISSING)):
+        with pytest.raises(ConfigError, match=r"system\.vllm\.eager has no effect"):
+            plan(RLConfig, on, "system.vllm.eager=true", fast=fast, model=SMALL)
+
+
+def sized(name: str) -> ModelFacts:
+    del name
+    return QWEN_7B
+
+
+def sized_70b(name: str) -> ModelFacts:
+    del name
+    return MODELS["70B (Llama 3)"]
+
+
+def on_this(monkeypatch: pytest.MonkeyPatch, on: str, lacking: str | None) -> None:
+    """This machine and environment, as ``facts_of_run`` finds them."""
+    monkeypatch.setattr(checking, "read_hardware", lambda: seen(on))
+    monkeypatch.setattr(checking, "known_model_facts", sized)
+    monkeypatch.setattr(interpreter, "vllm_lacking", lambda: lacking)
+
+
+@pytest.mark.parametrize("lacking", [None, "vLLM 0.1 is installed, and 0.32 works"])
+@pytest.mark.parametrize("on", ["H100-80GB", "8xH100-80GB"])
+def test_this_environment_is_looked_at(
+    on: str, lacking: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_this(monkeypatch, on, lacking)
+    fast = checking.facts_of_run(config(RLConfig)).fast_engine
+    assert fast is not None and fast.usable == (lacking is None)
+    assert lacking is None or fast.where == lacking
+    for said in ("system.engine=local", "system.engine=vllm"):
+        assert checking.facts_of_run(config(RLConfig, said)).fast_engine is None
+    assert checking.facts_of_run(config(SFTConfig)).fast_engine is None
+    on_this(monkeypatch, "cpu", lacking)
+    assert checking.facts_of_run(config(RLConfig)).fast_engine is None
+
+
+@pytest.mark.parametrize(("answer", "engine"), [("True 0.32.1", "vllm"), ("True", "local")])
+def test_the_environment_of_engine_python_is_looked_at(
+    answer: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_this(monkeypatch, "H100-80GB", "it is not in this one")
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {answer}\n")
+    python.chmod(0o755)
+    named = config(RLConfig, f'system.engine_python="{python}"')
+    facts = replace(checking.facts_of_run(named), train_size=1000, longest=1000)
+    found = resolve(named, facts)
+    assert found.settings[ENGINE] == engine and str(python) in why(found) + str(named.system)
+    assert found.devices.engine_process and found.settings["system.engine_process"] is True
+
+
+def test_an_interpreter_is_used_in_processes_unless_these_are_off() -> None:
+    python = f'system.engine_python="{sys.executable}"'
+    assert plan(RLConfig, "H100-80GB", python).devices.engines_apart
+    with pytest.raises(ConfigError, match=r"system\.engine_python"):
+        plan(RLConfig, "H100-80GB", python, "system.engine_process=false")
+
+
+@pytest.mark.parametrize("on", ["H100-80GB", "8xH100-80GB", "2x8xH100-80GB"])
+def test_a_machine_that_is_named_is_assumed_to_have_vllm(
+    on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "known_model_facts", sized)
+    monkeypatch.setattr(interpreter, "vllm_lacking", lambda: "it is not here")
+    found = planning.plan_run(config(RLConfig), on)
+    assert found.settings[ENGINE] == "vllm"
+    assert any("pip install 'tunesmith[vllm]'" in note for note in found.notes)
+    own = planning.plan_run(config(RLConfig, "system.engine=local"), on)
+    assert own.settings[ENGINE] == "local"
+    assert not any("pip install" in note for note in own.notes)
+
+
+def test_several_machines_that_are_named_are_planned_with_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checking, "known_model_facts", sized_70b)
+    found = planning.plan_run(config(RLConfig), "8x8xH100-80GB")
+    assert found.devices.cluster == "ray" and "system.cluster" not in found.given
+    assert found.devices.tensor > 1 and any("system.cluster" in note for note in found.notes)
+    used = found.devices.trainer_ranks, found.devices.engines * found.devices.tensor
+    assert max(used) == 64 or sum(used) == 64
+    alone = planning.plan_run(config(RLConfig, "system.cluster=none"), "2x8xH200-141GB")
+    assert alone.devices.cluster == "none" and any("one of 2" in note for note in alone.notes)
+    # What Ray does not do is planned on one machine.
+    apart = planning.plan_run(config(RLConfig, "system.engine_process=true"), "2x8xH200-141GB")
+    assert apart.devices.cluster == "none" and any("one of 2" in note for note in apart.notes)
