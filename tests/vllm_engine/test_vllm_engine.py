@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.support.engine_contract import FREE, PROMPT, Subject
 from tests.support.penalties import by_transformers, requests
 from tests.support.pool_bench import LAST, each_check
 from tests.support.tiny import save_model
+from tests.support.token_versions import check_each_token_has_its_version
 from tunesmith.errors import EngineError, ModelError, UserError
 from tunesmith.run.engines.base import EngineStats
 from tunesmith.run.engines.vllm.engine import VllmEngine
@@ -79,14 +81,41 @@ def subject(directory: Path, **changed: Any) -> Subject:
     return Subject(engine, lambda ids: tokenizer.decode(list(ids)), scorer(directory), CONTEXT)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+@contextmanager
+def a_step_ahead() -> Generator[None]:
+    """Engines that are made meanwhile begin a step before the last one's tokens are read, as on a
+    GPU; otherwise vLLM's CPU build never does."""
+    from vllm.platforms.cpu import CpuPlatform  # pyright: ignore[reportMissingImports]
+
+    platform: Any = CpuPlatform
+    settle = platform.check_and_update_config
+
+    def settled(config: Any) -> None:
+        settle(config)
+        config.scheduler_config.async_scheduling = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "check_and_update_config", staticmethod(settled))
+        yield
+
+
+STEPPING: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "in turn": nullcontext,
+    "ahead": a_step_ahead,
+}
+MODES = pytest.mark.parametrize("mode", STEPPING.values(), ids=STEPPING)
+
+
+@pytest.fixture(scope="module", params=[*STEPPING.values()], ids=[*STEPPING])
+def shared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
     """One engine for the whole contract, because starting one takes seconds; no other test changes
     its model."""
     folder = tmp_path_factory.mktemp("models") / "contract"
-    made = subject(
-        save_model(folder, "llama", max_position_embeddings=CONTEXT, vocab_size=261, head_dim=32)
-    )
+    save_model(folder, "llama", max_position_embeddings=CONTEXT, vocab_size=261, head_dim=32)
+    with request.param():
+        made = subject(folder)
     yield made
     asyncio.run(made.engine.close())
 
@@ -124,6 +153,24 @@ async def test_new_weights_arrive_whole(family: str, request: pytest.FixtureRequ
             assert second.logprobs != pytest.approx(first.logprobs, abs=1e-3)
     finally:
         await made.engine.close()
+
+
+@MODES
+async def test_each_token_has_the_version_of_the_weights_that_drew_it(
+    mode: Callable[[], AbstractContextManager[None]], tmp_path: Path
+) -> None:
+    folder = save_model(
+        tmp_path / "model", "llama", max_position_embeddings=256, vocab_size=261, head_dim=32
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with mode():
+        made = subject(folder, max_model_len=256)
+    engine: Any = made.engine
+    engine._weights = lambda: model.state_dict().items()
+    try:
+        await check_each_token_has_its_version(engine, model.model.norm.weight, model)
+    finally:
+        await engine.close()
 
 
 async def test_an_engine_whose_weights_came_in_part_waits_for_all_of_them(directory: Path) -> None:

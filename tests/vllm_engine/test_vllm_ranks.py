@@ -3,19 +3,28 @@ engine contract."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
+import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.engine_contract import FREE, PROMPT, Subject
 from tests.support.pool_bench import PoolBench, each_check
+from tests.support.token_versions import check_each_token_has_its_version
 from tunesmith.errors import EngineLostError
 from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.run.engines.far import FarEngine
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 pytestmark = pytest.mark.xdist_group("ranks")
+
+
+LONG = replace(FREE, max_new_tokens=200)
 
 
 class Bench(PoolBench):
@@ -41,6 +50,15 @@ def test_contract(check: Callable[[Subject], Awaitable[None]], bench: Bench) -> 
     bench.check(check)
 
 
+def test_each_token_has_the_version_of_the_weights_that_drew_it(bench: Bench) -> None:
+    """Tokens that pass through the stages when new weights arrive are the old ones'."""
+    module = bench.model.module
+    plain = AutoModelForCausalLM.from_pretrained(bench.path, dtype=torch.float32)
+    plain.load_state_dict(module.state_dict())
+    norm: Any = module.get_parameter("model.norm.weight")
+    bench.runner.run(check_each_token_has_its_version(bench.engine, norm, plain))
+
+
 def test_each_rank_takes_its_part_of_new_weights(bench: Bench) -> None:
     async def run() -> None:
         for version, factor in ((101, 1.2), (102, 0.7)):
@@ -53,3 +71,23 @@ def test_each_rank_takes_its_part_of_new_weights(bench: Bench) -> None:
             assert done.logprobs == pytest.approx(bench.score(PROMPT, done.token_ids), abs=1e-4)
 
     bench.runner.run(run())
+
+
+def test_an_engine_without_one_of_its_ranks_is_lost_and_leaves_none(bench: Bench) -> None:
+    [member] = bench.engine.members
+    assert isinstance(member, FarEngine)
+    process = psutil.Process(member.far.pid())
+    first, *ranks = [child for child in process.children() if "Worker" in child.name()]
+
+    async def run() -> None:
+        running = asyncio.create_task(member.generate(PROMPT, LONG))
+        await member.generate(PROMPT, FREE)
+        first.kill()
+        with pytest.raises(EngineLostError):
+            await running
+        with pytest.raises(EngineLostError):
+            await member.generate(PROMPT, FREE)
+
+    bench.runner.run(run())
+    process.kill()
+    assert ranks and not psutil.wait_procs(ranks, timeout=60)[1]

@@ -55,7 +55,6 @@ FIXED_ARGUMENTS: Mapping[str, str] = {
         "log-probabilities have to be those of the distribution that tokens are sampled from",
     "generation_config": _OF_SAMPLING,
     "override_generation_config": _OF_SAMPLING,
-    "async_scheduling": "weights are replaced between two steps",
     "distributed_executor_backend": "an engine's ranks are processes on one machine",
     "load_format": "sampling starts from the model's own weights",
     "disable_log_stats": "the run's metrics are made of them",
@@ -148,10 +147,6 @@ def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
                 ": ranks are separate processes, and vLLM would run in the trainer's; set "
                 "system.engine_process = true",
                 "system.engine_process")
-    if vllm.pipeline_parallel_size > 1 and getattr(s.config.sampling_settings, "partial", False):
-        yield Problem(("rollout.partial", PIPELINE),
-            f"rollout.partial does not go with {PIPELINE}: tokens are still passing through the "
-            "stages when new weights arrive; leave one out")
     if more(vllm.pipeline_parallel_size, s.layers):
         yield s.clash(PIPELINE, f", and the model has {s.layers} layers; ask for at most as many")
     if s.model and tensor and s.model.heads % tensor:

@@ -134,6 +134,19 @@ def test_arguments_of_its_own_reach_vllm_and_ranks_stay_on_their_machine() -> No
     assert not {"distributed_executor_backend", "cudagraph_capture_sizes"} & one.keys()
 
 
+def test_vllm_decides_whether_it_schedules_ahead() -> None:
+    assert "async_scheduling" not in engine_arguments(VllmSettings("m", "float32"))
+    found = resolved("system.vllm.extra={async_scheduling = false}")
+    given = engine_arguments(VllmSettings(**vllm_settings(found)))
+    assert given["async_scheduling"] is False
+
+
+def test_weights_may_change_while_tokens_pass_through_stages() -> None:
+    assert resolved(
+        "system.vllm.pipeline_parallel_size=2", "rollout.partial=true", "rollout.max_staleness=1"
+    )
+
+
 def test_every_argument_that_a_key_sets_is_refused_in_the_table() -> None:
     """Whatever is given to vLLM under these settings has a key or a reason."""
     everything = VllmSettings(
@@ -193,14 +206,6 @@ def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
     [
         (["system.vllm.tensor_parallel_size=4"], "2 cores"),
         (["system.vllm.pipeline_parallel_size=5"], "the model has 4 layers"),
-        (
-            [
-                "system.vllm.pipeline_parallel_size=2",
-                "rollout.partial=true",
-                "rollout.max_staleness=1",
-            ],
-            "through the stages",
-        ),
         (["system.vllm.max_model_len=50"], "raise it to at least 60"),
         (["system.vllm.max_model_len=600"], "context of 512"),
         (['system.kv_memory="10KB"'], "does not hold one sequence of 60 tokens"),

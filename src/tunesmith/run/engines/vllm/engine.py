@@ -1,23 +1,24 @@
 """vLLM in this process, behind the engine interface.
 
-All calls into vLLM run on its ``StepThread``: new requests, aborts and new weights are handled
-between steps, so a token's version is exactly that of the weights that sampled it. A prefix cache
-entry is salted with the number of the load that its weights came from (``cache_salt``), so that
-none outlives its weights.
+All calls into vLLM run on its ``StepThread``. Where vLLM schedules asynchronously, it begins a step
+before the tokens of the last one are read, so that a GPU computes while Python schedules and
+delivers. What it has begun is delivered before weights are replaced, so a token's version is
+exactly that of the weights that sampled it. A prefix cache entry is salted with the number of the
+load that its weights came from (``cache_salt``), so that none outlives its weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
 
-from tunesmith.errors import EngineError, UserError, boundary
+from tunesmith.errors import EngineError, EngineLostError, UserError, boundary
 from tunesmith.learn.data.tokens import decode
 from tunesmith.run.engines.base import EngineStats, add_stats, check_sampling
 from tunesmith.run.engines.partial import PartialCompletion, StopStrings, stop_strings
@@ -26,6 +27,9 @@ from tunesmith.run.engines.vllm import KIND
 from tunesmith.run.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.run.weights.base import NamedTensors
 from tunesmith.types import Completion, FinishReason, Sampling
+
+ANSWER = 10.0
+"""Seconds that the processes of an engine's ranks have to answer after a failure."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +60,7 @@ class _Tally:
             prompts = iteration_stats.prompt_token_stats
             self.step = replace(
                 self.step,
+                decode_steps=1,
                 sampled_tokens=iteration_stats.num_generation_tokens,
                 prefilled_tokens=prompts.computed,
                 reused_prompt_tokens=prompts.cached_tokens,
@@ -83,6 +88,8 @@ class VllmEngine:
         self._sleeps = settings.sleeps
         self._thread = StepThread("vllm", self._step, self._fail)
         self._vllm, context = self._thread.run(partial(start, settings))
+        self._batches: int = self._vllm.vllm_config.max_concurrent_batches
+        """Steps that vLLM may have begun at once."""
         self._context: int = self._vllm.model_config.max_model_len
         self._shortened = self._context < context
         self._vllm.logger_manager = self._tally = _Tally(kv_bytes(self._vllm))
@@ -138,10 +145,11 @@ class VllmEngine:
                 if not request.done.done():
                     request.done.set_result(request.completion("abort"))
 
-        await self._thread.call(end)
+        await self._between_steps(end)
 
     async def load_weights(self, version: int) -> None:
         def load() -> None:
+            self._deliver_begun()
             self._loads += 1  # also on failure: cached prefixes may then be of either version
             if self._away:
                 self._fetch(["weights"])  # the trainer may keep the KV memory for now
@@ -151,7 +159,7 @@ class VllmEngine:
             self._discarded = False
             self._whole = True
 
-        await self._thread.call(load)
+        await self._between_steps(load)
 
     async def sleep(self, level: int = 1) -> None:
         if self._requests:
@@ -161,6 +169,7 @@ class VllmEngine:
             )
 
         def give_away() -> None:
+            self._deliver_begun()
             self._vllm.reset_prefix_cache()
             if self._sleeps and not self._away:
                 self._vllm.sleep(level=level)
@@ -173,7 +182,7 @@ class VllmEngine:
 
     async def wake(self) -> None:
         if self._state == "asleep":
-            await self._thread.call(lambda: self._fetch(list(self._away)))
+            await self._between_steps(lambda: self._fetch(list(self._away)))
             self._state = "awake"
 
     def stats(self) -> EngineStats:
@@ -189,6 +198,24 @@ class VllmEngine:
             self._vllm.engine_core.shutdown()
 
         await self._thread.close(end)
+
+    async def _between_steps(self, work: Callable[[], None]) -> None:
+        """Run ``work`` before the next step.
+
+        Raises:
+            EngineLostError: it failed because a rank's process has ended.
+        """
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                lost = self._lost()
+                if lost is None:
+                    raise
+                raise lost from error
+
+        await self._thread.call(run)
 
     def _check(self, prompt: int, sampling: Sampling) -> None:
         """Refuse a request: UserError if it can never be served, EngineError if not in the engine's
@@ -228,18 +255,37 @@ class VllmEngine:
     def _step(self) -> bool:
         if not (self._whole and self._vllm.has_unfinished_requests()):
             return False
-        self._tally.step, started = EngineStats(), time.perf_counter()
+        self._deliver_step()
+        return self._vllm.has_unfinished_requests()
+
+    def _deliver_step(self) -> None:
+        """Begin the next step, if there is one to begin, and deliver the oldest."""
+        self._tally.step = EngineStats()
+        began = time.perf_counter()
         outputs = self._vllm.step()
+        seconds = time.perf_counter() - began
         step = self._tally.step
-        seconds = time.perf_counter() - started
         prefills = step.prefilled_tokens + step.reused_prompt_tokens > 0
         times = {"prefill_seconds" if prefills else "decode_seconds": seconds}
-        self._stats = add_stats(self._stats, replace(step, decode_steps=1, **times))
+        self._stats = add_stats(self._stats, replace(step, **times))
         for output in outputs:
             self._deliver(output)
         if any(output.finished for output in outputs):
             self._thread.wait_for_callers()
-        return self._vllm.has_unfinished_requests()
+
+    def _deliver_begun(self) -> None:
+        """Deliver every step that vLLM has begun, so that none is computed meanwhile."""
+        if self._batches == 1 or self._away:
+            return
+        self._vllm.sleep(level=0, mode="keep")  # no step begins; requests stay as they are
+        try:
+            # One more, because the first may only tell the ranks which requests have ended.
+            for _ in range(self._batches + 1):
+                self._deliver_step()
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._vllm.wake_up(tags=["scheduling"])
 
     def _deliver(self, output: Any) -> None:
         request = self._requests.get(output.request_id)
@@ -264,7 +310,16 @@ class VllmEngine:
             request.done.set_result(request.completion(reason))
 
     def _fail(self, cause: Exception) -> None:
-        self._end(EngineError(f"vLLM failed: {type(cause).__name__}: {cause}"))
+        failed = EngineError(f"vLLM failed: {type(cause).__name__}: {cause}")
+        self._end(self._lost() or failed)
+
+    def _lost(self) -> EngineLostError | None:
+        """What to raise if the process of a rank has ended."""
+        try:
+            self._vllm.collective_rpc("check_health", timeout=ANSWER)
+        except Exception:  # it has no type of its own
+            return EngineLostError("a process of one of the vLLM engine's ranks has ended")
+        return None
 
     def _end(self, error: EngineError) -> None:
         """Fail every request in flight."""

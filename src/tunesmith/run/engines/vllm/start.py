@@ -99,7 +99,8 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
         with boundary(EngineError, "vLLM could not start", Exception):
             engine = LLMEngine.from_vllm_config(config)
             if settings.pipeline_parallel_size > 1 and current_platform.is_cpu():
-                engine.collective_rpc(_run_once)
+                # Allocate the buffers between stages, which the CPU build skips.
+                engine.collective_rpc("execute_dummy_batch")
         return engine, context
 
 
@@ -136,11 +137,6 @@ def _check_rope(config: Any, context: int) -> None:
             f'{min(switches)}, or system.engine = "local"',
             keys=("system.vllm.max_model_len",),
         )
-
-
-def _run_once(worker: Any) -> None:
-    """Allocate the buffers between pipeline stages with a first run, which the CPU build skips."""
-    worker.model_runner._dummy_run(1)
 
 
 def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping[str, Any]:
@@ -180,7 +176,6 @@ def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping
         "enable_sleep_mode": settings.sleeps,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "async_scheduling": False,
         **{name: value for name, value in optional.items() if value is not None},
         **(settings.extra or {}),
     }
