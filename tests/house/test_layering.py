@@ -32,7 +32,7 @@ FLOORS = {
     "__main__": 8,
     "": 8,
 }
-BELOW_MODELS = ("kernels", "parallel", "cpu")
+BELOW_MODELS = ("kernels", "parallel", "cpu", "cuda")
 LAYOUT = ("forest", "openmp")
 """What rooms of ``models/`` may import of the files beside them."""
 ADAPTER_ROOMS = ("engines", "trainers", "weights")
@@ -154,6 +154,7 @@ def test_imports_point_downward() -> None:
 BEHIND_DOORS = {
     ("guide",): ("guide",),
     ("models", "cpu"): ("models.cpu",),
+    ("models", "cuda"): ("models.cuda",),
     ("records", "report"): ("records.report", "guide"),
     ("records", "doctor"): ("records.doctor", "records.report", "guide"),
 }

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-HIDDEN = ("guide", "models.cpu", "records.report", "records.doctor")
+HIDDEN = ("guide", "models.cpu", "models.cuda", "records.report", "records.doctor")
 HIDE = f"""
 import sys
 

@@ -110,9 +110,9 @@ class SystemSection(Section):
     threads: Open[PositiveInt] = None
     compile: Open[bool | Literal["default", "max-autotune"]] = None
     """True: on a CPU, compile decoding (``engines.local``), and training in bfloat16 with AMX or
-    AVX-512 BF16 (``kernels``). A mode of ``torch.compile``: the same for decoding, and PyTorch
-    compiles the decoder layers of policy, critic and reference for training; ``max-autotune`` also
-    times kernels, without CUDA graphs."""
+    AVX-512 BF16 (``kernels``); on a GPU, decode with Triton's kernels and CUDA graphs. A mode of
+    ``torch.compile``: the same for decoding, and PyTorch compiles the decoder layers of policy,
+    critic and reference for training; ``max-autotune`` also times kernels, without CUDA graphs."""
     kernels: Literal["torch", "liger"] = "torch"
     """Implementation of the decoder layers' norms, rotations and SwiGLU in training and scoring:
     PyTorch's operations, or Liger's Triton kernels on GPUs (``kernels.liger``)."""

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from tunesmith.costs import chunk_rows, chunk_words
 from tunesmith.models.kernels.gradient_sums import kept_sums, multiplier
+from tunesmith.models.kernels.logits import RowGradient, logit_kernels
 from tunesmith.models.kernels.precision import bfloat16_operands
 
 
@@ -130,10 +131,8 @@ class _FusedLogprobs(torch.autograd.Function):
                     z = _logits(h[at], w, b, head.scale)
                     index, here = _among(tokens[at], words)
                     picked[at] += z.gather(1, index).mul_(here)
-                    if entropies is None:
-                        part = z.logsumexp(-1)
-                    else:
-                        part, of_part = _sum_and_entropy(z)
+                    part, of_part = _sums(z, entropy=entropy)
+                    if entropies is not None and of_part is not None:
                         share = _log_odds(part, total[at])
                         entropies[at].lerp_(of_part, share.sigmoid()).add_(_binary_entropy(share))
                     torch.logaddexp(total[at], part, out=total[at])
@@ -182,6 +181,7 @@ class _FusedLogprobs(torch.autograd.Function):
                         grad_logprobs[at],
                         towards,
                         head.scale,
+                        w.dtype,
                     )
                     if grad_hidden is not None:
                         grad_hidden[at].addcmul_(_product(grad, w), row_factor)
@@ -235,14 +235,19 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitSca
     return z if factor == 1 else z.mul_(factor)
 
 
-def _sum_and_entropy(z: Tensor) -> tuple[Tensor, Tensor]:
-    """``logsumexp(z)`` and the entropy of ``softmax(z)``, both ``[c]``; overwrites the logits ``[c,
-    v]``.
+def _sums(z: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """``logsumexp(z)`` and the entropy of ``softmax(z)``, both ``[c]``; may overwrite the logits
+    ``[c, v]``.
 
     With ``s`` the sum of ``exp(z - max)``, the entropy is ``log s`` plus the mean of ``max - z``:
     both are small where the entropy is. Logsumexp minus the mean logit is the same, but cancels for
     a distribution with one likely token.
     """
+    kernels = logit_kernels(z)
+    if kernels is not None:
+        return kernels.sums(z, entropy=entropy)
+    if not entropy:
+        return z.logsumexp(-1), None
     most = z.amax(-1, keepdim=True)
     weights = z.sub_(most).exp()
     whole = weights.sum(-1)
@@ -270,9 +275,10 @@ def _grad_logits(
     grad_logprobs: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
     scale: LogitScale,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the head's product ``[c, v]``, written over the logits, and the factors of its
-    rows ``[c, 1]``.
+    """Gradient of the head's product ``[c, v]``, which may be written over the logits, and the
+    factors of its rows ``[c, 1]``.
 
     d logp/dz = onehot - p; dH/dz = -p (log p + H); d tanh cap = 1 - (capped / cap)^2.
 
@@ -281,8 +287,13 @@ def _grad_logits(
         among: the result of ``_among`` for the tokens.
         grad_logprobs: ``[c, k]``.
         entropy: the entropies and their gradients, ``[c, 1]`` each.
+        dtype: of the operand of the products that follow; the gradient has it, or a wider one.
     """
     factor = scale.factor / scale.temperature
+    kernels = logit_kernels(z) if scale.softcap is None and among[0].shape[1] == 1 else None
+    if kernels is not None:
+        of, row_factor = _row_gradient(among, grad_logprobs, entropy, factor)
+        return kernels.gradients(z, total[:, 0], of, dtype), row_factor
     slope = (
         None if scale.softcap is None else 1 - (z * (scale.temperature / scale.softcap)).square_()
     )
@@ -306,6 +317,23 @@ def _grad_logits(
             grad = p.mul_(logp.add_(of).mul_(-grad_of).add_(towards))
     grad.scatter_add_(1, places, onto.to(grad.dtype))
     return (grad if slope is None else grad.mul_(slope)), row_factor
+
+
+def _row_gradient(
+    among: tuple[Tensor, Tensor],
+    grad_logprobs: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+    factor: float,
+) -> tuple[RowGradient, Tensor]:
+    """As ``_grad_logits``, for one token per row."""
+    token, here = (t[:, 0] for t in among)
+    if entropy is None:
+        one = torch.ones_like(grad_logprobs[:, 0])
+        return RowGradient(one, None, -here.to(one.dtype), token), grad_logprobs * -factor
+    of, grad_of = (t[:, 0] for t in entropy)
+    upstream = grad_logprobs[:, 0]
+    gradient = RowGradient(-upstream - grad_of * of, -grad_of, upstream * here, token)
+    return gradient, torch.full_like(grad_logprobs, factor)
 
 
 def _bfloat16_inputs(hidden: Tensor) -> AbstractContextManager[None]:

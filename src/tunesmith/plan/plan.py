@@ -160,17 +160,36 @@ class Plan(Generic[C]):
         return local and not self.devices.on_gpu and (model is None or model.lean)
 
     @property
+    def decodes_on_gpu(self) -> bool:
+        """Whether the local engine's decode steps on a GPU can be recorded (``models.cuda``);
+        unknown models count too."""
+        model = self.facts.model
+        local = self.kind.samples and not self.devices.engine.third_party
+        return local and self.devices.on_gpu and (model is None or model.lean)
+
+    @property
     def decodes_compiled(self) -> bool:
-        """Whether the local engine decodes with such functions."""
+        """Whether the local engine decodes with functions compiled for this CPU."""
         return self.decodes and bool(self.devices.compile)
 
     @property
     def compilable(self) -> bool:
         """Whether there is something to compile: a decode step of the local engine, or a training
         step (``kernels``)."""
+        if self.devices.on_gpu:
+            return self.decodes_on_gpu or self.compiles_layers
         able = self.facts.hardware.tiles or self.facts.hardware.pairs
         trains = self.kind.trains and self.devices.dtype == "bfloat16" and able
-        return not self.devices.on_gpu and (self.decodes or trains)
+        return self.decodes or trains
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether ``torch.compile`` takes the layers that are trained."""
+        model = self.facts.model
+        said = self.said
+        gathered = self.devices.zero_stage or self.memory.offload_parameters
+        others = said.model.quantize or said.lora.dropout or said.system.kernels != "torch"
+        return self.kind.trains and bool(model and model.lean) and not (gathered or others)
 
     @property
     def may_take_turns(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from tunesmith.models.forest import Segment
 from tunesmith.models.kernels import varlen_attention
 from tunesmith.models.kernels.attention import AttentionRule
 from tunesmith.models.kernels.cpu_attention import CpuFlash
+from tunesmith.models.kernels.varlen_attention import padded_length
 from tunesmith.models.parallel.ring import stops
 from tunesmith.types import Sample
 
@@ -333,6 +334,42 @@ def emulated_backward(
     return dq, *(t.unflatten(1, (-1, groups)).sum(2) for t in (dk, dv))
 
 
+def dense_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) -> list[Tensor]:
+    """``aten._scaled_dot_product_cudnn_attention`` of ``[1, H, T, D]``, causal."""
+    assert rest == (None, True, 0.0, True, False)
+    ends, length = one_run(q)
+    q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+    out, lse, *_ = emulated_forward(
+        q, k, v, ends, ends, length, length, 0.0, True, False, scale=scale
+    )
+    return [out.transpose(0, 1).unsqueeze(0), lse[None, ..., None]]
+
+
+def dense_backward(*operands: Any, scale: float) -> list[Tensor]:
+    *parts, _seed, _offset, _bias, _q_ends, _k_ends, longest, _longest, _dropout, _causal = operands
+    grad, q, k, v, out, lse = parts
+    ends, length = one_run(q)
+    assert longest == length and lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
+    rows = [t[0].transpose(0, 1) for t in (grad, q, k, v, out)]
+    unused = torch.zeros(2)
+    grads = emulated_backward(
+        *rows, lse[0, ..., 0], ends, ends, length, length, 0.0, True, unused, unused, scale=scale
+    )
+    return [t.transpose(0, 1).unsqueeze(0) for t in grads]
+
+
+def one_run(q: Tensor) -> tuple[Tensor, int]:
+    length = q.shape[2]
+    return torch.tensor([0, length], dtype=torch.int32), length
+
+
+def test_long_segments_have_few_lengths() -> None:
+    lengths = {padded_length(n) for n in range(2048, 32_768)}
+    assert len(lengths) == 4 * 16 + 1 and all(
+        n <= padded_length(n) <= n * 17 / 16 for n in range(1, 5000)
+    )
+
+
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -340,16 +377,22 @@ def emulated_backward(
     st.one_of(st.just(TREE), forests()),
     st.one_of(st.none(), st.integers(1, 45)),
     st.sampled_from([1, 2, 4]),
+    st.sampled_from([None, 1, 9]),
 )
 def test_the_calls_of_the_cuda_kernel(
     monkeypatch: pytest.MonkeyPatch,
     segments: tuple[Segment, ...],
     window: int | None,
     kv_heads: int,
+    long: int | None,
 ) -> None:
-    """With an emulated kernel; ``test_exact_on_cuda`` has the real one."""
+    """With emulated kernels; ``test_exact_on_cuda`` has the real ones."""
     monkeypatch.setattr(varlen_attention, "_forward", emulated_forward)
     monkeypatch.setattr(varlen_attention, "_backward", emulated_backward)
+    monkeypatch.setattr(varlen_attention, "_dense_forward", dense_forward)
+    monkeypatch.setattr(varlen_attention, "_dense_backward", dense_backward)
+    monkeypatch.setattr(varlen_attention, "takes_dense", lambda _: long is not None)
+    monkeypatch.setattr(varlen_attention, "LONG", long)
     total = sum(s.length for s in segments)
     inputs = tensors(total, 4, kv_heads, torch.float32, 8)
     upstream = torch.randn(total, 4, 8, generator=torch.Generator().manual_seed(1))
@@ -418,6 +461,32 @@ def test_exact_on_cuda(heads: int, kv_heads: int, dtype: torch.dtype, window: in
     )
     for a, b in zip(*gradients, strict=True):
         assert difference(a, b) < 2 * tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_long_segments_on_cuda(kv_heads: int) -> None:
+    """Beside each segment's own attention by one call of flash attention for all."""
+    lengths = [(2500, -1), (3, 0), (2100, 0), (40, -1), (2048, -1)]
+    starts = [0, *accumulate(length for length, _ in lengths)]
+    segments = [
+        Segment(start, length, parent)
+        for start, (length, parent) in zip(starts, lengths, strict=False)
+    ]
+    inputs = [
+        t.detach().cuda().requires_grad_()
+        for t in tensors(starts[-1], 4, kv_heads, torch.bfloat16, 64)
+    ]
+    upstream = torch.randn(starts[-1], 4, 64, device="cuda").to(torch.bfloat16)
+    results: list[list[Tensor]] = []
+    for long in (varlen_attention.LONG, 10**9):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(varlen_attention, "LONG", long)
+            out = ForestAttention(segments).attend(0, *inputs, AttentionRule(0.125))
+        results.append([out, *torch.autograd.grad(out, inputs, upstream)])
+    for ours, theirs in zip(*results, strict=True):
+        assert difference(ours, theirs) < 1e-2
 
 
 def test_one_root_is_plain_causal_attention() -> None:

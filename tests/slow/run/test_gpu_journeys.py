@@ -99,7 +99,9 @@ def test_a_journey_ends(tmp_path: Path, model: Path, command: str, said: list[st
     run = {"sft": placement.run_sft, "rl": placement.run_rl}[command]
     result = run(None, settings(tmp_path, model, command, said))
     steps = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "loss" in row]
-    assert len(steps) == 4 and (result.checkpoint / "config.json").exists()
+    adapter = any(setting.startswith("lora.") for setting in said)
+    name = "adapter_config.json" if adapter else "config.json"
+    assert len(steps) == 4 and (result.checkpoint / name).exists()
     assert all(row["loss"] == row["loss"] and row["grad_norm"] >= 0 for row in steps)
     total = torch.cuda.get_device_properties(0).total_memory
     assert all(0 < row["memory/device_peak"] < 0.95 * total for row in steps)

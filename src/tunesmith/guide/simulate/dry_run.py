@@ -245,7 +245,7 @@ def check_dry_run(plan: AnyPlan) -> None:
         f"system.device = '{devices.device}'": not devices.on_gpu,
         f"system.engine = '{system.engine}'": plan.kind.samples and devices.engine.served,
         f"system.weight_plane = '{devices.weight_plane}'": devices.weight_plane == "ipc",
-        f"system.compile = '{devices.compile}'": isinstance(devices.compile, str),
+        f"system.compile = '{system.compile}'": isinstance(system.compile, str),
         f"system.kernels = '{system.kernels}'": system.kernels != "torch",
         "rollouts for a teacher": plan.kind.rl and plan.kind.teacher is not None,
     }
@@ -264,6 +264,7 @@ def dry_run(plan: AnyPlan) -> dict[str, dict[str, DryPhase]]:
     from tunesmith.guide.simulate.device import FakeDevice
     from tunesmith.models.parallel.sequence import sequence_group
 
+    plan = plan.with_devices(compile=False)  # what is compiled for a GPU runs only there
     devices = plan.devices
     engine = planned_elsewhere(plan) or planned(plan) or Price()
     if plan.said.model.quantize is not None:

@@ -2,7 +2,8 @@
 blocks.
 
 A room that has faster functions for a processor registers them at a door (``config.doors``);
-``cpu`` has those for CPUs. Engines decode with PyTorch's operations where there are none.
+``cpu`` and ``cuda`` have those for CPUs and for NVIDIA's GPUs. Engines decode with PyTorch's
+operations where there are none.
 
 Shape legend: ``B`` rows, ``d`` hidden size, ``V`` vocabulary, ``P`` planes (the keys and the values
 of each layer), ``N`` blocks, ``K`` key/value heads, ``C`` slots of a block, ``D`` head size.
@@ -121,7 +122,11 @@ class Decoding(Protocol):
         ...
 
 
-DECODING = Door[Decoding]("decoding", "tunesmith.models.cpu.decoding:DECODING")
+DECODING = Door[Decoding](
+    "decoding",
+    "tunesmith.models.cpu.decoding:DECODING",
+    "tunesmith.models.cuda.decoding:DECODING",
+)
 
 
 def float32_head(weight: Tensor, bias: Tensor | None) -> Product:

@@ -84,8 +84,9 @@ def with_capacity(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> Plan[
     plan = _with_processes(plan, reasons)
     said = plan.said.system
     threads = reasons.fill("system.threads", said.threads, *_threads(plan))
-    compiles = reasons.fill("system.compile", said.compile, *_compile(plan))
-    plan = plan.with_devices(threads=threads, compile=compiles)
+    plan = plan.with_devices(threads=threads)
+    if not plan.devices.on_gpu:  # on a GPU it depends on how the weights lie
+        plan = _with_compile(plan, reasons)
     saves = plan.kind.trains and plan.devices.on_gpu and planned(plan) is not None
     if saves:
         plan, turns_settled = with_savings(plan, reasons, turns_open=turns_open)
@@ -96,6 +97,8 @@ def with_capacity(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> Plan[
         if checkpointing is None:
             checkpointing = reasons.add("system.gradient_checkpointing", *_checkpointing(plan))
         plan = plan.with_memory(checkpointing=checkpointing)
+    if plan.devices.on_gpu:
+        plan = _with_compile(plan, reasons)
     if turns_open and plan.kind.rl:
         why = "share the GPU" if plan.may_take_turns else "do not take turns on a GPU"
         turns = reasons.add("system.hybrid", plan.may_take_turns, f"engine and trainer {why}")
@@ -135,14 +138,20 @@ def _threads(plan: AnyPlan) -> tuple[int, str]:
     return threads, f"the physical cores this process may use{shared}"
 
 
-def _compile(plan: AnyPlan) -> tuple[bool, str]:
+def _with_compile(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    said = plan.said.system.compile
+    return plan.with_devices(compile=reasons.fill("system.compile", said, *_compile(plan)))
+
+
+def _compile(plan: AnyPlan) -> tuple[bool | str, str]:
     """On if there is something to compile and a compiler."""
     compiler = plan.facts.hardware.compiler
     if not plan.compilable:
         return False, "this run has nothing to compile"
     if compiler is None:
         return False, f"no C++ compiler was found ({compilers()})"
-    return True, f"found: {compiler}"
+    mode = "default" if plan.devices.on_gpu and plan.compiles_layers else True
+    return mode, f"found: {compiler}"
 
 
 def _checkpointing(plan: AnyPlan) -> tuple[bool | float, str]:

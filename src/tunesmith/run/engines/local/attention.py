@@ -9,11 +9,14 @@ size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tunesmith.models.attention import ForestAttention
+from tunesmith.models.forest import Segment
 from tunesmith.models.kernels.attention import AttentionRule
 from tunesmith.models.kernels.decoding import KVSpan, tables
 from tunesmith.models.kernels.layers import StatefulLayer
@@ -42,6 +45,12 @@ class PoolAttention:
         ).flatten()  # [T * K]
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._together = all(len(piece) == 1 and piece.prefix for piece in pieces)
+        self._whole: ForestAttention | None = None
+        """Of pieces without a context on a GPU, all of which one call of a kernel computes."""
+        if self._device.type == "cuda" and not any(piece.positions[0] for piece in pieces):
+            starts = [0, *accumulate(self._lengths)]
+            runs = zip(starts, self._lengths, strict=False)
+            self._whole = ForestAttention([Segment(start, length, -1) for start, length in runs])
         if self._together:
             self._tables = [
                 self._of_heads(spans)
@@ -59,6 +68,8 @@ class PoolAttention:
             slots = self._memory.planes[plane].view(-1, new.shape[-1])
             slots.index_copy_(0, self._slots, new.reshape(-1, new.shape[-1]).to(dtype))
         grouped = query.view(len(query), len(self._heads), -1, query.shape[-1]).to(dtype)
+        if self._whole is not None:
+            return self._whole.attend(layer, query, key, value, rule)
         if self._together:
             context = [
                 torch.cat([self._blocks(2 * layer + i, table) for table in self._tables], 2)
