@@ -48,6 +48,7 @@ def without_a_gpu(interpretable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "decoding", lambda _: CudaDecoding())
     monkeypatch.setattr(decoding, "is_quantised", lambda module: not is_quantised(module))
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
 
 
 def engine_of(model: CausalLM, running: int = 8) -> LocalEngine:
@@ -122,9 +123,9 @@ def test_a_graph_serves_all_steps_of_its_number_of_rows(
     recorded: list[int] = []
     record = decoding._Step._record
 
-    def counted(step: Any) -> None:
+    def counted(step: Any, planes: Tensor) -> Any:
         recorded.append(step._numbers.shape[1])
-        record(step)
+        return record(step, planes)
 
     monkeypatch.setattr(decoding._Step, "_record", counted)
     save_model(tmp_path, "qwen3", head_dim=16)

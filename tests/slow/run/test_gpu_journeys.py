@@ -144,10 +144,12 @@ class Sleeper:
 
         from tunesmith.models.causal_lm import CausalLM
         from tunesmith.run.engines.local.engine import LocalEngine
+        from tunesmith.types import Sampling
 
         self._run = asyncio.new_event_loop().run_until_complete
         lm = CausalLM.load(path, dtype=torch.bfloat16, device="cuda")
         self._engine = LocalEngine(lm, kv_bytes=self.KV, max_running=8, max_prefill_tokens=64)
+        self._run(self._engine.generate([5, 6, 7], Sampling(4, ignore_eos=True)))
 
     def sleep(self) -> None:
         self._run(self._engine.sleep(2))

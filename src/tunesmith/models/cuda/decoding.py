@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,8 @@ class CudaSteps:
         self._known = False
         """Whether they are known to be there still."""
         self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+        self._pool: Any = None
+        """Memory of all graphs: they run one after the other."""
 
     def refresh(self) -> None:
         self._known = False
@@ -69,7 +72,7 @@ class CudaSteps:
         size = padded_rows(count)
         step = self._steps.get(size)
         if step is None or not step.takes(rows):
-            step = self._steps[size] = _Step(decoder, planes, size, rows)
+            step = self._steps[size] = _Step(decoder, size, rows, self._pool)
         positions = step.put(rows)
         kinds = dict.fromkeys(decoder.layer_types)
         if by_row:
@@ -84,7 +87,7 @@ class CudaSteps:
                     for kind, (cos, sin) in self._tables.items()
                 }
             )
-        return step.run()[:count]
+        return step.run(planes)[:count]
 
     def draw(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         from tunesmith.models.cuda.draw import draw
@@ -101,6 +104,7 @@ class CudaSteps:
             self._steps.clear()
             self._tables.clear()
             self._memory = memory
+            self._pool = torch.cuda.graph_pool_handle()
         self._known = True
 
     def _grow_tables(self, decoder: LeanDecoder, most: int) -> None:
@@ -116,13 +120,13 @@ class CudaSteps:
 class _Step:
     """The inputs of a decode step of a number of rows, and its graph.
 
-    Rows past the real ones have no prompt.
+    Rows past the real ones have no prompt. It keeps no planes: an engine that sleeps frees them.
     """
 
-    def __init__(self, decoder: LeanDecoder, planes: Tensor, size: int, rows: DecodeRows) -> None:
+    def __init__(self, decoder: LeanDecoder, size: int, rows: DecodeRows, pool: Any) -> None:
         self._decoder = decoder
-        self._planes = planes
-        device = planes.device
+        self._pool = pool
+        device = decoder.model.embed_tokens.weight.device
         self._numbers = torch.zeros(4, size, dtype=torch.int64, device=device)
         """Token ids, positions, lengths of the prompts, own tokens before these."""
         self._spans: tuple[Sequence[KVSpan], Sequence[KVSpan]] | None = None
@@ -178,35 +182,35 @@ class _Step:
             for kept, new in zip(self._rotary[kind], (cos, sin), strict=True):
                 kept[: len(new)].copy_(new)
 
-    def run(self) -> Tensor:
+    def run(self, planes: Tensor) -> Tensor:
         """The hidden states ``[size, d]``; the next step overwrites them."""
         if not self._records:
-            return self._compute()
+            return self._compute(planes)
         if self._recorded is None:
-            self._recorded = self._record()
+            self._recorded = self._record(planes)
         graph, hidden = self._recorded
         graph.replay()
         return hidden
 
-    def _record(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        stream = torch.cuda.Stream(self._planes.device)
+    def _record(self, planes: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        stream = torch.cuda.Stream(planes.device)
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            self._compute()  # kernels are compiled and libraries initialised before
+            self._compute(planes)  # kernels are compiled and libraries initialised before
             stream.synchronize()
-            graph.capture_begin(capture_error_mode="thread_local")
-            hidden = self._compute()
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            hidden = self._compute(planes)
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph, hidden
 
-    def _compute(self) -> Tensor:
+    def _compute(self, planes: Tensor) -> Tensor:
         from tunesmith.models.cuda.attention import BlockAttention
         from tunesmith.models.cuda.layer_kernels import OPERATIONS
 
         decoder = self._decoder
-        attention = BlockAttention(self._planes, self._numbers[2:], self._prompts, self._own)
+        attention = BlockAttention(planes, self._numbers[2:], self._prompts, self._own)
         x = decoder.model.embed_tokens(self._numbers[0])
         for layer, kind in zip(decoder.layers, decoder.layer_types, strict=True):
             x = layer(x, *self._rotary[kind], attention, OPERATIONS)
