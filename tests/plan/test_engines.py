@@ -16,6 +16,7 @@ from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
+from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import ModelFacts
@@ -29,6 +30,7 @@ QWEN_7B = MODELS["7B (Qwen 2.5)"]
 THERE = FastEngine("vllm", "installed in this environment")
 MISSING = FastEngine("vllm", "it is not installed", usable=False)
 ENGINE = "system.engine"
+CROWD = "rollout.prompts_per_step=1024"
 KINDS: dict[type[RunConfig], list[str]] = {
     RLConfig: ['reward.functions=["math"]'],
     GenerateConfig: [],
@@ -206,3 +208,43 @@ def test_several_machines_that_are_named_are_planned_with_ray(
     # What Ray does not do is planned on one machine.
     apart = planning.plan_run(config(RLConfig, "system.engine_process=true"), "2x8xH200-141GB")
     assert apart.devices.cluster == "none" and any("one of 2" in note for note in apart.notes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "on", "said", "share"),
+    [
+        (GenerateConfig, "8xH100-80GB", (), 0.9),
+        (GenerateConfig, "H100-80GB", ("system.engine=local",), 0.9),
+        (RLConfig, "8xH100-80GB", ("rollout.max_staleness=1", CROWD), 0.9),
+    ],
+)
+def test_an_engine_alone_on_its_gpu_uses_nine_tenths_of_it(
+    kind: Any, on: str, said: tuple[str, ...], share: float
+) -> None:
+    found = plan(kind, on, *said, train_size=10**6)
+    room = [needed.engine + needed.weights + needed.kv for _, needed, _ in planned_devices(found)]
+    free = found.facts.hardware.gpus[0].memory_free
+    assert share - 0.06 < room[-1] / free <= share
+
+
+def test_an_engine_that_shares_its_gpu_in_turns_has_half_of_what_is_left() -> None:
+    found = plan(RLConfig, "8xH100-80GB", "system.hybrid=true", CROWD, train_size=10**6)
+    [(_, needed, free)] = planned_devices(found)
+    held = needed.sampling - needed.kv - needed.libraries
+    assert needed.kv == pytest.approx((free - held) / 2, rel=1e-3)
+
+
+def test_as_many_requests_run_at_once_as_the_memory_holds() -> None:
+    def running(on: str, *said: str, **known: Any) -> int:
+        found = plan(GenerateConfig, on, *said, train_size=10**6, **known)
+        assert found.settings["system.max_running"] == found.sampling.running
+        return found.sampling.running
+
+    assert running("H100-80GB", longest=200) == 1024
+    assert running("H100-80GB") == 512  # of 1512 tokens
+    assert running("H100-80GB", longest=20_000) == 256
+    assert running("H100-80GB", "system.max_running=77") == 77
+    assert running("H100-80GB", "system.kv_memory=2GB") == 256
+    assert running("cpu", model=SMALL) == 64  # on a CPU more at once are no faster
+    learns = plan(RLConfig, "8xH100-80GB", CROWD, longest=100)
+    assert learns.settings["system.max_running"] == learns.sampling.running > 256

@@ -199,7 +199,7 @@ class SystemSection(Section):
     kv_memory: Open[Size] = None
     """Size of the engine's KV cache, such as ``512MB`` or ``4GB``. Keys and values have the model's
     dtype, but are float32 on a CPU without ``compile`` or with float16."""
-    max_running: PositiveInt = 256
+    max_running: Open[PositiveInt] = None
     """Maximum number of requests decoded at once."""
     max_prefill_tokens: PositiveInt = 8192
     """Maximum prompt tokens prefilled in one forward pass."""

@@ -22,6 +22,10 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.kind import RunKind, kind_of
 from tunesmith.plan.parts import Intervals, Lengths, Memory, SamplingChoices, Training, Vllm
 
+USUAL_RUNNING = 256
+"""Requests decoded at once where nothing is known of the memory for them."""
+MOST_RUNNING = 1024
+"""Requests decoded at once at most by an engine on a GPU whose memory holds them."""
 MOST_TOKENS = {"cpu": 2048, "cuda": 32768}
 """Larger micro-batches are no faster: every matrix product is already large enough."""
 
@@ -246,7 +250,11 @@ def reopened(plan: Plan[C], system: SystemSection) -> Plan[C]:
     here = plan.devices
     devices = replace(devices, engine=here.engine, device=here.device, dtype=here.dtype)
     memory = memory_said(system)
-    return replace(plan, said=said, devices=devices, memory=memory, vllm=vllm_said(system))
+    running = system.max_running or (MOST_RUNNING if here.on_gpu else plan.sampling.running)
+    sampling = replace(plan.sampling, running=running)
+    return replace(
+        plan, said=said, devices=devices, memory=memory, sampling=sampling, vllm=vllm_said(system)
+    )
 
 
 def with_said(plan: Plan[C], values: Mapping[str, Any]) -> Plan[C]:
@@ -323,7 +331,7 @@ def training_said(said: RunConfig, facts: Facts | None = None) -> Training:
 
 
 def sampling_said(said: RunConfig) -> SamplingChoices:
-    running = said.system.max_running
+    running = said.system.max_running or USUAL_RUNNING
     if isinstance(said, RLConfig):
         rollout = said.rollout
         seed = rollout.seed or 0

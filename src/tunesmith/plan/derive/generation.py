@@ -14,7 +14,7 @@ from tunesmith.config.resolved import Derived, settings
 from tunesmith.config.schema import RunConfig
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.length import draws, steps_of_passes
-from tunesmith.plan.plan import C, Plan, Reasons
+from tunesmith.plan.plan import MOST_RUNNING, USUAL_RUNNING, C, Plan, Reasons
 
 TEMPLATE = "{prompt} <rm_score>: {reward} "
 SEPARATOR = "\n\n"
@@ -68,13 +68,19 @@ def with_sampling(plan: Plan[C], reasons: Reasons) -> Plan[C]:
 
 
 def most_running(said: RunConfig, facts: Facts, reasons: Reasons) -> int:
-    """How many completions are decoded at once: on a CPU fewer, so that the first ones are finished
-    early."""
+    """How many completions are decoded at once at most: on a GPU as many as its memory may hold
+    (``derive.sizes``), on a CPU fewer, so that the first ones are finished early."""
     system = said.system
-    on_cpu = not facts.hardware.gpus or system.device == "cpu"
-    given = "max_running" in system.model_fields_set or system.engine_kind.third_party
-    if not on_cpu or not isinstance(said, SamplingConfig) or not said.samples or given:
+    if system.max_running is not None:
         return system.max_running
+    if said.samples:
+        reasons.assumed["system.max_running"] = USUAL_RUNNING
+    on_cpu = not facts.hardware.gpus or system.device == "cpu"
+    if not on_cpu and not system.engine_kind.served:
+        return MOST_RUNNING
+    answers = isinstance(said, SamplingConfig) and said.samples
+    if not on_cpu or not answers or system.engine_kind.third_party:
+        return USUAL_RUNNING
     parameters = facts.model.parameters if facts.model else None
     together = TOGETHER_LARGE if parameters and parameters > LARGE else TOGETHER
     why = "on a CPU more at once are no faster, and end later"

@@ -10,6 +10,7 @@ from tunesmith.config.values import format_size, megabytes
 from tunesmith.plan.cost.memory import (
     LIMIT,
     bytes_per_token,
+    engine_kv,
     host_tokens,
     kv_bytes_per_number,
     layout_of,
@@ -19,7 +20,7 @@ from tunesmith.plan.cost.memory import (
 )
 from tunesmith.plan.cost.price import LIBRARIES, activation_bytes, price
 from tunesmith.plan.facts.model import ModelFacts
-from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
+from tunesmith.plan.plan import MOST_RUNNING, USUAL_RUNNING, AnyPlan, C, Plan, Reasons
 
 UNKNOWN_MODEL_TOKENS = 4096
 SHORT = 128
@@ -28,16 +29,25 @@ STEP = 256
 """Tokens of a micro-batch are multiples of this, unless the longest sample or ``MOST_TOKENS``
 limits them."""
 LEAST_KV_BYTES = 16 * 10**6
+RUNNING = (MOST_RUNNING, 512, USUAL_RUNNING)
+"""Requests that an engine on a GPU decodes at once: the most that its KV cache holds."""
+ALONE = 0.9
+"""The share of a GPU's free memory that an engine uses if nothing else is on it."""
+PASS_TOKENS = 8192
+"""Tokens of an engine's largest pass."""
 
 
 def with_sizes(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     """The plan with what depends on the memory that the model's state leaves; see the module."""
     budget = max(0, plan.trainer_memory - reserved(plan))
     said = plan.said.system
+    if _running_open(plan):
+        plan = replace(plan, sampling=replace(plan.sampling, running=MOST_RUNNING))
     if plan.kind.samples and not plan.devices.engine.served and said.kv_memory is None:
         kv = _kv_memory(plan, budget)
         if kv is not None:
             plan = plan.with_memory(kv=reasons.add("system.kv_memory", *kv))
+    plan = _with_running(plan, reasons)
     if plan.kind.trains and said.max_tokens_per_microbatch is None:
         tokens = reasons.add("system.max_tokens_per_microbatch", *_microbatch(plan, budget))
         plan = plan.with_memory(microbatch=tokens)
@@ -57,18 +67,45 @@ def reserved(plan: AnyPlan, *, turns: bool | None = None) -> int:
     )
 
 
+def _running_open(plan: AnyPlan) -> bool:
+    """Whether an engine on a GPU decodes as many requests at once as its memory holds."""
+    own = plan.kind.samples and not plan.devices.engine.served
+    return own and plan.devices.on_gpu and plan.said.system.max_running is None
+
+
+def _with_running(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    """The plan with the number of requests that are decoded at once, if memory determines it."""
+    model = plan.facts.model
+    if not _running_open(plan):
+        return plan
+    running = USUAL_RUNNING
+    if model is not None and plan.training.longest is not None:
+        kv = engine_kv(plan, model) * plan.devices.ranks_per_engine
+        held = kv // request_kv(plan, model)
+        running = next((count for count in RUNNING if count <= held), USUAL_RUNNING)
+        why = f"system.kv_memory holds {held} requests of {plan.training.longest} tokens"
+        reasons.add("system.max_running", running, why)
+    return replace(plan, sampling=replace(plan.sampling, running=running))
+
+
 def _kv_share(plan: AnyPlan, budget: int) -> tuple[int, str]:
     """Bytes for the KV cache of one device's engines, and which part of the free memory that is."""
     free = plan.free_memory
     model = plan.facts.model
+    left = f"what weights and a pass leave of {ALONE:.0%}"
     if plan.engines_elsewhere:
         # The engines' GPUs are assumed to be like the trainer's.
         engine = planned_elsewhere(plan)
-        return (free - (engine.engine if engine else 0)) // 2, "on its own GPU, half"
+        return _left_alone(
+            plan, engine.sampling - engine.kv if engine else 0
+        ), f"on its own GPU, {left}"
     layout = layout_of(plan)
     if not plan.kind.rl:  # nothing is trained while it samples
         layout = replace(layout, trains=False, holds_model=plan.devices.loads_model)
-        return (free - (price(model, layout).sampling if model else 0)) // 2, "half"
+        held = price(model, layout).sampling if model else 0
+        return (
+            (_left_alone(plan, held), left) if plan.devices.on_gpu else ((free - held) // 2, "half")
+        )
     if plan.devices.hybrid and model is not None:
         return (free - price(model, layout).sampling) // 2, "while the policy does not train, half"
     together = planned(plan, least=True)
@@ -81,6 +118,23 @@ def _kv_share(plan: AnyPlan, budget: int) -> tuple[int, str]:
         + together.kv
     )
     return min(budget // 4, max(0, beside)), "a quarter"
+
+
+def _left_alone(plan: AnyPlan, held: int) -> int:
+    """Bytes for keys and values on a GPU that only engines use, of which weights take ``held``."""
+    each = LIBRARIES + _pass_bytes(plan)
+    return int(ALONE * plan.free_memory) - held - each * plan.devices.engines_together(plan.gpus)
+
+
+def _pass_bytes(plan: AnyPlan) -> int:
+    """Bytes of an engine's largest pass: a layer's activations for many tokens of prompts, and the
+    float32 probabilities from which the running requests' next tokens are sampled, three times."""
+    model = plan.facts.model
+    if model is None:
+        return 0
+    widths = 2 * model.intermediate_size + 4 * model.hidden_size
+    prompts = PASS_TOKENS * widths * plan.devices.bytes_per_number
+    return prompts + 3 * 4 * plan.sampling.running * model.vocab_size
 
 
 def _microbatch(plan: AnyPlan, budget: int) -> tuple[int, str]:
