@@ -149,7 +149,11 @@ def test_what_was_said_stays() -> None:
         (('system.weight_plane="nccl"',), {"hybrid": False}),
         (
             ('system.weight_plane="ipc"', "system.engine_process=true"),
-            {"trainer_ranks": 1, "engines": 1},
+            {"trainer_ranks": 8, "engines": 8, "hybrid": True},
+        ),
+        (
+            ('system.weight_plane="ipc"', "system.engine_process=true", "system.trainer_ranks=1"),
+            {"trainer_ranks": 1, "engines": 1, "hybrid": True},
         ),
         (('system.device="cuda:3"',), {"trainer_ranks": 1, "engines": 1}),
         (('system.device="cpu"',), {"trainer_ranks": 1, "engines": 1, "hybrid": False}),

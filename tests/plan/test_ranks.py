@@ -91,11 +91,6 @@ def test_more_ranks_than_gpus(kind: type[RunConfig]) -> None:
             "system.engine_process = false with system.trainer_ranks = 2",
         ),
         (
-            RLConfig,
-            ('system.weight_plane="ipc"', 'system.device="cuda"'),
-            'weight_plane = "ipc" with system.trainer_r',
-        ),
-        (
             SFTConfig,
             ('system.device="cuda:1"',),
             'system.device = "cuda:1": each rank has its own GPU',

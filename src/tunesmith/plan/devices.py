@@ -91,8 +91,8 @@ class Devices:
     @property
     def publishing_ranks(self) -> int:
         """The number of trainer ranks that publish weights: the first ones, which together have
-        the whole model."""
-        return self.shards
+        the whole model; or all, each for the engines on its device."""
+        return self.trainer_ranks if self.weight_plane == "ipc" else self.shards
 
     @property
     def reference_apart(self) -> bool:
@@ -170,11 +170,13 @@ class Devices:
         trainer's.
 
         The trainer shares its GPU only if it takes turns with the engines (``system.hybrid``) or
-        does not train while they sample. A single GPU is always shared, and so is the trainer's if
-        engines read its weights through CUDA IPC.
+        does not train while they sample. A single GPU is always shared, and so is that of a single
+        trainer if engines read its weights through CUDA IPC. Several ranks have such engines on the
+        first GPUs, which are the ranks'.
         """
         apart = self.engine_process and self.on_gpu
-        if not apart or len(visible) < 2 or self.weight_plane == "ipc":
+        beside = self.weight_plane == "ipc" and self.trainer_ranks == 1
+        if not apart or len(visible) < 2 or beside:
             return None
         trainer = int(self.device.partition(":")[2] or 0)
         others = 0 if self.engines_use_all else self.trainer_ranks

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from tests.support.fake_runs import GIVEN, RL, TINY, phases_of, resolved
 from tunesmith.cli.main import app
-from tunesmith.errors import ConfigError, TrainerLostError
+from tunesmith.errors import TrainerLostError
 from tunesmith.guide.simulate.device import FakeDevice
-from tunesmith.guide.simulate.dry_run import MICROBATCHES, check_dry_run, dry_run
+from tunesmith.guide.simulate.dry_run import MICROBATCHES, dry_run
 from tunesmith.guide.simulate.memory import CACHED
 from tunesmith.guide.simulate.processes import FakeProcesses
 from tunesmith.guide.simulate.threads import FIRST, Occupant, inside
@@ -559,11 +559,14 @@ def test_weights_for_nccl_are_copied_on_the_gpu_and_nowhere_else(
     assert {place.split()[-1] for place in publish.waits} <= {"synchronize"}, publish.waits
 
 
-def test_what_has_no_fake_is_refused(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_weights_for_ipc_pass_through_a_bucket(tmp_path: Path) -> None:
     said = ("system.engine_process=true", "system.weight_plane=ipc")
-    config = resolved(tmp_path, "rl", TINY, "H100-80GB", *RL, *said)
-    with pytest.raises(ConfigError, match=r"system\.weight_plane"):
-        check_dry_run(config)
+    config = resolved(tmp_path, "rl", TINY, "H100-80GB", *RL, *GIVEN[:2], *said)
+    price = planned(config)
+    assert price is not None and price.published == 3 * BUCKET
+    peak = dry_run(config)[FIRST]["publish"].peak["weights for engines"]
+    assert BUCKET <= peak < 1.5 * BUCKET, "the engine's bucket and large tensors are not there"
 
 
 @pytest.mark.slow

@@ -340,8 +340,8 @@ def test_each_micro_batch_brings_the_layers_twice() -> None:
         (
             RLConfig,
             on(A100, SMALL),
-            ("system.engine_process=true", "system.weight_plane=ipc"),
-            "weight_plane",
+            ("system.engine_process=true", "system.weight_plane=nccl", "system.weight_copy=gpu"),
+            "weight_copy",
         ),
         (RLConfig, on(A100, SMALL), (), "engine_process = true"),
     ],

@@ -77,6 +77,11 @@ def devices_of(said: RunConfig) -> Devices:
         ((), "0", None),
         ((), "", None),
         (('system.weight_plane="ipc"',), "0 1", None),
+        (
+            ('system.weight_plane="ipc"', "system.trainer_ranks=2", "system.hybrid=true"),
+            "0 1",
+            [("0",), ("1",)],
+        ),
         (('system.device="cpu"',), "0 1", None),
         (("system.engine_process=false",), "0 1", None),
     ],
@@ -290,17 +295,12 @@ def test_an_engine_on_a_gpu_of_its_own_plans_with_its_memory() -> None:
     assert planned(*vllm(2), *here, *own)[0] == megabytes(alone + 10**9)
     # A quarter of 60 GB - 18 of weights, gradients and optimizer - 2 of the engine's own weights -
     # temporaries of 20040 tokens: five vectors of the feed-forward size in a layer's backward pass,
-    # and its activations if all layers are recomputed. The copy of the weights that engines read by
-    # CUDA IPC is 2 GB more.
+    # and its activations if all layers are recomputed.
     left = (60 - 18 - 2) * 10**9 - 20_040 * 5 * 2 * 8192
     layer = 20_040 * (2 * (4 * 2048 + 3 * 2048 + 3 * 2048 + 3 * 8192) + 4 * (2 + 16))
     again = "system.gradient_checkpointing=true"
-    for said, gpus, more in (
-        ((), 1, 0),
-        (('system.weight_plane="ipc"',), 3, 2 * 10**9),
-        ((again,), 1, layer),
-    ):
-        size, reason = planned("system.hybrid=false", *said, gpus=gpus)
+    for said, more in (((), 0), ((again,), layer)):
+        size, reason = planned("system.hybrid=false", *said, gpus=1)
         assert size == megabytes((left - more) // 4) and reason.startswith("a quarter")
     # Half of 60 GB - 2 of the trainer's weights - 2 of the engine's: the rest is away while the
     # engine samples.
@@ -398,11 +398,11 @@ def test_two_ranks_on_one_gpu_are_refused(said: dict[str, Any], refused: list[st
         ({"placement": {"colocate": [["actor", "ref"]]}}, False),
         (
             {"placement": {"colocate": [["actor", "rollout"]]}, "engines": 2, "trainer_ranks": 2},
-            False,
+            True,
         ),
     ],
 )
-def test_ipc_on_a_cluster_is_between_an_engine_and_a_trainer_that_share_a_gpu(
+def test_ipc_on_a_cluster_is_between_engines_and_trainer_ranks_that_share_gpus(
     said: dict[str, Any], works: bool
 ) -> None:
     problems = [each.keys for each in said_contradictions(on_ray(weight_plane="ipc", **said))]

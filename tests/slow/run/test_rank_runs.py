@@ -100,9 +100,11 @@ def test_two_ranks_end_as_one(
 
 
 def test_ranks_and_engines_that_take_turns_end_as_one_process(model: Path, tmp_path: Path) -> None:
-    """The layout that is derived for a model that fits two GPUs together."""
+    """The layout that is derived for a model that fits two GPUs together; each engine reads new
+    weights from memory that a rank maps."""
     run, settings = COMMANDS["rl"]
     turns = {
+        "system__weight_plane": "ipc",
         "system__trainer_ranks": 2,
         "system__zero_stage": 3,
         "system__engines": 2,

@@ -244,7 +244,6 @@ def check_dry_run(plan: AnyPlan) -> None:
     asked = {
         f"system.device = '{devices.device}'": not devices.on_gpu,
         f"system.engine = '{system.engine}'": plan.kind.samples and devices.engine.served,
-        f"system.weight_plane = '{devices.weight_plane}'": devices.weight_plane == "ipc",
         f"system.compile = '{system.compile}'": isinstance(system.compile, str),
         f"system.kernels = '{system.kernels}'": system.kernels != "torch",
         "rollouts for a teacher": plan.kind.rl and plan.kind.teacher is not None,

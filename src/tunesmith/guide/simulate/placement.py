@@ -19,12 +19,13 @@ from tunesmith.run.engines.base import EngineStats, RolloutEngine
 from tunesmith.run.engines.far import EngineHost
 from tunesmith.run.placement.base import ALONE, EngineSpec, Report, Seat, Trained, WeightSource
 from tunesmith.run.placement.engines import LocalSpec
-from tunesmith.run.placement.planes import PlaneSpec, published
+from tunesmith.run.placement.planes import NoPlane, PlaneSpec, published
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.placement.scorers import ScorerSpec
 from tunesmith.run.placement.trainers import TeacherSpec, TrainerSpec
 from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 from tunesmith.run.weights.files import FILE_BYTES, in_buckets
+from tunesmith.run.weights.spread import put
 from tunesmith.types import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tunesmith.learn.rewards.model import RewardModel
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.models.decoder import Decoder
+    from tunesmith.run.weights.ipc import IpcPlane
 
 ENGINES_WEIGHTS = "engines' weights"
 KEYS_AND_VALUES = "keys and values"
@@ -100,7 +102,11 @@ class NamedPlane(PlaneSpec):
     named_on: FakeDevice
 
     def build(self, model: Decoder, seat: Seat = ALONE) -> Plane | None:
-        copying = self.broadcast(model, seat) if self.stays_on_gpu else None
+        copying: Plane | None = None
+        if self.kind == "ipc":
+            copying = FillingPlane(self.buckets(model, seat))
+        elif self.stays_on_gpu:
+            copying = self.broadcast(model, seat)
         tensors = published(model, merged=self.merged, as_stored=self.as_stored)
         return GatheringPlane(tensors, self.named_on, copying)
 
@@ -190,6 +196,26 @@ class GatheringPlane(Plane):
 
     async def offer(self, takers: int) -> list[Offer]:
         return [{"plane": "file", "paths": []}] * takers
+
+
+@dataclass(slots=True)
+class FillingPlane(NoPlane):
+    """A ``Plane`` that fills the buckets of one that engines map, which none does here."""
+
+    plane: IpcPlane
+
+    async def publish(self, version: int) -> None:
+        del version
+        await to_thread(self._fill)
+
+    def _fill(self) -> None:
+        plane = self.plane
+        buffer = torch.empty(plane.room, dtype=torch.uint8, device=plane.device)
+        for _, tensor in plane.tensors():
+            put(tensor, buffer, 0)
+            del tensor
+        del buffer
+        torch.cuda.empty_cache()
 
 
 @dataclass(slots=True)

@@ -89,8 +89,9 @@ def layout_of(plan: AnyPlan) -> Layout:
 
 
 def _bytes_to_send(plan: AnyPlan, model: ModelFacts) -> int:
-    """Bytes that a trainer GPU holds for engines: a copy of the published weights, or a bucket of
-    them in transfer.
+    """Bytes that a trainer GPU holds for engines: a copy of the published weights, or buckets of
+    them in transfer. With CUDA IPC these are the rank's buffer, the tensor that it gathers, and the
+    engine's bucket; with a copy in host memory, the two that are sent.
 
     Ranks that shard the model divide the copy among them; a rank may keep one bucket more than
     another, and needs room for a bucket that another rank sends.
@@ -100,8 +101,10 @@ def _bytes_to_send(plan: AnyPlan, model: ModelFacts) -> int:
     if not devices.on_gpu or devices.weight_plane not in ("nccl", "ipc"):
         return 0
     bucket = _bucket_bytes(plan, model)
-    if devices.weight_plane == "nccl" and devices.weight_copy != "gpu":
-        return bucket
+    if devices.weight_plane == "ipc":
+        return 3 * bucket
+    if devices.weight_copy != "gpu":
+        return 2 * bucket
     whole = copy_bytes(model, devices.bytes_per_number)
     if devices.adapter_sync == "adapter":
         whole = 4 * adapter_numbers(model, plan.said.lora.rank or USUAL_RANK)
@@ -239,8 +242,9 @@ def planned_elsewhere(plan: AnyPlan, *, least: bool = False) -> Price | None:
     if model is None or model.parameters is None or not plan.engines_elsewhere:
         return None
     copy = copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
-    # With NCCL, the bucket that is being written and the next one are in transfer.
-    arriving = 2 * _bucket_bytes(plan, model) if plan.devices.weight_plane == "nccl" else 0
+    # With NCCL: the bucket that is being written, the next one on its way, and the last tensor of
+    # the one before.
+    arriving = 3 * _bucket_bytes(plan, model) if plan.devices.weight_plane == "nccl" else 0
     kv = engine_kv(plan, model, least=least)
     return Price(engine=copy // plan.devices.ranks_per_engine, kv=kv, published=arriving)
 

@@ -153,7 +153,7 @@ def _rates(flops: float, bandwidth: float, link: float) -> dict[str, float]:
         "bytes between GPUs": 1 / link,
         "bytes between machines": between_machines,
         "bytes by nccl": between_machines,
-        "bytes by ipc": 2 / bandwidth,
+        "bytes by ipc": 6 / bandwidth,  # a bucket is filled, copied out, and written
         **{f"bytes by {plane}": seconds for plane, seconds in THROUGH_THE_HOST.items()},
         "bytes over PCIe": 1 / TO_THE_HOST,
         "bytes of the host": 1 / OF_THE_HOST,

@@ -97,16 +97,16 @@ def _shapes(plan: AnyPlan, gpus: int) -> Iterator[ProcessLayout]:
     ranks: int | None = said["trainer_ranks"]
     size = said["sequence"] or 1
     together = ranks or max(1, min(gpus // size, plan.training.batch or gpus) * size)
-    in_process = (
-        devices.engine.served or said["engine_process"] is False or devices.weight_plane == "ipc"
-    )
+    in_process = devices.engine.served or said["engine_process"] is False
+    beside = devices.weight_plane == "ipc"  # engines are on the ranks' GPUs, and take turns
     if not kind.samples:
         yield ProcessLayout(trainer_ranks=together if kind.trains else 1)
     elif gpus > 1 and not in_process:
-        if kind.rl and (ranks or said["engines"]):  # then each has its own GPUs
+        if kind.rl and not beside and (ranks or said["engines"]):  # then each has its own GPUs
             yield from _apart(plan, gpus)
         for tensor in _tensor_sizes(plan, gpus):
-            count = said["engines"] or max(1, gpus // (tensor * devices.pipeline))
+            there = together if beside else gpus
+            count = said["engines"] or max(1, there // (tensor * devices.pipeline))
             shape = ProcessLayout(engines=count, tensor=tensor, engine_process=True)
             if kind.trains:
                 shape = replace(shape, trainer_ranks=together)
@@ -114,13 +114,14 @@ def _shapes(plan: AnyPlan, gpus: int) -> Iterator[ProcessLayout]:
                 yield shape
             elif not kind.ahead and devices.weight_plane != "nccl":
                 yield replace(shape, hybrid=True)
-        if kind.rl:
+        if kind.rl and not beside:
             yield from _apart(plan, gpus)
     engines = said["engines"] or 1
     tensor = said["tensor"] or 1
     if kind.samples and (engines == 1 or gpus == 1 or in_process):
         left = plan.gpus - engines * tensor * devices.pipeline
-        turns = gpus == 1 and _only_in_turn(plan, left, ranks or 1)
+        alone = gpus == 1 or beside
+        turns = alone and _only_in_turn(plan, 0 if beside else left, ranks or 1)
         yield ProcessLayout(
             ranks or 1, engines=engines, tensor=tensor, hybrid=True if turns else None
         )

@@ -93,9 +93,6 @@ def ranks_of_this_machine(s: Situation[RunConfig]) -> Iterator[Problem]:
     if s.engine_process_off:
         why = f"with {s.said(RANKS)}: engines have their own processes then; leave it out"
         yield s.clash("system.engine_process", why, RANKS)
-    if s.devices.weight_plane == "ipc":
-        why = f'with {s.said(RANKS)}: it is for one trainer; use "memory"'
-        yield s.clash("system.weight_plane", why, RANKS)
 
 
 @rule(RunConfig)
@@ -170,11 +167,10 @@ def offloaded_parameters(s: Situation[RunConfig]) -> Iterator[Problem]:
             "with an engine that samples from the trainer's weights, all of which would be copied "
             "to the GPU for each token; set system.engine_process = true to give the engine its "
             "own copy, or leave it out", "system.engine_process")
-    for name, copying, other in (("weight_plane", "ipc", "memory"), ("weight_copy", "gpu", "host")):
-        if getattr(s.devices, name) == copying:
-            key = f"system.{name}"
-            why = f'which keeps a copy of all weights on the GPU; set {key} = "{other}"'
-            yield s.clash(PARAMETERS, f"with {s.said(key)}, {why}", key)
+    copy = "system.weight_copy"
+    if s.devices.weight_copy == "gpu":
+        why = f'which keeps a copy of all weights on the GPU; set {copy} = "host"'
+        yield s.clash(PARAMETERS, f"with {s.said(copy)}, {why}", copy)
 
 
 @rule(RunConfig)

@@ -87,25 +87,38 @@ def weight_plane(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash(PLANE,
             "needs system.engine_directory, a directory that trainer and engines see under the "
             'same path; on one machine "memory" is faster')
-    if plane in ("nccl", "ipc") and s.device_kind == "cpu":
+    if plane == "nccl" and s.device_kind == "cpu":
         yield s.clash(PLANE, 'is for GPUs; on a CPU use "memory" or "gloo"', "system.device")
     if plane == "nccl" and s.placed_together:
         yield s.clash(PLANE,
             "is between GPUs, and system.placement.colocate puts an engine and a trainer on one; "
-            'use "gloo", or "ipc" for one engine and one trainer rank', "system.placement.colocate")
-    if plane != "ipc":
+            'use "ipc" or "gloo"', "system.placement.colocate")
+
+
+@rule(RunConfig)
+def weights_through_mapped_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
+    """Buckets are read from where the ranks train, so each engine process is on the device of a
+    rank, which waits."""
+    if s.devices.weight_plane != "ipc":
         return
-    one_of_each = {s.system.engines, s.system.trainer_ranks} <= {None, 1}
-    if system.cluster == "ray" and not (s.placed_together and one_of_each):
+    if s.config.rl and s.system.hybrid is False:
         yield s.clash(PLANE,
-            f"with {s.said(CLUSTER)} is for one engine on the GPU of one trainer; set "
-            "system.engines = 1, system.trainer_ranks = 1 and system.placement.colocate = "
-            '[["actor", "rollout"]], or use "gloo"', CLUSTER)
-    if s.ranks_per_engine > 1:
+            "hands over the weights that the trainer trains, which may not change meanwhile: "
+            'engine and trainer take turns. Set system.hybrid = true, or use "memory"', TURNS)
+    if s.config.system.cluster == "ray" and not s.placed_together:
         yield s.clash(PLANE,
-            f"reaches one process, and a vLLM engine of {s.ranks_per_engine} ranks has several; "
-            'use "memory", or "gloo" where they are on other machines',
-            "system.vllm.tensor_parallel_size", "system.vllm.pipeline_parallel_size")
+            f"with {s.said(CLUSTER)} is for engines on the GPUs of trainer ranks; set "
+            'system.placement.colocate = [["actor", "rollout"]], or use "gloo"', CLUSTER)
+    ranks = s.system.trainer_ranks
+    wanted = (s.system.engines or 1) * s.ranks_per_engine
+    if ranks is None or s.device_kind == "cpu" or wanted <= ranks:
+        return
+    # On one GPU, one rank may have several engines beside it.
+    if ranks > 1 or s.ranks_per_engine > 1 or s.config.system.cluster == "ray":
+        yield s.clash(PLANE,
+            f"is for engines on the GPUs of trainer ranks, and they take {wanted}, where "
+            f"system.trainer_ranks = {ranks}; set as many ranks, or fewer engines",
+            "system.trainer_ranks", "system.engines", "system.vllm.tensor_parallel_size")
 
 
 @rule(RunConfig)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from tunesmith.models.decoder import Decoder
     from tunesmith.run.weights.broadcast import BroadcastPlane
+    from tunesmith.run.weights.ipc import IpcPlane
 
 
 class NoPlane(Plane):
@@ -51,7 +52,8 @@ class PlaneSpec:
 
     kind: Literal["memory", "disk", "gloo", "nccl", "ipc"]
     publishers: int = 1
-    """Trainer ranks that publish: the first ones, which together have the whole model."""
+    """Trainer ranks that publish: the first ones, which together have the whole model; with ``ipc``
+    all, each for the engines on its device."""
     merged: bool = True
     """Whether an adapter is merged into the weights; if not, it is all that is sent."""
     as_stored: bool = False
@@ -81,16 +83,30 @@ class PlaneSpec:
         """A rank's part of the plane; None if it has none."""
         if seat.rank >= self.publishers:
             return None
+        if self.kind == "ipc":
+            return self.buckets(model, seat)
         if self.copy_on_gpu or (self.kind in ("gloo", "nccl") and not seat.rank):
             return self.broadcast(model, seat)
         if seat.rank:
             return PublishingRank(published(model, merged=self.merged, in_host_memory=False))
         size = published_bytes(model, merged=self.merged)
-        if self.kind == "ipc":
-            from tunesmith.run.weights.ipc import IpcPlane
-
-            return IpcPlane(self.tensors(model), str(model.device), size)
         return file_plane(self.tensors(model), self.directory, size)
+
+    def buckets(self, model: Decoder, seat: Seat) -> IpcPlane:
+        """A rank's part of the plane for engines on the ranks' devices."""
+        from tunesmith.run.weights.ipc import IpcPlane
+
+        sizes = _sizes(model, merged=self.merged)
+        return IpcPlane(
+            self.tensors(model),
+            str(model.device),
+            sum(sizes),
+            max(BUCKET, *sizes),
+            seat.address,
+            self.ranks_per_engine,
+            seat.rank,
+            self.publishers,
+        )
 
     def broadcast(self, model: Decoder, seat: Seat) -> BroadcastPlane:
         """A rank's part of a broadcast; if the copy is in host memory, the first rank sends
@@ -137,16 +153,18 @@ def file_plane(
 def published_bytes(model: Decoder, *, merged: bool = True) -> int:
     """Bytes of ``published`` weights, with tied weights counted once and some room for
     alignment."""
-    if model.adapter is not None and not merged:
-        sizes = [tensor.nbytes for _, tensor in model.adapter.own_weights()]
-    else:
-        parameters = {id(p): p.numel() * model.dtype.itemsize for p in model.module.parameters()}
-        state = model.module.state_dict()
-        sizes = [
-            *parameters.values(),
-            *(b.nbytes for name, b in model.module.named_buffers() if name in state),
-        ]
+    sizes = _sizes(model, merged=merged)
     return sum(sizes) + 2048 * len(sizes)
+
+
+def _sizes(model: Decoder, *, merged: bool) -> list[int]:
+    """Bytes of each published tensor, with tied weights counted once."""
+    if model.adapter is not None and not merged:
+        return [tensor.nbytes for _, tensor in model.adapter.own_weights()]
+    parameters = {id(p): p.numel() * model.dtype.itemsize for p in model.module.parameters()}
+    state = model.module.state_dict()
+    buffers = [b.nbytes for name, b in model.module.named_buffers() if name in state]
+    return [*parameters.values(), *buffers]
 
 
 def largest_bytes(model: Decoder) -> int:
@@ -205,4 +223,4 @@ def read_offer(offer: Offer) -> Iterator[tuple[str, Tensor]]:
 def streams(offer: Offer) -> bool:
     """Whether an offer's weights arrive bucket by bucket and must be written immediately: there is
     no room for all."""
-    return offer["plane"] == "nccl"
+    return offer["plane"] in ("nccl", "ipc")

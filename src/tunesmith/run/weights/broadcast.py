@@ -23,9 +23,11 @@ follow the last bucket, and the engine's host reads once whether all agree.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -36,8 +38,12 @@ from tunesmith.plan.devices import BUCKET
 from tunesmith.run.processes.checksum import word_sum
 from tunesmith.run.processes.process_group import GroupKind
 from tunesmith.run.weights.base import NamedTensors, Offer
-from tunesmith.run.weights.rounds import LOOPBACK, Link, Round, join_round, place
+from tunesmith.run.weights.links import Link, Transfer, close_links, linked
+from tunesmith.run.weights.rounds import LOOPBACK, Meeting, Round, join_round, place
 from tunesmith.run.weights.spread import Run, Spread, spread
+
+AHEAD = 2
+"""Buckets in transfer at a time: one more is on its way while one is written or fetched."""
 
 
 @dataclass(slots=True)
@@ -77,6 +83,7 @@ class BroadcastPlane:
     """The checksum of each run that this rank keeps on the device."""
     _rounds: dict[int, Round] = field(default_factory=dict[int, Round], init=False)
     """The rounds in progress, by the port of their store."""
+    _source: str = field(default_factory=lambda: uuid4().hex, init=False)
     _helping: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
 
     async def publish(self, version: int) -> None:
@@ -95,6 +102,7 @@ class BroadcastPlane:
         offer: Offer = {
             "plane": self.plane,
             "group": self.group,
+            "source": self._source,
             "version": self._version,
             "host": self.host,
             "bytes": sum(run.size for run in kept.runs),
@@ -117,12 +125,13 @@ class BroadcastPlane:
     async def withdraw(self, offers: Sequence[Offer]) -> None:
         for offer in offers:
             if offer["port"] in self._rounds:
-                self._rounds[offer["port"]].withdrawn.set()
+                self._rounds[offer["port"]].withdraw()
 
     async def close(self) -> None:
         for begun in self._rounds.values():
-            begun.withdrawn.set()
+            begun.withdraw()
         await self._end_rounds()
+        close_links(self._source)
         self._kept = None
 
     async def _end_rounds(self) -> None:
@@ -145,11 +154,16 @@ class BroadcastPlane:
         if kept.buffer.is_cuda:  # from here on the weights may change
             torch.cuda.current_stream(kept.buffer.device).synchronize()
 
-    def _send(self, link: Link) -> None:
+    def _send(self, meeting: Meeting) -> None:
+        with linked(meeting) as link:
+            self._send_over(link)
+
+    def _send_over(self, link: Link) -> None:
         """Send the runs that this rank keeps, and receive but ignore those of others."""
         kept = self._kept
         assert kept is not None, "a round ends before the plane is closed"
         sums = dict(self._sums)
+        under_way = deque[Transfer]()
         for number, run in enumerate(kept.runs):
             bucket = kept.own.get(number)
             if bucket is None:
@@ -157,14 +171,19 @@ class BroadcastPlane:
             elif not self.on_device:
                 bucket = bucket.to(self.device)
                 sums[number] = word_sum(bucket)
-            link.broadcast(bucket, run.owner)
+            under_way.append(link.begin(bucket, run.owner))
+            del bucket
+            if len(under_way) == AHEAD:
+                link.finish(under_way.popleft())
+        for transfer in under_way:
+            link.finish(transfer)
         for owner, numbers in _shares(kept.runs):
             own = torch.stack([sums[n] for n in numbers]) if owner == self.rank else None
             link.broadcast(_empty_sums(numbers, self.device) if own is None else own, owner)
 
     def _help(self, offer: Offer) -> None:
-        with suppress(EngineError), join_round(offer) as link:  # the takers report failures
-            self._send(link)
+        with suppress(EngineError), join_round(offer) as meeting:  # the takers report failures
+            self._send(meeting)
 
 
 def take_broadcast(offer: Offer) -> Iterator[tuple[str, Tensor]]:
@@ -179,30 +198,44 @@ def take_broadcast(offer: Offer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _arriving(offer: Offer) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a round, bucket by bucket.
+    """The tensors of a round, bucket by bucket; the next one is on its way meanwhile.
 
     A bucket is freed when the next one is requested, unless one of its tensors is kept. Once begun,
     the iteration has to reach the end: others in the round wait, and only then is it known that all
     tensors were right.
     """
-    with join_round(offer) as link:
-        runs = [Run(**run) for run in link.header["runs"]]
-        device = link.header["device"]
+    with join_round(offer) as meeting, linked(meeting) as link:
+        runs = [Run(**run) for run in meeting.header["runs"]]
+        device = meeting.header["device"]
         sums = list[Tensor]()
-        for run in runs:
-            bucket = torch.empty(run.size, dtype=torch.uint8, device=device)
-            link.broadcast(bucket, run.owner)
+        for run, bucket in _buckets(link, runs, device):
             sums.append(word_sum(bucket))
             yield from run.named(bucket)
             del bucket
         right = torch.ones((), dtype=torch.bool, device=device)
         for owner, numbers in _shares(runs):
-            sent = _empty_sums(numbers, device)
-            link.broadcast(sent, owner)
+            sent = link.broadcast(_empty_sums(numbers, device), owner)
             right &= (torch.stack([sums[n] for n in numbers]) == sent).all()
         if not bool(right):
             damaged = "a checksum is wrong; the weights were damaged on their way"
             raise EngineError(f"{place(offer)}: {damaged}")
+
+
+def _buckets(link: Link, runs: Sequence[Run], device: str) -> Iterator[tuple[Run, Tensor]]:
+    """Each run with its bytes, as they arrive."""
+    under_way = deque[tuple[Run, Transfer]]()
+    for run in runs:
+        bucket = torch.empty(run.size, dtype=torch.uint8, device=device)
+        under_way.append((run, link.begin(bucket, run.owner)))
+        del bucket
+        if len(under_way) == AHEAD:
+            yield _arrived(link, *under_way.popleft())
+    while under_way:
+        yield _arrived(link, *under_way.popleft())
+
+
+def _arrived(link: Link, run: Run, transfer: Transfer) -> tuple[Run, Tensor]:
+    return run, link.finish(transfer)
 
 
 def _shares(runs: Sequence[Run]) -> Iterator[tuple[int, list[int]]]:

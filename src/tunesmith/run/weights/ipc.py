@@ -1,100 +1,262 @@
-"""Weights for engines on the same GPU, which read the trainer's copy in place (CUDA IPC)."""
+"""Weights for engines on the trainer's own devices, bucket by bucket through memory that both map:
+a GPU's (CUDA IPC), or on a CPU the machine's.
 
-# pyright: reportPrivateUsage=false
+Each rank of the trainer that publishes has one buffer, as large as a bucket. In a round all ranks
+iterate over the weights together, which gathers those of a sharded model, and each copies them into
+its buffer. When it is full, the rank says what is in it; the engine processes on its device copy
+the bucket out and say so, and the buffer is filled again. The next tensor is gathered meanwhile. No
+rank has a second copy of the model, and an engine has one bucket beside its weights.
+
+Since no copy is kept, a round reads the trainer's weights as they are: they may not change, and the
+ranks may not compute anything else together, until all engines have read their offers. This is why
+engine and trainer take turns (``system.hybrid``): an engine that is replaced has its weights before
+the engines sleep and the trainer goes on.
+
+If an engine fails in the middle, the round ends for all, but every rank gathers to the end: the
+others wait for it. Which memory is mapped, and how, is the part of ``mapped``.
+"""
+
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import Any
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from tunesmith.errors import EngineError, boundary
+from tunesmith.errors import EngineError, TunesmithError
 from tunesmith.models.openmp import to_thread
 from tunesmith.plan.devices import BUCKET
 from tunesmith.run.processes.checksum import checksum
-from tunesmith.run.weights.base import NamedTensors, Offer, Plane
-from tunesmith.run.weights.spread import Run, Spread, spread
+from tunesmith.run.weights.base import NamedTensors, Offer
+from tunesmith.run.weights.mapped import MappedMemory, mapped_memory
+from tunesmith.run.weights.rounds import LOOPBACK, Meeting, Round, join_round, place
+from tunesmith.run.weights.spread import Run, align, put
 
 
 @dataclass(slots=True)
-class IpcPlane(Plane):
-    """The trainer's side: one copy of the weights on its GPU, which any number of engines on that
-    GPU may read.
+class IpcPlane:
+    """The trainer's side, on each rank that publishes; only the first one makes offers.
 
     Args:
-        room: bytes of the weights.
+        device: this rank's, whose memory engines map.
+        num_bytes: bytes of all tensors.
+        room: bytes of a bucket, and at least those of the largest tensor.
+        ranks: processes per engine, each of which maps the buffer of the rank on its own device.
+        rank: this rank, of ``senders`` that publish together; the others join a round as takers do.
+        patience: seconds that engines may take to join, and to copy one bucket.
     """
 
     tensors: NamedTensors
     device: str = "cuda"
-    room: int = 0
-    _kept: Spread | None = field(default=None, init=False)
-    _offer: Offer = field(default_factory=dict[str, Any], init=False)
+    num_bytes: int = 0
+    room: int = BUCKET
+    host: str = LOOPBACK
+    ranks: int = 1
+    rank: int = 0
+    senders: int = 1
+    patience: float = 60.0
+    _version: int | None = field(default=None, init=False)
+    _rounds: dict[int, Round] = field(default_factory=dict[int, Round], init=False)
+    """The rounds in progress, by the port of their store."""
+    _helping: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
 
     async def publish(self, version: int) -> None:
-        before = self._kept.buffer if self._kept else None
-        work = partial(spread, self.tensors(), BUCKET, self.device, into=before, room=self.room)
-        kept = self._kept = await to_thread(work)
-        self._offer = {
-            "plane": "ipc",
-            "version": version,
-            "gpu": _uuid(kept.buffer.device),
-            "bytes": kept.buffer.numel(),
-            "runs": [asdict(run) for run in kept.runs],
-            "checksums": [checksum(run) for run in kept.own.values()],
-        }
+        await self._end_rounds()
+        self._version = version
 
     async def offer(self, takers: int) -> list[Offer]:
-        assert self._kept is not None, "nothing was published"
-        storage: Any = self._kept.buffer.untyped_storage()
-        # Each taker gets its own handle: the memory counts as in use until that handle is dropped.
-        return [
-            {**self._offer, "handle": [_text(part) for part in storage._share_cuda_()]}
-            for _ in range(takers)
-        ]
+        """See ``Plane.offer``. If there are several senders, each of the others must ``help`` with
+        the first offer."""
+        assert self._version is not None and self.rank == 0, "nothing was published"
+        offer: Offer = {
+            "plane": "ipc",
+            "device": torch.device(self.device).type,
+            "version": self._version,
+            "host": self.host,
+            "bytes": self.num_bytes,
+            "room": self.room,
+            "world": self.senders + takers * self.ranks,
+            "senders": self.senders,
+            "ranks": self.ranks,
+            "patience": self.patience,
+        }
+        begun = Round(offer, {"version": self._version}, self._send)
+        self._rounds[begun.store.port] = begun
+        firsts = range(self.senders, offer["world"], self.ranks)
+        return [{**begun.offer, "rank": first} for first in firsts]
+
+    async def help(self, offer: Offer) -> None:
+        """Send this rank's part in a round that the first rank has begun."""
+        task = asyncio.create_task(to_thread(self._help, {**offer, "rank": self.rank, "ranks": 1}))
+        self._helping.add(task)
+        task.add_done_callback(self._helping.discard)
+
+    async def withdraw(self, offers: Sequence[Offer]) -> None:
+        for offer in offers:
+            if offer["port"] in self._rounds:
+                self._rounds[offer["port"]].withdraw()
 
     async def close(self) -> None:
-        self._kept = None
+        for begun in self._rounds.values():
+            begun.withdraw()
+        await self._end_rounds()
+
+    async def _end_rounds(self) -> None:
+        await asyncio.gather(*(begun.work for begun in self._rounds.values()), *self._helping)
+        self._rounds.clear()
+
+    def _help(self, offer: Offer) -> None:
+        with suppress(TunesmithError), join_round(offer) as meeting:  # the takers report failures
+            self._send(meeting)
+
+    def _send(self, meeting: Meeting) -> None:
+        """Fill the buffer and have it read, until all weights have been."""
+        named = iter(self.tensors())
+        memory = mapped_memory(self.device)
+        try:
+            self._fill(meeting, memory, named)
+        except BaseException as error:
+            with suppress(RuntimeError, OSError):  # the leader may have ended
+                meeting.end(f"rank {self.rank} of the trainer did not send: {error}")
+            deque(named, maxlen=0)  # the other ranks gather to the end, too
+            raise
+        memory.clean()
+
+    def _fill(
+        self, meeting: Meeting, memory: MappedMemory, named: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        readers = _readers(meeting, memory)
+        with memory.allocated(self.room) as buffer:
+            outlet = _Outlet(meeting, memory, buffer, readers)
+            for name, tensor in named:
+                outlet.put(name, tensor)
+                del tensor
+            outlet.end()
+
+
+def _readers(meeting: Meeting, memory: MappedMemory) -> int:
+    """How many processes will read from this rank."""
+    rank = meeting.rank
+    meeting.write(f"place of rank {rank}", memory.places()[0])
+    late = "not all engines found the rank on their device"
+    meeting.until(lambda: meeting.count("seated") == meeting.takers, late)
+    return meeting.count(f"readers of rank {rank}")
+
+
+@dataclass(slots=True)
+class _Outlet:
+    """A rank's buffer in a round, with its ``readers``."""
+
+    meeting: Meeting
+    memory: MappedMemory
+    buffer: Tensor
+    readers: int
+    _run: Run = field(default_factory=lambda: Run(0, 0), init=False)
+    """What is in the buffer."""
+    _announced: int = field(default=0, init=False)
+    _last: tuple[ref[Tensor], int] | None = field(default=None, init=False)
+    """The last tensor and its first byte."""
+
+    def __post_init__(self) -> None:
+        handles = [self.memory.share(self.buffer) for _ in range(self.readers)]
+        self.meeting.write(f"handles of rank {self.meeting.rank}", handles)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor; if the bucket is full, it goes to the readers first."""
+        if self._last is not None and self._last[0]() is tensor:  # tied to the one before
+            self._run.add(name, tensor, self._last[1])
+            return
+        assert tensor.nbytes <= self.buffer.numel(), f"no room for {name}"
+        start = align(self._run.size)
+        if start + tensor.nbytes > self.buffer.numel():
+            self._announce()
+            start = 0
+        if not self._run.table:
+            self._wait_for_readers()
+        put(tensor, self.buffer, start)
+        self._run.add(name, tensor, start)
+        self._run.size = start + tensor.nbytes
+        self._last = ref(tensor), start
+
+    def end(self) -> None:
+        """Send the last bucket, and say that it is the last."""
+        self._announce()
+        self._wait_for_readers()
+        self._say(None)
+
+    def _announce(self) -> None:
+        run = self._run
+        if run.table:
+            self._say({"size": run.size, "table": run.table, "sum": self._sum(run.size)})
+            self._announced += 1
+        self._run = Run(0, 0)
+        self._last = None
+
+    def _sum(self, size: int) -> int:
+        """The bucket's checksum; on a GPU the host waits for the copies into it."""
+        return checksum(self.buffer[:size]) if self.readers else 0
+
+    def _say(self, bucket: object) -> None:
+        self.meeting.write(_bucket_key(self.meeting.rank, self._announced), bucket)
+
+    def _wait_for_readers(self) -> None:
+        rank = self.meeting.rank
+        wanted = self._announced * self.readers
+        copied = f"copied from rank {rank}"
+        late = f"bucket {self._announced} of rank {rank} was not copied"
+        self.meeting.until(lambda: self.meeting.count(copied) == wanted, late)
 
 
 def take_ipc(offer: Offer) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an offer, as views of the trainer's copy, which are valid until the trainer
-    publishes again.
+    """The tensors of a round, bucket by bucket, in this process's own memory.
+
+    A bucket is freed when the next one is requested, unless one of its tensors is kept. Once begun,
+    the iteration has to reach the end: others in the round wait.
 
     Raises:
-        EngineError: this process does not see the trainer's GPU, or the copy is not what was
-            offered.
+        EngineError: the round ended, the weights are of another version or damaged, or no rank of
+            the trainer is on this process's device; some tensors may have been yielded.
     """
-    gpu = offer["gpu"]
-    seen = {_uuid(number): number for number in range(torch.cuda.device_count())}
-    if gpu not in seen:
+    with join_round(offer) as meeting:
+        rank, mapped = _source(meeting, mapped_memory(offer["device"]))
+        for number in count():
+            bucket = meeting.read(_bucket_key(rank, number))
+            if bucket is None:
+                return
+            data = mapped[: bucket["size"]].clone()
+            if checksum(data) != bucket["sum"]:
+                raise EngineError(f"{place(offer)}: the checksum of bucket {number} is wrong")
+            meeting.store.add(f"copied from rank {rank}", 1)
+            yield from Run(0, 0, bucket["size"], bucket["table"]).named(data)
+            del data
+
+
+def _source(meeting: Meeting, memory: MappedMemory) -> tuple[int, Tensor]:
+    """The trainer's rank on this process's device, and its buffer."""
+    ranks = range(meeting.senders)
+    places = [meeting.read(f"place of rank {rank}") for rank in ranks]
+    own = memory.places()
+    here = next((name for name in own if name in places), None)
+    if here is None:
         raise EngineError(
-            f"the weights lie on GPU {gpu}, which the engine's process does not see: CUDA IPC "
-            'works on one GPU; set system.weight_plane = "memory" or "nccl"'
+            f"the engine's process computes on {own[0]}, and the trainer's ranks on "
+            f'{", ".join(places)}: with system.weight_plane = "ipc" each engine is on the GPUs of '
+            'trainer ranks; set "memory" or "nccl"'
         )
-    device = seen[gpu]
-    handle = [bytes.fromhex(p["hex"]) if isinstance(p, dict) else p for p in offer["handle"]]
-    with boundary(EngineError, "cannot open the trainer's weights by CUDA IPC", RuntimeError):
-        torch.cuda.init()
-        storage: Any = torch.UntypedStorage._new_shared_cuda(device, *handle[1:])
-        buffer = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[: offer["bytes"]]
-    runs = [Run(**run) for run in offer["runs"]]
-    pieces = [buffer[run.start : run.start + run.size] for run in runs]
-    for number, (piece, expected) in enumerate(zip(pieces, offer["checksums"], strict=True)):
-        if checksum(piece) != expected:
-            what = f"bucket {number} of version {offer['version']}"
-            raise EngineError(f"CUDA IPC: {what} is not what was offered")
-    for run, piece in zip(runs, pieces, strict=True):
-        yield from run.named(piece)
-    torch.cuda.synchronize(device)  # until here the trainer's copy is read
+    beside = [rank for rank in ranks if places[rank] == here]
+    rank = beside[meeting.rank % len(beside)]
+    number = meeting.store.add(f"readers of rank {rank}", 1) - 1
+    meeting.store.add("seated", 1)
+    handle = meeting.read(f"handles of rank {rank}")[number]
+    meeting.read(_bucket_key(rank, 0))  # a rank that fails before says why
+    return rank, memory.opened(handle, meeting.offer["room"], here)
 
 
-def _uuid(device: torch.device | int) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _text(part: Any) -> Any:
-    return {"hex": part.hex()} if isinstance(part, bytes) else part
+def _bucket_key(rank: int, number: int) -> str:
+    return f"bucket {number} of rank {rank}"

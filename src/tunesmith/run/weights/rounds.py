@@ -1,33 +1,28 @@
-"""Rounds: each offer of weights to some engines is a process group of the trainer (rank 0) and
-these engines.
+"""Rounds: an offer of weights to some engines is a meeting of the trainer's sending ranks (rank 0
+leads) and these engines.
 
-A group is made for its round only, separate from torch.distributed's default group. Making one
-takes milliseconds, and none has to be repaired when an engine dies or is added. The trainer opens a
-store for each round: there it describes the weights, takers report that they have joined and that
-they are done, and each side says why it ends early.
+The trainer opens a store for each round: there it describes the weights, the others report that
+they have joined and that they are done, and each side says why it ends early. How the bytes travel
+is the plane's part: over a process group (``links``) or through mapped memory (``ipc``).
 """
 
-# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from tunesmith.errors import EngineError, boundary
 from tunesmith.models.openmp import to_thread
-from tunesmith.run.processes.machines import address_towards
-from tunesmith.run.processes.process_group import GroupKind, open_store, process_group
+from tunesmith.run.processes.process_group import open_store
 from tunesmith.run.weights.base import Offer
 
 REACHING = 5.0
@@ -36,70 +31,87 @@ is useless."""
 LOOPBACK = "127.0.0.1"
 WITHDRAWN = "another engine of this round failed"
 POLL = 0.0002
+"""Seconds between checks whether the others have come as far."""
 ASKING = 0.05
-"""Seconds between checks whether a bucket has arrived, and between checks whether the round
-continues."""
+"""Seconds between checks whether the round continues."""
 
+GO = "go"
+"""The answer to those who have come, if all have. It is given once: ranks that gather weights
+together act on the same one."""
 
 Header = Mapping[str, Any]
 """Describes the weights of a round."""
 
 
-@dataclass(slots=True)
-class Link:
+@dataclass(frozen=True, slots=True)
+class Meeting:
     """One process's side of a running round.
 
     Args:
-        stopped: returns why the round ends early, or None; called every ``ASKING`` seconds during a
-            broadcast.
+        rank: its rank in the round; the trainer's sending ranks are the first.
     """
 
-    kind: GroupKind
-    group: Any
+    store: dist.Store
+    offer: Offer
+    rank: int
     header: Header
-    patience: float
-    stopped: Callable[[], str | None]
 
-    def broadcast(self, bucket: Tensor, sender: int = 0) -> None:
-        """Send a tensor from one rank to all others; on a GPU, work queued after this may use it.
+    @property
+    def senders(self) -> int:
+        return self.offer["senders"]
+
+    @property
+    def takers(self) -> int:
+        return self.offer["world"] - self.senders
+
+    @property
+    def patience(self) -> float:
+        """Seconds that each wait may take."""
+        return self.offer["patience"]
+
+    def stopped(self) -> str | None:
+        """Why a process of the round has ended it; None if none has."""
+        return _fault(self.store)
+
+    def end(self, why: str) -> None:
+        """End the round for all, unless it has ended."""
+        _end(self.store, why)
+
+    def count(self, what: str) -> int:
+        """How many processes have reported ``what``."""
+        return self.store.add(what, 0)
+
+    def until(self, done: Callable[[], bool], late: str) -> None:
+        """Wait until ``done()``.
 
         Raises:
-            ConnectionError: the round was ended, or the tensor did not arrive in time.
-            RuntimeError: the connection failed.
+            ConnectionError: the round was ended, or it takes longer than ``patience``, which
+                ``late`` describes.
         """
-        if not bucket.numel():
-            return
-        options = dist.BroadcastOptions()
-        options.rootRank = sender
-        work = self.group.broadcast([bucket], options)
         asked = started = time.monotonic()
-        late = f"{bucket.nbytes} bytes did not arrive within {self.patience:g} s"
-        while not work.is_completed():
+        while not done():
             time.sleep(POLL)
             now = time.monotonic()
             if now - started > self.patience:
-                raise ConnectionError(late)
+                raise ConnectionError(f"{late} within {self.patience:g} s")
             if now - asked > ASKING:
                 asked = now
                 why = self.stopped()
                 if why:
                     raise ConnectionError(why)
-        work.wait(timedelta(seconds=self.patience))  # raises any error
 
-    def close(self) -> None:
-        """Leave the round: others can read nothing more from this process."""
-        if self.kind == "nccl":
-            self.group.abort()  # nothing is in progress, or it has to end
-        self.group = None  # gloo disconnects only here; an error's traceback may keep this object
+    def read(self, key: str) -> Any:
+        """What another process has written; waits for it."""
+        self.until(lambda: self.store.check([key]), f"nothing was said of {key}")
+        return json.loads(self.store.get(key))
 
-
-Send = Callable[[Link], None]
-"""The trainer's part of a round, on a thread."""
+    def write(self, key: str, value: object) -> None:
+        self.store.set(key, json.dumps(value))
 
 
 @dataclass(slots=True)
 class Round:
-    """One broadcast to several engines, led by the trainer's first rank. It begins at once.
+    """One transfer to several engines, led by the trainer's first rank. It begins at once.
 
     An engine that arrives late reads its outcome from the store.
 
@@ -107,13 +119,13 @@ class Round:
         offer: what the offers to all engines say; ``world`` counts the trainer's ranks that send,
             and every rank of each engine.
         header: describes the weights to takers; plain values, including a ``version``.
+        send: this rank's part, on a thread.
     """
 
     offer: Offer
     header: Header
-    send: Send
+    send: Callable[[Meeting], None]
     store: dist.TCPStore = field(init=False)
-    withdrawn: threading.Event = field(default_factory=threading.Event, init=False)
     work: asyncio.Task[None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,25 +134,24 @@ class Round:
         self.offer = {**self.offer, "port": self.store.port}
         self.work = asyncio.create_task(self._run())
 
+    def withdraw(self) -> None:
+        """End the round: an engine that was offered the weights has failed."""
+        _end(self.store, WITHDRAWN)
+
     async def _run(self) -> None:
         try:
             await to_thread(self._lead)
         except Exception as error:  # the takers are told, and report it to whoever made the offers
-            for key in ("go", "fault"):
-                self.store.set(key, f"the trainer did not send: {error}")
+            why = f"the trainer did not send: {error}"
+            _end(self.store, why)
+            self.store.compare_set("go", "", why)
 
     def _lead(self) -> None:
         fault = self._wait("came")
-        if fault:
-            self.store.set("go", fault)
-            return
-        self.store.set("go", "")
-        link = _link(self.store, self.offer, 0, self.offer["host"], self.header, self._stopped)
-        try:
-            self.send(link)
+        self.store.set("go", fault or GO)
+        if not fault:
+            self.send(Meeting(self.store, self.offer, 0, self.header))
             self._wait("done")  # until then they read the weights
-        finally:
-            link.close()
 
     def _wait(self, what: str) -> str | None:
         """Wait until all others have reported ``what``; returns the reason if they have not."""
@@ -148,76 +159,58 @@ class Round:
         patience = self.offer["patience"]
         deadline = time.monotonic() + patience
         while (count := self.store.add(what, 0)) < others:
-            if self.withdrawn.wait(0.002):
-                return WITHDRAWN
+            why = _fault(self.store)
+            if why:
+                return why
             if time.monotonic() > deadline:
                 return f"{count} of {others} processes {what} within {patience:g} s"
+            time.sleep(0.002)
         return None
-
-    def _stopped(self) -> str | None:
-        return WITHDRAWN if self.withdrawn.is_set() else _fault(self.store)
-
-
-def _link(
-    store: dist.Store,
-    offer: Offer,
-    rank: int,
-    host: str,
-    header: Header,
-    stopped: Callable[[], str | None],
-) -> Link:
-    """Join a round's group as ``rank``; ``host`` is this machine's address."""
-    kind: GroupKind = offer["group"]
-    patience: float = offer["patience"]
-    group = process_group(kind, store, rank, offer["world"], host, patience, vital=False)
-    return Link(kind, group, header, patience, stopped)
 
 
 @contextmanager
-def join_round(offer: Offer) -> Generator[Link]:
+def join_round(offer: Offer) -> Generator[Meeting]:
     """A taker's side of an offered round, or that of another sending rank of the trainer.
 
     Raises:
         EngineError: the round ended, or is of another version; torch.distributed failed inside.
     """
     where = place(offer)
-    host: str = offer["host"]
-    port: int = offer["port"]
     # torch.distributed raises one of these.
     with boundary(EngineError, where, (RuntimeError, OSError)):
         reaching = timedelta(seconds=REACHING)
-        store = dist.TCPStore(host, port, None, is_master=False, timeout=reaching)
+        store = dist.TCPStore(offer["host"], offer["port"], None, is_master=False, timeout=reaching)
         # The sender gives up first, and says why.
         store.set_timeout(timedelta(seconds=offer["patience"] + 5))
         header = json.loads(store.get("header"))
         if header["version"] != offer["version"]:
             raise EngineError(f"{where}: the weights are of version {header['version']}")
         store.add("came", 1)
-        fault = store.get("go").decode()
-        if fault:
-            raise EngineError(f"{where}: {fault}")
+        answer = store.get("go").decode()
+        if answer != GO:
+            raise EngineError(f"{where}: {answer}")
         rank = offer["rank"] + (dist.get_rank() if offer["ranks"] > 1 else 0)
-        link = None
         try:
-            own = address_towards(host, port)
-            link = _link(store, offer, rank, own, header, partial(_fault, store))
-            yield link
+            yield Meeting(store, offer, rank, header)
             if rank < offer["senders"]:
                 _wait_for_takers(store, offer)
         except BaseException as error:
             with suppress(RuntimeError, OSError):  # the trainer may have ended
-                store.set("fault", f"rank {rank} of the round failed: {error}")
+                _end(store, f"rank {rank} of the round failed: {error}")
             raise
         finally:
             with suppress(RuntimeError, OSError):
                 store.add("done", 1)
-            if link:
-                link.close()
 
 
 def _fault(store: dist.Store) -> str | None:
     """Why a process of the round has ended it; None if none has."""
     return store.get("fault").decode() if store.check(["fault"]) else None
+
+
+def _end(store: dist.Store, why: str) -> None:
+    """End a round, unless it has ended: the first reason is kept."""
+    store.compare_set("fault", "", why)
 
 
 def _wait_for_takers(store: dist.Store, offer: Offer) -> None:
@@ -231,5 +224,5 @@ def _wait_for_takers(store: dist.Store, offer: Offer) -> None:
 
 def place(offer: Offer) -> str:
     """A description of an offered round."""
-    what = f"{offer['plane']} broadcast of version {offer['version']}"
-    return f"{what} from {offer['host']}:{offer['port']}"
+    way = "buckets by ipc" if offer["plane"] == "ipc" else f"{offer['plane']} broadcast"
+    return f"{way} of version {offer['version']} from {offer['host']}:{offer['port']}"

@@ -35,6 +35,11 @@ class Run:
     size: int = 0
     table: list[Row] = field(default_factory=list[Row])
 
+    def add(self, name: str, tensor: Tensor, start: int) -> None:
+        """Note a tensor that begins at byte ``start``."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.table.append((name, dtype, tuple(tensor.shape), start))
+
     def named(self, data: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The tensors, as views of the run's bytes, uint8 ``[size]``."""
         for name, dtype, shape, start in self.table:
@@ -84,18 +89,21 @@ def spread(
         there = places.get(place)
         is_new = there is None or there[0]() is None or not tensor.numel()
         if there is None or is_new:  # no other live tensor has this memory
-            if not runs or _align(runs[-1].size) + tensor.nbytes > size:
+            if not runs or align(runs[-1].size) + tensor.nbytes > size:
                 owner = filled.index(min(filled))
                 runs.append(Run(owner, filled[owner]))
             run = runs[-1]
-            there = places[place] = weakref.ref(tensor), run, _align(run.size)
+            there = places[place] = weakref.ref(tensor), run, align(run.size)
             if run.owner == rank:
-                buffer = _put(tensor, buffer, run.start + there[2])
+                start = run.start + there[2]
+                if start + tensor.nbytes > buffer.numel():
+                    more = max(start + tensor.nbytes - buffer.numel(), buffer.numel())
+                    buffer = torch.nn.functional.pad(buffer, (0, more))
+                put(tensor, buffer, start)
             run.size = there[2] + tensor.nbytes
-            filled[run.owner] = _align(run.start + run.size)
+            filled[run.owner] = align(run.start + run.size)
         _, run, start = there
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        run.table.append((name, dtype, tuple(tensor.shape), start))
+        run.add(name, tensor, start)
         del tensor
     kept = [(number, run) for number, run in enumerate(runs) if run.owner == rank]
     own = {number: buffer[run.start : run.start + run.size] for number, run in kept}
@@ -109,15 +117,11 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return storage._cdata, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _put(tensor: Tensor, buffer: Tensor, start: int) -> Tensor:
-    """Copy a tensor's bytes into a buffer; returns the buffer, or a larger one if it was too
-    small."""
-    stop = start + tensor.nbytes
-    if stop > buffer.numel():
-        buffer = torch.nn.functional.pad(buffer, (0, max(stop - buffer.numel(), buffer.numel())))
-    buffer[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-    return buffer
+def put(tensor: Tensor, buffer: Tensor, start: int) -> None:
+    """Copy a tensor's bytes into a buffer."""
+    place = buffer[start : start + tensor.nbytes]
+    place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
 
-def _align(size: int) -> int:
+def align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -242,8 +242,12 @@ def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
         (["system.vllm.eagre=true"], "Did you mean 'eager'"),
         (["system.vllm.eager=1"], "system.vllm.eager is 1; it must be true or false"),
         (
-            ["system.vllm.tensor_parallel_size=2", 'system.weight_plane="ipc"'],
-            '"ipc" reaches one process',
+            [
+                "system.vllm.tensor_parallel_size=2",
+                'system.weight_plane="ipc"',
+                "system.trainer_ranks=1",
+            ],
+            "they take 2, where system.trainer_ranks = 1",
         ),
         (
             ["system.vllm.tensor_parallel_size=2", "system.engine_process=false"],

@@ -1,0 +1,138 @@
+"""Process groups of rounds: one for each membership, kept for the rounds that follow.
+
+A group is separate from torch.distributed's default group. Its members are the trainer's sending
+ranks and the engines of a round. As long as the same processes meet, they use it again; if one of
+them does not have it, because it was replaced or a round failed, all make a new one.
+"""
+
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import atexit
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tunesmith.run.processes.machines import address_towards
+from tunesmith.run.processes.process_group import GroupKind, process_group
+from tunesmith.run.weights.rounds import Meeting
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A broadcast in progress; ``work`` is None if there is nothing to send."""
+
+    work: Any
+    bucket: Tensor
+
+
+@dataclass(slots=True)
+class Link:
+    """A process's side of a group, in a round.
+
+    Args:
+        store: where its members found each other.
+        world: how many they are.
+        name: the same on all members, and of no other group.
+    """
+
+    kind: GroupKind
+    group: Any
+    store: dist.Store
+    world: int
+    name: str
+    meeting: Meeting
+
+    def begin(self, bucket: Tensor, sender: int = 0) -> Transfer:
+        """Begin to send a tensor from one rank to all others, after those that have begun."""
+        if not bucket.numel():
+            return Transfer(None, bucket)
+        options = dist.BroadcastOptions()
+        options.rootRank = sender
+        return Transfer(self.group.broadcast([bucket], options), bucket)
+
+    def finish(self, transfer: Transfer) -> Tensor:
+        """The tensor, once it has arrived; on a GPU, work queued after this may use it.
+
+        Raises:
+            ConnectionError: the round was ended, or the tensor did not arrive in time.
+            RuntimeError: the connection failed.
+        """
+        work = transfer.work
+        if work is not None:
+            late = f"{transfer.bucket.nbytes} bytes did not arrive"
+            self.meeting.until(work.is_completed, late)
+            work.wait(timedelta(seconds=self.meeting.patience))  # raises any error
+        return transfer.bucket
+
+    def broadcast(self, bucket: Tensor, sender: int = 0) -> Tensor:
+        """``begin`` and ``finish``."""
+        return self.finish(self.begin(bucket, sender))
+
+    def close(self) -> None:
+        """Leave the group: others can read nothing more from this process."""
+        if self.kind == "nccl":
+            self.group.abort()  # nothing is in progress, or it has to end
+        self.group = None  # gloo disconnects only here; an error's traceback may keep this object
+
+
+_kept: dict[tuple[str, int], Link] = {}
+"""This process's links after their last round, by the plane that makes the offers and the rank."""
+
+
+@contextmanager
+def linked(meeting: Meeting) -> Generator[Link]:
+    """The group of a round's members. It is kept, unless this process fails in the round."""
+    key = meeting.offer["source"], meeting.rank
+    kept = _kept.pop(key, None)
+    again = _all_have(meeting, kept)
+    if kept and not again:
+        kept.close()
+    link = kept if kept and again else _new_link(meeting)
+    link.meeting = meeting
+    try:
+        yield link
+    except BaseException:
+        link.close()
+        raise
+    _kept[key] = link
+
+
+def close_links(source: str | None = None) -> None:
+    """Leave the groups that were made for a plane's offers, or all."""
+    for key in [key for key in _kept if source in (None, key[0])]:
+        _kept.pop(key).close()
+
+
+atexit.register(close_links)
+
+
+def _all_have(meeting: Meeting, link: Link | None) -> bool:
+    """Whether all members of a round have the leader's link, and no other process has."""
+    world = meeting.offer["world"]
+    own = link.name if link and link.world == world else ""
+    if meeting.rank == 0:
+        meeting.write("link", own)
+    if not own or meeting.read("link") != own:
+        meeting.store.add("strangers", 1)
+    meeting.store.add("compared", 1)
+    late = f"not all of {world} processes said which group they have"
+    meeting.until(lambda: meeting.count("compared") == world, late)
+    return not meeting.count("strangers")
+
+
+def _new_link(meeting: Meeting) -> Link:
+    offer = meeting.offer
+    kind: GroupKind = offer["group"]
+    host: str = offer["host"]
+    world: int = offer["world"]
+    own = address_towards(host, offer["port"]) if meeting.rank else host
+    rank = meeting.rank
+    group = process_group(kind, meeting.store, rank, world, own, meeting.patience, vital=False)
+    # The store is open as long as one of the links made in it, so its port is nobody else's.
+    return Link(kind, group, meeting.store, world, f"{host}:{offer['port']}", meeting)

@@ -1,0 +1,296 @@
+"""Weights through memory that trainer ranks and engines map together: the same code as between
+processes on a GPU, here on the machine's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.taken_weights import Gathered, take_all, tensors
+from tunesmith.errors import EngineError
+from tunesmith.run.placement.planes import read_offer
+from tunesmith.run.weights import ipc, mapped
+from tunesmith.run.weights.base import NamedTensors, Offer
+from tunesmith.run.weights.far import FarPlane
+from tunesmith.run.weights.ipc import IpcPlane
+
+ROOM = 1400
+
+
+class Near:
+    """In the place of a rank in another process."""
+
+    def __init__(self, plane: IpcPlane) -> None:
+        self.plane = plane
+
+    async def call_async(self, method: str, *args: Any) -> Any:
+        return await getattr(self.plane, method.removeprefix("plane."))(*args)
+
+
+def ranked(named: NamedTensors, senders: int, **options: Any) -> tuple[list[IpcPlane], FarPlane]:
+    planes = [
+        IpcPlane(named, "cpu", **{"room": ROOM, "rank": rank, "senders": senders, **options})
+        for rank in range(senders)
+    ]
+    fars: list[Any] = [Near(plane) for plane in planes]
+    return planes, FarPlane(*fars)
+
+
+@pytest.mark.parametrize(("senders", "takers"), [(1, 1), (1, 2), (2, 2), (3, 2), (2, 1)])
+async def test_engines_get_each_version_bit_by_bit(senders: int, takers: int) -> None:
+    """Also a rank without an engine on its device goes through all weights."""
+    named = tensors() | {f"{n}": torch.randn(150) for n in range(20)}
+    _, plane = ranked(named.items, senders)
+    for version in (5, 6, 7):
+        for tensor in named.values():
+            if tensor.is_floating_point():
+                tensor.mul_(1.5)
+        await plane.publish(version)
+        offers = await plane.offer(takers)
+        for weights in await take_all(offers):
+            assert isinstance(weights, dict), weights
+            assert weights.keys() == named.keys()
+            assert all(weights[name].equal(tensor) for name, tensor in named.items())
+        assert {offer["version"] for offer in offers} == {version}
+    await plane.close()
+
+
+async def test_a_bucket_and_a_tensor_are_held_and_no_copy_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = Gathered(count=64, numbers=1000)
+    sizes: list[int] = []
+    reserve = mapped._reserve
+    monkeypatch.setattr(
+        mapped, "_reserve", lambda path, size: (sizes.append(size), reserve(path, size))
+    )
+    plane = IpcPlane(named, "cpu", 64 * 4000, 16_000)
+    for version in (1, 2):
+        await plane.publish(version)
+        [offer] = await plane.offer(1)
+        assert offer["bytes"] == 64 * 4000
+        [found] = await take_all([offer])
+        assert [float(found[f"layers.{n}.weight"][0]) for n in range(64)] == [*range(64)]
+    assert sizes == [16_000] * 2 and named.peak <= 2 * 4000
+    await plane.close()
+
+
+async def test_a_kept_tensor_outlives_its_bucket() -> None:
+    """vLLM collects the tensors of a layer before it writes them; the buffer is filled meanwhile."""
+    named = {f"{n}": torch.full((300,), float(n)) for n in range(5)}
+    plane = IpcPlane(named.items, "cpu", room=ROOM)
+    await plane.publish(1)
+    [offer] = await plane.offer(1)
+    kept = await asyncio.to_thread(lambda: list(read_offer(offer)))
+    assert [(name, float(tensor[0]), float(tensor[-1])) for name, tensor in kept] == [
+        (f"{n}", float(n), float(n)) for n in range(5)
+    ]
+    await plane.close()
+
+
+async def test_another_version_is_refused() -> None:
+    plane = IpcPlane(tensors().items, "cpu", room=ROOM)
+    await plane.publish(5)
+    [offer] = await plane.offer(1)
+    [error] = await take_all([{**offer, "version": 6}])
+    assert isinstance(error, EngineError) and "version 5" in str(error)
+    await plane.withdraw([offer])
+    await asyncio.wait_for(plane.close(), 60)
+
+
+async def test_a_damaged_bucket_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = mapped.HostMemory.opened
+    flip = torch.tensor([1], dtype=torch.uint8)
+
+    def damaged(memory: mapped.HostMemory, handle: str, size: int, place: str) -> Tensor:
+        return opened(memory, handle, size, place).clone() ^ flip
+
+    monkeypatch.setattr(mapped.HostMemory, "opened", damaged)
+    plane = IpcPlane(tensors().items, "cpu", room=ROOM)
+    await plane.publish(5)
+    [error] = await take_all(await plane.offer(1))
+    assert isinstance(error, EngineError) and "checksum" in str(error)
+    await plane.close()
+
+
+async def test_an_engine_on_no_ranks_device_is_told_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plane = IpcPlane(tensors().items, "cpu", room=ROOM)
+    await plane.publish(5)
+    names = iter(["GPU-trainer"])  # the trainer says its place first
+    monkeypatch.setattr(mapped.HostMemory, "places", lambda _: [next(names, "GPU-engine")])
+    [error] = await take_all(await plane.offer(1))
+    assert isinstance(error, EngineError)
+    assert "GPU-trainer" in str(error) and "GPU-engine" in str(error)
+    await plane.close()
+
+
+async def test_engines_read_from_the_rank_on_their_own_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank has different weights here, which tells from which one an engine has them."""
+    own: dict[int, str] = {}
+    monkeypatch.setattr(mapped.HostMemory, "places", lambda memory: [own[id(memory)]])
+    planes, plane = ranked(dict[str, Tensor]().items, 2)
+    for rank, each in enumerate(planes):
+        named = {"weight": torch.full((4,), float(rank))}
+        each.tensors = named.items
+    seats = {0: "GPU-a", 1: "GPU-b", 2: "GPU-b", 3: "GPU-a"}
+    source = ipc._source
+    readers = ipc._readers
+
+    def seated(meeting: Any, memory: Any) -> Any:
+        own[id(memory)] = seats[meeting.rank]
+        return (readers if meeting.rank < 2 else source)(meeting, memory)
+
+    monkeypatch.setattr(ipc, "_source", seated)
+    monkeypatch.setattr(ipc, "_readers", seated)
+    await plane.publish(1)
+    found = await take_all(await plane.offer(2))
+    assert [float(weights["weight"][0]) for weights in found] == [1.0, 0.0]
+    await plane.close()
+
+
+def die_at_the_second_bucket(offer: Offer) -> None:
+    arriving = read_offer(offer)
+    for _ in range(2):
+        next(arriving)
+    os._exit(9)
+
+
+@pytest.mark.parametrize("noticed", [True, False], ids=["withdrawn", "too late"])
+async def test_an_engine_that_dies_in_the_middle_ends_the_round_for_all(noticed: bool) -> None:
+    """The ranks go through all their weights nevertheless: they gather them together."""
+    gathered: list[list[int]] = [[], []]
+
+    def counted(rank: int) -> Iterator[tuple[str, Tensor]]:
+        gathered[rank].clear()
+        for number in range(20):
+            gathered[rank].append(number)
+            yield f"{number}", torch.full((300,), float(number))
+
+    planes, plane = ranked(lambda: counted(0), 2, patience=300 if noticed else 1)
+    planes[1].tensors = lambda: counted(1)
+    await plane.publish(5)
+    offers = await plane.offer(3)  # the first and the last one read from the same rank
+    dying = multiprocessing.get_context("fork").Process(
+        target=die_at_the_second_bucket, args=(offers[2],)
+    )
+    dying.start()
+    taking = asyncio.create_task(take_all(offers[:2]))
+    while dying.is_alive():
+        await asyncio.sleep(0.01)
+    if noticed:  # by the pool
+        await plane.withdraw(offers)
+    error, _ = await asyncio.wait_for(taking, 100)
+    assert isinstance(error, EngineError) and "version 5" in str(error)
+    dying.join()
+    for each in planes:
+        each.patience = 60
+    await asyncio.wait_for(plane.publish(6), 100)
+    assert gathered == [[*range(20)]] * 2
+    [found] = await take_all(await plane.offer(1))  # who is left is asked again
+    assert [float(found[f"{n}"][0]) for n in range(20)] == [*range(20)]
+    await plane.close()
+
+
+async def test_a_rank_that_fails_ends_the_round_for_all() -> None:
+    def failing() -> Iterator[tuple[str, Tensor]]:
+        yield "first", torch.zeros(4)
+        raise RuntimeError("of the gathering")
+
+    plane = IpcPlane(failing, "cpu", room=ROOM)
+    await plane.publish(5)
+    [error] = await asyncio.wait_for(take_all(await plane.offer(1)), 100)
+    assert isinstance(error, EngineError) and "of the gathering" in str(error)
+    await plane.close()
+
+
+def trainer_rank(rank: int, meeting: str, pipe: Any) -> None:
+    """A rank with its rows of two weights, which it gathers over gloo for each version."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2
+    )
+
+    def named() -> Iterator[tuple[str, Tensor]]:
+        for name in ("a", "b", "c"):
+            rows = [torch.empty(500, dtype=torch.bfloat16) for _ in range(2)]
+            torch.distributed.all_gather(rows, shards[name])
+            yield name, torch.cat(rows)
+
+    shards = dict[str, Tensor]()
+    plane = IpcPlane(named, "cpu", 6000, 2500, rank=rank, senders=2)
+
+    async def serve() -> None:
+        while True:
+            version, offer = await asyncio.to_thread(pipe.recv)
+            if version is None:
+                return await plane.close()
+            if offer is None:
+                await plane.publish(version)
+                for number, name in enumerate(("a", "b", "c")):
+                    seed = torch.Generator().manual_seed(100 * version + 10 * number + rank)
+                    drawn = torch.randn(500, generator=seed)
+                    shards[name] = drawn.bfloat16()
+                pipe.send(await plane.offer(2) if rank == 0 else None)
+            else:
+                await plane.help(offer)
+
+    asyncio.run(serve())
+
+
+def engine(pipe: Any) -> None:
+    while (offer := pipe.recv()) is not None:
+        pipe.send({name: tensor.float().tolist() for name, tensor in read_offer(offer)})
+
+
+def expected(version: int) -> dict[str, list[float]]:
+    def rows(number: int, rank: int) -> Tensor:
+        seed = torch.Generator().manual_seed(100 * version + 10 * number + rank)
+        return torch.randn(500, generator=seed).bfloat16()
+
+    return {
+        name: torch.cat([rows(number, 0), rows(number, 1)]).float().tolist()
+        for number, name in enumerate(("a", "b", "c"))
+    }
+
+
+def test_two_gloo_ranks_and_two_engine_processes(tmp_path: Path) -> None:
+    """Bitwise the trainer's weights after each of several versions."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Pipe() for _ in range(2)]
+    engines = [context.Pipe() for _ in range(2)]
+    processes = [
+        context.Process(
+            target=trainer_rank, args=(rank, str(tmp_path / "meeting"), far), daemon=True
+        )
+        for rank, (_, far) in enumerate(ranks)
+    ]
+    processes += [context.Process(target=engine, args=(far,), daemon=True) for _, far in engines]
+    for process in processes:
+        process.start()
+    for version in (1, 2, 3):
+        for near, _ in ranks:
+            near.send((version, None))
+        offers, _ = [near.recv() for near, _ in ranks]
+        ranks[1][0].send((version, offers[0]))
+        for (near, _), offer in zip(engines, json.loads(json.dumps(offers)), strict=True):
+            near.send(offer)
+        assert [near.recv() for near, _ in engines] == [expected(version)] * 2
+    for near, _ in ranks:
+        near.send((None, None))
+    for near, _ in engines:
+        near.send(None)
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
