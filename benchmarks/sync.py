@@ -28,7 +28,8 @@ from benchmarks.run import machine
 from tunesmith.run.placement.planes import read_offer
 from tunesmith.run.weights.base import Offer, Plane
 from tunesmith.run.weights.broadcast import BroadcastPlane
-from tunesmith.run.weights.files import FilePlane, shared_directory
+from tunesmith.run.weights.directories import shared_directory
+from tunesmith.run.weights.files import FilePlane
 
 RESULTS = Path(__file__).with_name("results") / "sync-cpu-2-core.json"
 PAGE = Path(__file__).parent.parent / "docs" / "weights.md"

@@ -38,8 +38,11 @@ LAYOUT = ("forest", "openmp")
 ADAPTER_ROOMS = ("engines", "trainers", "weights")
 SHARED = (
     "base",
+    "directories",
     "flat",
+    "links",
     "loss_scale",
+    "mapped",
     "masters",
     "memory",
     "muon",

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tunesmith.records.children import owned_name, remove_stale
-from tunesmith.run.weights.files import PREFIX, shared_directory
+from tunesmith.run.weights.directories import PREFIX, shared_directory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
 

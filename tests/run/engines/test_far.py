@@ -37,7 +37,7 @@ from tunesmith.run.placement import engines
 from tunesmith.run.placement.planes import file_plane, published
 from tunesmith.run.weights.base import Offer, Plane
 from tunesmith.run.weights.broadcast import BroadcastPlane
-from tunesmith.run.weights.files import MEMORY
+from tunesmith.run.weights.directories import MEMORY
 
 
 def spawn(python: Path | None = None) -> ChildProcess:

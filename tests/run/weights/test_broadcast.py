@@ -13,10 +13,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,15 +37,18 @@ from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.placement.planes import read_offer
 from tunesmith.run.processes import checksum as sums
 from tunesmith.run.processes.checksum import word_sum
+from tunesmith.run.processes.process_group import process_group
 from tunesmith.run.weights import broadcast as module
+from tunesmith.run.weights import links
 from tunesmith.run.weights.base import NamedTensors, Plane
 from tunesmith.run.weights.broadcast import BroadcastPlane, take_broadcast
 from tunesmith.run.weights.far import FarPlane
 from tunesmith.run.weights.links import Link
-from tunesmith.run.weights.rounds import Meeting
+from tunesmith.run.weights.rounds import RoundMember
 from tunesmith.run.weights.spread import spread
 
 BUCKET = 1 << 16
+LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 
 
 def plane_of(named: NamedTensors, **options: Any) -> BroadcastPlane:
@@ -154,12 +159,12 @@ def test_nothing_of_the_weights_passes_through_the_host(
         assert plane._kept is not None
         header = {"version": 1, "runs": [asdict(run) for run in plane._kept.runs], "device": "cuda"}
         offer = {"plane": "nccl", "senders": 1, "world": 2, "patience": 60}
-        meeting = Meeting(HashStore(), offer, 0, header)
-        link = Link("nccl", wire, meeting.store, 2, "", meeting)
+        member = RoundMember(HashStore(), offer, 0, header)
+        link = Link("nccl", wire, member.store, 2, "", member)
         plane._send_over(link)
         assert len(wire.sent) == 8 + 1 and not fake.waits
 
-        monkeypatch.setattr(module, "join_round", lambda _: nullcontext(meeting))
+        monkeypatch.setattr(module, "join_round", lambda _: nullcontext(member))
         monkeypatch.setattr(module, "linked", lambda _: nullcontext(link))
         wire.taking = True
         before = own.total
@@ -258,6 +263,96 @@ async def test_each_rank_of_a_sharded_trainer_sends_what_it_keeps(senders: int) 
     await plane.close()
 
 
+async def test_a_group_is_kept_until_its_members_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the trainer's two ranks and two engines makes a group in the first round; a lost one
+    makes all of them make another."""
+    made: list[int] = []
+    make = links.process_group
+
+    def counted(kind: Any, store: Any, rank: int, *rest: Any, **options: Any) -> Any:
+        made.append(rank)
+        return make(kind, store, rank, *rest, **options)
+
+    monkeypatch.setattr(links, "process_group", counted)
+    named = tensors()
+    planes, plane = ranked(named.items, 2)
+
+    async def sync(version: int, takers: int) -> list[int]:
+        made.clear()
+        await plane.publish(version)
+        for weights in await take_all(await plane.offer(takers)):
+            assert all(weights[name].equal(tensor) for name, tensor in named.items())
+        return sorted(made)
+
+    assert await sync(1, 2) == [0, 1, 2, 3]
+    assert await sync(2, 2) == []
+    assert await sync(3, 2) == []
+    links._kept.pop((planes[0]._source, 3)).close()  # another process takes the last one's place
+    assert await sync(4, 2) == [0, 1, 2, 3]
+    assert await sync(5, 1) == [0, 1, 2]
+    assert await sync(6, 1) == []
+    await plane.close()
+    assert planes[0]._source not in {source for source, _ in links._kept}
+
+
+async def test_a_group_of_a_failed_round_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    Stopping(monkeypatch)
+    plane = plane_of(tensors().items)
+    await plane.publish(5)
+    offers = await plane.offer(1)
+    taking = asyncio.create_task(take_all(offers))
+    await asyncio.sleep(0.05)
+    await plane.withdraw(offers)
+    [error] = await asyncio.wait_for(taking, 60)
+    assert isinstance(error, EngineError)
+    assert plane._source not in {source for source, _ in links._kept}
+    await plane.close()
+
+
+async def test_the_next_bucket_is_on_its_way_while_one_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[tuple[str, int]] = []
+    begin = Link.begin
+    taker = threading.local()
+
+    def noted(link: Link, bucket: Tensor, sender: int = 0) -> Any:
+        if getattr(taker, "takes", False):
+            events.append(("begun", bucket.numel()))
+        return begin(link, bucket, sender)
+
+    monkeypatch.setattr(Link, "begin", noted)
+    plane = plane_of({f"{n}": torch.ones(200 + n) for n in range(4)}.items)
+    await plane.publish(1)
+    [offer] = await plane.offer(1)
+
+    def write() -> None:
+        taker.takes = True
+        events.extend(("written", tensor.nbytes) for _, tensor in read_offer(offer))
+
+    await asyncio.to_thread(write)
+    kinds = [kind for kind, _ in events]
+    assert kinds[:4] == ["begun", "begun", "written", "begun"]
+    await plane.close()
+
+
+def test_nccl_groups_are_initialised_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FakeNccl:
+        class Options:
+            def __init__(self) -> None:
+                self.config = SimpleNamespace(blocking=1)
+
+        def __init__(self, *given: Any) -> None:
+            self.given = given
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setenv(LIMIT, "")  # which is undone at the end
+    monkeypatch.delenv(LIMIT)
+    group = process_group("nccl", HashStore(), 1, 2, "127.0.0.1", 7.5, vital=False)
+    options = group.given[3]
+    assert options.config.blocking == 0 and os.environ[LIMIT] == "8"
+
+
 async def test_a_round_in_which_a_rank_of_the_trainer_does_not_send_fails() -> None:
     planes, plane = ranked(tensors().items, 2, patience=1)
     await plane.publish(5)
@@ -298,7 +393,7 @@ class Stopping:
         for number in range(2):
             link.broadcast(plane._kept.own[number])
         self.then()
-        while not (why := link.meeting.stopped()):
+        while not (why := link.member.stopped()):
             time.sleep(0.01)
         raise EngineError(why)
 

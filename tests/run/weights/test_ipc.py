@@ -7,6 +7,8 @@ import asyncio
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,67 @@ async def test_a_rank_that_fails_ends_the_round_for_all() -> None:
     [error] = await asyncio.wait_for(take_all(await plane.offer(1)), 100)
     assert isinstance(error, EngineError) and "of the gathering" in str(error)
     await plane.close()
+
+
+def test_a_bucket_on_a_gpu_lies_outside_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their handles are of no use to processes that may not trace the trainer's."""
+    made: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", made.append)
+    with mapped._plain_segments():
+        assert made == []
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        said = f"max_split_size_mb:{len(name)},expandable_segments:True"
+        monkeypatch.setenv(name, said)
+        with mapped._plain_segments():
+            assert made == ["expandable_segments:False"]
+        assert made.pop() == said and made.pop()
+
+
+TAKE = """
+import json, sys
+from tunesmith.run.placement.planes import read_offer
+for line in sys.stdin:
+    taken = {name: [str(t.device), t.double().sum().item()] for name, t in read_offer(json.loads(line))}
+    print(json.dumps(taken), flush=True)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.device_count(), reason="there is no GPU")
+@pytest.mark.parametrize("allocator", ["", "expandable_segments:True"])
+def test_a_process_on_the_same_gpu(allocator: str) -> None:
+    environment = os.environ | {"PYTORCH_ALLOC_CONF": allocator}
+    code = f"import asyncio\nfrom {__name__} import on_a_gpu\nasyncio.run(on_a_gpu())"
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=300, check=True)
+
+
+async def on_a_gpu() -> None:
+    """Several versions; afterwards no memory of the plane is reserved."""
+    named = {name: tensor.cuda() for name, tensor in tensors().items()}
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    plane = IpcPlane(named.items, "cuda", room=64 << 20)
+    command = [sys.executable, "-c", TAKE]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        for version in (1, 2, 3):
+            named["embed"].mul_(1.5)
+            await plane.publish(version)
+            [offer] = await plane.offer(1)
+            child.stdin.write(json.dumps(offer) + "\n")
+            child.stdin.flush()
+            taken = json.loads(await asyncio.to_thread(child.stdout.readline))
+            assert taken == {
+                name: ["cuda:0", tensor.double().sum().item()] for name, tensor in named.items()
+            }
+        child.stdin.close()
+    await plane.close()
+    torch.cuda.ipc_collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + (2 << 20)
 
 
 def trainer_rank(rank: int, meeting: str, pipe: Any) -> None:

@@ -33,7 +33,7 @@ from tunesmith.plan.rules.checks import check
 from tunesmith.run.placement.planes import published, published_bytes
 from tunesmith.run.processes.checksum import checksum
 from tunesmith.run.processes.process_group import open_store
-from tunesmith.run.weights import files
+from tunesmith.run.weights import directories, files
 from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 from tunesmith.run.weights.broadcast import BroadcastPlane
 from tunesmith.run.weights.files import FilePlane
@@ -427,8 +427,12 @@ def test_engines_of_others_are_given_what_the_models_files_hold(tmp_path: Path, 
 
 @pytest.mark.parametrize("memory", ["writable", "too small", "read-only", "missing"])
 def test_weights_go_to_disk_where_memory_cannot_take_them(
-    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """And the user is told if it is for want of room."""
     shm = tmp_path / "shm"
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -436,19 +440,21 @@ def test_weights_go_to_disk_where_memory_cannot_take_them(
         shm.touch()  # nothing can be made under a file, by the superuser neither
     elif memory != "missing":
         shm.mkdir()
-    monkeypatch.setattr(files, "MEMORY", shm)
+    monkeypatch.setattr(directories, "MEMORY", shm)
     monkeypatch.setattr(tempfile, "tempdir", str(disk))
-    with files.shared_directory(2**60 if memory == "too small" else 1) as made:
+    with directories.shared_directory(2**60 if memory == "too small" else 1) as made:
         assert Path(made).parent == (shm if memory == "writable" else disk)
+    told = capsys.readouterr().err
+    assert (str(shm) in told and "system.weight_plane" in told) is (memory == "too small")
 
 
 def test_where_weights_can_go_nowhere_the_variable_that_names_a_place_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(directories, "MEMORY", tmp_path / "shm")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(StorageError, match="TMPDIR"):
-        files.shared_directory(1)
+        directories.shared_directory(1)
 
 
 def test_a_version_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:

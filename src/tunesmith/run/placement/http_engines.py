@@ -21,7 +21,8 @@ from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.placement.base import EngineSpec, PoolSize, Report, WeightSource
 from tunesmith.run.placement.planes import published
 from tunesmith.run.weights.base import Plane
-from tunesmith.run.weights.files import FilePlane, shared_directory
+from tunesmith.run.weights.directories import shared_directory
+from tunesmith.run.weights.files import FilePlane
 
 
 def served_spec(plan: AnyPlan) -> ServedSpec:

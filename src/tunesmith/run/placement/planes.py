@@ -144,7 +144,8 @@ def file_plane(
     Args:
         num_bytes: size of all tensors; None: it is computed.
     """
-    from tunesmith.run.weights.files import FilePlane, shared_directory
+    from tunesmith.run.weights.directories import shared_directory
+    from tunesmith.run.weights.files import FilePlane
 
     size = sum(t.nbytes for _, t in tensors()) if num_bytes is None else num_bytes
     return FilePlane(tensors, shared_directory(size, directory))

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from math import ceil
 from threading import Lock
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 GroupKind = Literal["gloo", "nccl"]
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _NOTHING = "0"
+_INITIALISING = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 _one_at_a_time = Lock()
 
 
@@ -47,7 +49,8 @@ def process_group(
 
     Args:
         host: an address of this machine, on which gloo listens for the others.
-        patience: seconds that each operation may take, and that gloo may take to form the group.
+        patience: seconds that each operation may take, and that forming the group may take: with
+            gloo here, with NCCL in the first operation. PyTorch reads the latter once per process.
         vital: if an NCCL operation fails, PyTorch ends the process; otherwise only the group is
             lost.
     """
@@ -58,6 +61,10 @@ def process_group(
         make = dist.ProcessGroupNCCL
         options: Any = make.Options()
         options._timeout = limit
+        options.config.blocking = (
+            0  # otherwise nothing ends the initialisation if a process is lost
+        )
+        os.environ.setdefault(_INITIALISING, str(ceil(patience)))
         with nullcontext() if vital else _errors_left_to_the_caller():
             return make(prefixed, rank, world, options)
     make = dist.ProcessGroupGloo

@@ -39,7 +39,7 @@ from tunesmith.run.processes.checksum import word_sum
 from tunesmith.run.processes.process_group import GroupKind
 from tunesmith.run.weights.base import NamedTensors, Offer
 from tunesmith.run.weights.links import Link, Transfer, close_links, linked
-from tunesmith.run.weights.rounds import LOOPBACK, Meeting, Round, join_round, place
+from tunesmith.run.weights.rounds import LOOPBACK, Round, RoundMember, join_round, place
 from tunesmith.run.weights.spread import Run, Spread, spread
 
 AHEAD = 2
@@ -154,8 +154,8 @@ class BroadcastPlane:
         if kept.buffer.is_cuda:  # from here on the weights may change
             torch.cuda.current_stream(kept.buffer.device).synchronize()
 
-    def _send(self, meeting: Meeting) -> None:
-        with linked(meeting) as link:
+    def _send(self, member: RoundMember) -> None:
+        with linked(member) as link:
             self._send_over(link)
 
     def _send_over(self, link: Link) -> None:
@@ -182,8 +182,8 @@ class BroadcastPlane:
             link.broadcast(_empty_sums(numbers, self.device) if own is None else own, owner)
 
     def _help(self, offer: Offer) -> None:
-        with suppress(EngineError), join_round(offer) as meeting:  # the takers report failures
-            self._send(meeting)
+        with suppress(EngineError), join_round(offer) as member:  # the takers report failures
+            self._send(member)
 
 
 def take_broadcast(offer: Offer) -> Iterator[tuple[str, Tensor]]:
@@ -204,9 +204,9 @@ def _arriving(offer: Offer) -> Iterator[tuple[str, Tensor]]:
     the iteration has to reach the end: others in the round wait, and only then is it known that all
     tensors were right.
     """
-    with join_round(offer) as meeting, linked(meeting) as link:
-        runs = [Run(**run) for run in meeting.header["runs"]]
-        device = meeting.header["device"]
+    with join_round(offer) as member, linked(member) as link:
+        runs = [Run(**run) for run in member.header["runs"]]
+        device = member.header["device"]
         sums = list[Tensor]()
         for run, bucket in _buckets(link, runs, device):
             sums.append(word_sum(bucket))

@@ -8,12 +8,10 @@ opens an old one. The weights are written as they are gathered, a file at a time
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -22,11 +20,9 @@ from torch import Tensor
 
 from tunesmith.errors import EngineError, StorageError, boundary
 from tunesmith.models.openmp import to_thread
-from tunesmith.records.children import owned_name, remove_at_end, remove_stale
 from tunesmith.run.processes.checksum import checksum
 from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 
-MEMORY = Path("/dev/shm")
 DTYPES = {
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
@@ -37,52 +33,8 @@ DTYPES = {
     "float8_e5m2": "F8_E5M2",
 }
 """safetensors' names of dtypes."""
-ROOM = 2.5
-"""Free memory, in multiples of the weights, needed to prefer it to disk: the files of two versions
-are kept."""
-PREFIX = "tunesmith-weights-"
 FILE_BYTES = 256 << 20
 """Bytes per file; a larger tensor has its own file."""
-
-
-def shared_directory(num_bytes: int, parent: Path | None = None) -> TemporaryDirectory[str]:
-    """A directory for weights of ``num_bytes``, removed with the process. Leftovers of killed ones
-    are removed first.
-
-    Args:
-        parent: where it is made; None: in memory if there is room, otherwise on disk.
-    """
-    if parent is not None:
-        with boundary(StorageError, f"system.engine_directory: cannot write to {parent}", OSError):
-            parent.mkdir(parents=True, exist_ok=True)
-            remove_stale(parent, PREFIX)
-            directory = _temporary(parent)
-    else:
-        directory = _in_memory_or_on_disk(num_bytes)
-    remove_at_end(Path(directory.name))
-    return directory
-
-
-def _in_memory_or_on_disk(num_bytes: int) -> TemporaryDirectory[str]:
-    places = [MEMORY]
-    with suppress(FileNotFoundError):  # no directory for temporary files can be written to
-        places.append(Path(gettempdir()))
-    for place in places:
-        with suppress(OSError):
-            remove_stale(place, PREFIX)
-    for place in places:
-        with suppress(OSError):
-            if place != MEMORY or shutil.disk_usage(MEMORY).free > ROOM * num_bytes:
-                return _temporary(place)
-    raise StorageError(
-        f"new weights reach other processes through files, and {' or '.join(map(str, places))} "
-        "cannot be written to: set the variable TMPDIR to a directory on a disk with room for the "
-        "weights"
-    )
-
-
-def _temporary(parent: Path) -> TemporaryDirectory[str]:
-    return TemporaryDirectory(prefix=owned_name(PREFIX), dir=parent)
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ from tunesmith.plan.devices import BUCKET
 from tunesmith.run.processes.checksum import checksum
 from tunesmith.run.weights.base import NamedTensors, Offer
 from tunesmith.run.weights.mapped import MappedMemory, mapped_memory
-from tunesmith.run.weights.rounds import LOOPBACK, Meeting, Round, join_round, place
+from tunesmith.run.weights.rounds import LOOPBACK, Round, RoundMember, join_round, place
 from tunesmith.run.weights.spread import Run, align, put
 
 
@@ -112,48 +112,48 @@ class IpcPlane:
         self._rounds.clear()
 
     def _help(self, offer: Offer) -> None:
-        with suppress(TunesmithError), join_round(offer) as meeting:  # the takers report failures
-            self._send(meeting)
+        with suppress(TunesmithError), join_round(offer) as member:  # the takers report failures
+            self._send(member)
 
-    def _send(self, meeting: Meeting) -> None:
+    def _send(self, member: RoundMember) -> None:
         """Fill the buffer and have it read, until all weights have been."""
         named = iter(self.tensors())
         memory = mapped_memory(self.device)
         try:
-            self._fill(meeting, memory, named)
+            self._fill(member, memory, named)
         except BaseException as error:
             with suppress(RuntimeError, OSError):  # the leader may have ended
-                meeting.end(f"rank {self.rank} of the trainer did not send: {error}")
+                member.end(f"rank {self.rank} of the trainer did not send: {error}")
             deque(named, maxlen=0)  # the other ranks gather to the end, too
             raise
         memory.clean()
 
     def _fill(
-        self, meeting: Meeting, memory: MappedMemory, named: Iterator[tuple[str, Tensor]]
+        self, member: RoundMember, memory: MappedMemory, named: Iterator[tuple[str, Tensor]]
     ) -> None:
-        readers = _readers(meeting, memory)
+        readers = _readers(member, memory)
         with memory.allocated(self.room) as buffer:
-            outlet = _Outlet(meeting, memory, buffer, readers)
+            outlet = _Outlet(member, memory, buffer, readers)
             for name, tensor in named:
                 outlet.put(name, tensor)
                 del tensor
             outlet.end()
 
 
-def _readers(meeting: Meeting, memory: MappedMemory) -> int:
+def _readers(member: RoundMember, memory: MappedMemory) -> int:
     """How many processes will read from this rank."""
-    rank = meeting.rank
-    meeting.write(f"place of rank {rank}", memory.places()[0])
+    rank = member.rank
+    member.write(f"place of rank {rank}", memory.places()[0])
     late = "not all engines found the rank on their device"
-    meeting.until(lambda: meeting.count("seated") == meeting.takers, late)
-    return meeting.count(f"readers of rank {rank}")
+    member.until(lambda: member.count("seated") == member.takers, late)
+    return member.count(f"readers of rank {rank}")
 
 
 @dataclass(slots=True)
 class _Outlet:
     """A rank's buffer in a round, with its ``readers``."""
 
-    meeting: Meeting
+    member: RoundMember
     memory: MappedMemory
     buffer: Tensor
     readers: int
@@ -165,7 +165,7 @@ class _Outlet:
 
     def __post_init__(self) -> None:
         handles = [self.memory.share(self.buffer) for _ in range(self.readers)]
-        self.meeting.write(f"handles of rank {self.meeting.rank}", handles)
+        self.member.write(f"handles of rank {self.member.rank}", handles)
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Add a tensor; if the bucket is full, it goes to the readers first."""
@@ -203,14 +203,14 @@ class _Outlet:
         return checksum(self.buffer[:size]) if self.readers else 0
 
     def _say(self, bucket: object) -> None:
-        self.meeting.write(_bucket_key(self.meeting.rank, self._announced), bucket)
+        self.member.write(_bucket_key(self.member.rank, self._announced), bucket)
 
     def _wait_for_readers(self) -> None:
-        rank = self.meeting.rank
+        rank = self.member.rank
         wanted = self._announced * self.readers
         copied = f"copied from rank {rank}"
         late = f"bucket {self._announced} of rank {rank} was not copied"
-        self.meeting.until(lambda: self.meeting.count(copied) == wanted, late)
+        self.member.until(lambda: self.member.count(copied) == wanted, late)
 
 
 def take_ipc(offer: Offer) -> Iterator[tuple[str, Tensor]]:
@@ -223,24 +223,24 @@ def take_ipc(offer: Offer) -> Iterator[tuple[str, Tensor]]:
         EngineError: the round ended, the weights are of another version or damaged, or no rank of
             the trainer is on this process's device; some tensors may have been yielded.
     """
-    with join_round(offer) as meeting:
-        rank, mapped = _source(meeting, mapped_memory(offer["device"]))
+    with join_round(offer) as member:
+        rank, mapped = _source(member, mapped_memory(offer["device"]))
         for number in count():
-            bucket = meeting.read(_bucket_key(rank, number))
+            bucket = member.read(_bucket_key(rank, number))
             if bucket is None:
                 return
             data = mapped[: bucket["size"]].clone()
             if checksum(data) != bucket["sum"]:
                 raise EngineError(f"{place(offer)}: the checksum of bucket {number} is wrong")
-            meeting.store.add(f"copied from rank {rank}", 1)
+            member.store.add(f"copied from rank {rank}", 1)
             yield from Run(0, 0, bucket["size"], bucket["table"]).named(data)
             del data
 
 
-def _source(meeting: Meeting, memory: MappedMemory) -> tuple[int, Tensor]:
+def _source(member: RoundMember, memory: MappedMemory) -> tuple[int, Tensor]:
     """The trainer's rank on this process's device, and its buffer."""
-    ranks = range(meeting.senders)
-    places = [meeting.read(f"place of rank {rank}") for rank in ranks]
+    ranks = range(member.senders)
+    places = [member.read(f"place of rank {rank}") for rank in ranks]
     own = memory.places()
     here = next((name for name in own if name in places), None)
     if here is None:
@@ -250,12 +250,12 @@ def _source(meeting: Meeting, memory: MappedMemory) -> tuple[int, Tensor]:
             'trainer ranks; set "memory" or "nccl"'
         )
     beside = [rank for rank in ranks if places[rank] == here]
-    rank = beside[meeting.rank % len(beside)]
-    number = meeting.store.add(f"readers of rank {rank}", 1) - 1
-    meeting.store.add("seated", 1)
-    handle = meeting.read(f"handles of rank {rank}")[number]
-    meeting.read(_bucket_key(rank, 0))  # a rank that fails before says why
-    return rank, memory.opened(handle, meeting.offer["room"], here)
+    rank = beside[member.rank % len(beside)]
+    number = member.store.add(f"readers of rank {rank}", 1) - 1
+    member.store.add("seated", 1)
+    handle = member.read(f"handles of rank {rank}")[number]
+    member.read(_bucket_key(rank, 0))  # a rank that fails before says why
+    return rank, memory.opened(handle, member.offer["room"], here)
 
 
 def _bucket_key(rank: int, number: int) -> str:

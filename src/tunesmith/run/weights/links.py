@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tunesmith.run.processes.machines import address_towards
 from tunesmith.run.processes.process_group import GroupKind, process_group
-from tunesmith.run.weights.rounds import Meeting
+from tunesmith.run.weights.rounds import RoundMember
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Link:
     store: dist.Store
     world: int
     name: str
-    meeting: Meeting
+    member: RoundMember
 
     def begin(self, bucket: Tensor, sender: int = 0) -> Transfer:
         """Begin to send a tensor from one rank to all others, after those that have begun."""
@@ -66,8 +66,8 @@ class Link:
         work = transfer.work
         if work is not None:
             late = f"{transfer.bucket.nbytes} bytes did not arrive"
-            self.meeting.until(work.is_completed, late)
-            work.wait(timedelta(seconds=self.meeting.patience))  # raises any error
+            self.member.until(work.is_completed, late)
+            work.wait(timedelta(seconds=self.member.patience))  # raises any error
         return transfer.bucket
 
     def broadcast(self, bucket: Tensor, sender: int = 0) -> Tensor:
@@ -86,15 +86,15 @@ _kept: dict[tuple[str, int], Link] = {}
 
 
 @contextmanager
-def linked(meeting: Meeting) -> Generator[Link]:
+def linked(member: RoundMember) -> Generator[Link]:
     """The group of a round's members. It is kept, unless this process fails in the round."""
-    key = meeting.offer["source"], meeting.rank
+    key = member.offer["source"], member.rank
     kept = _kept.pop(key, None)
-    again = _all_have(meeting, kept)
+    again = _all_have(member, kept)
     if kept and not again:
         kept.close()
-    link = kept if kept and again else _new_link(meeting)
-    link.meeting = meeting
+    link = kept if kept and again else _new_link(member)
+    link.member = member
     try:
         yield link
     except BaseException:
@@ -112,27 +112,27 @@ def close_links(source: str | None = None) -> None:
 atexit.register(close_links)
 
 
-def _all_have(meeting: Meeting, link: Link | None) -> bool:
+def _all_have(member: RoundMember, link: Link | None) -> bool:
     """Whether all members of a round have the leader's link, and no other process has."""
-    world = meeting.offer["world"]
+    world = member.offer["world"]
     own = link.name if link and link.world == world else ""
-    if meeting.rank == 0:
-        meeting.write("link", own)
-    if not own or meeting.read("link") != own:
-        meeting.store.add("strangers", 1)
-    meeting.store.add("compared", 1)
+    if member.rank == 0:
+        member.write("link", own)
+    if not own or member.read("link") != own:
+        member.store.add("strangers", 1)
+    member.store.add("compared", 1)
     late = f"not all of {world} processes said which group they have"
-    meeting.until(lambda: meeting.count("compared") == world, late)
-    return not meeting.count("strangers")
+    member.until(lambda: member.count("compared") == world, late)
+    return not member.count("strangers")
 
 
-def _new_link(meeting: Meeting) -> Link:
-    offer = meeting.offer
+def _new_link(member: RoundMember) -> Link:
+    offer = member.offer
     kind: GroupKind = offer["group"]
     host: str = offer["host"]
     world: int = offer["world"]
-    own = address_towards(host, offer["port"]) if meeting.rank else host
-    rank = meeting.rank
-    group = process_group(kind, meeting.store, rank, world, own, meeting.patience, vital=False)
+    own = address_towards(host, offer["port"]) if member.rank else host
+    rank = member.rank
+    group = process_group(kind, member.store, rank, world, own, member.patience, vital=False)
     # The store is open as long as one of the links made in it, so its port is nobody else's.
-    return Link(kind, group, meeting.store, world, f"{host}:{offer['port']}", meeting)
+    return Link(kind, group, member.store, world, f"{host}:{offer['port']}", member)

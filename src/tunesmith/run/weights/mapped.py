@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.errors import EngineError, StorageError, boundary
-from tunesmith.run.weights.files import shared_directory
+from tunesmith.run.weights.directories import shared_directory
 
 Handle = Any
 """Plain values by which another process finds the memory."""

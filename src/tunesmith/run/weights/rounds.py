@@ -44,7 +44,7 @@ Header = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class RoundMember:
     """One process's side of a running round.
 
     Args:
@@ -124,7 +124,7 @@ class Round:
 
     offer: Offer
     header: Header
-    send: Callable[[Meeting], None]
+    send: Callable[[RoundMember], None]
     store: dist.TCPStore = field(init=False)
     work: asyncio.Task[None] = field(init=False)
 
@@ -150,7 +150,7 @@ class Round:
         fault = self._wait("came")
         self.store.set("go", fault or GO)
         if not fault:
-            self.send(Meeting(self.store, self.offer, 0, self.header))
+            self.send(RoundMember(self.store, self.offer, 0, self.header))
             self._wait("done")  # until then they read the weights
 
     def _wait(self, what: str) -> str | None:
@@ -169,7 +169,7 @@ class Round:
 
 
 @contextmanager
-def join_round(offer: Offer) -> Generator[Meeting]:
+def join_round(offer: Offer) -> Generator[RoundMember]:
     """A taker's side of an offered round, or that of another sending rank of the trainer.
 
     Raises:
@@ -191,7 +191,7 @@ def join_round(offer: Offer) -> Generator[Meeting]:
             raise EngineError(f"{where}: {answer}")
         rank = offer["rank"] + (dist.get_rank() if offer["ranks"] > 1 else 0)
         try:
-            yield Meeting(store, offer, rank, header)
+            yield RoundMember(store, offer, rank, header)
             if rank < offer["senders"]:
                 _wait_for_takers(store, offer)
         except BaseException as error:
