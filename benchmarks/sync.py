@@ -30,6 +30,7 @@ from tunesmith.run.weights.base import Offer, Plane
 from tunesmith.run.weights.broadcast import BroadcastPlane
 from tunesmith.run.weights.directories import shared_directory
 from tunesmith.run.weights.files import FilePlane
+from tunesmith.run.weights.ipc import IpcPlane
 
 RESULTS = Path(__file__).with_name("results") / "sync-cpu-2-core.json"
 PAGE = Path(__file__).parent.parent / "docs" / "weights.md"
@@ -68,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.page:
         text = PAGE.read_text(encoding="utf-8")
         begin = BEGIN.format(given.out.name)
-        before = text.split(BEGIN.format(readme_results(text)[0]), 1)[0]
+        [name] = readme_results(text)
+        before = text.split(BEGIN.format(name), 1)[0]
         after = text.split(END, 1)[1]
         PAGE.write_text(f"{before}{begin}\n\n{table(results)}\n{END}{after}", encoding="utf-8")
     return 0
@@ -85,6 +87,7 @@ async def run(sizes: Sequence[str], rounds: int, disk: Path) -> list[dict[str, A
             "memory": FilePlane(weights.items, shared_directory(2 * SIZES[size][0])),
             "disk": FilePlane(weights.items, shared_directory(0, disk)),
             "gloo": BroadcastPlane(weights.items, "cpu", room=total, plane="gloo", group="gloo"),
+            "ipc": IpcPlane(weights.items, "cpu", total),
         }
         taker = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "benchmarks.sync", "--take"),

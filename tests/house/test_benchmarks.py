@@ -386,7 +386,7 @@ def test_weights_reach_another_process_and_are_timed(tmp_path: Path) -> None:
     from benchmarks import sync
 
     records = asyncio.run(sync.run(["tiny"], 1, tmp_path))
-    assert [r["plane"] for r in records] == [sync.COPY, "memory", "disk", "gloo"]
+    assert [r["plane"] for r in records] == [sync.COPY, "memory", "disk", "gloo", "ipc"]
     assert all(r["seconds"] > 0 for r in records) and not list(tmp_path.iterdir())
 
 

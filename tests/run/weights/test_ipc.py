@@ -7,6 +7,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,11 +18,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.engine_contract import FREE
+from tests.support.pool_bench import PoolBench
 from tests.support.taken_weights import Gathered, take_all, tensors
-from tunesmith.errors import EngineError
+from tunesmith.errors import EngineError, EngineLostError
+from tunesmith.learn.usercode.child import ChildProcess
+from tunesmith.run.engines.far import FarEngine
+from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.placement.planes import read_offer
+from tunesmith.run.processes.checksum import checksum
 from tunesmith.run.weights import ipc, mapped
-from tunesmith.run.weights.base import NamedTensors, Offer
+from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 from tunesmith.run.weights.far import FarPlane
 from tunesmith.run.weights.ipc import IpcPlane
 
@@ -206,6 +213,52 @@ async def test_an_engine_that_dies_in_the_middle_ends_the_round_for_all(noticed:
     await plane.close()
 
 
+class Bench(PoolBench):
+    async def start(self) -> FarEngine:
+        child = ChildProcess("the engine's process", EngineLostError)
+        return await FarEngine.start(child, self.spec.build)
+
+    def another(self, plane: Plane | None = None, **options: Any) -> EnginePool:
+        made = IpcPlane(self.named, "cpu", room=100_000)
+        return super().another(plane or made, size=2, **options)
+
+
+@pytest.mark.slow
+def test_a_pool_replaces_an_engine_that_dies_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that is left has weights of two versions until it has taken them again."""
+    announce = ipc._Outlet._announce
+    killed: list[int] = []
+
+    async def run() -> None:
+        engine = bench.engine
+        await engine.load_weights(5)
+        members: Any = engine.members
+        first = members[0].far.pid()
+
+        def kill(outlet: Any) -> None:
+            announce(outlet)
+            if not killed:
+                killed.append(first)
+                os.kill(first, signal.SIGKILL)
+
+        monkeypatch.setattr(ipc._Outlet, "_announce", kill)
+        with torch.no_grad():
+            for parameter in bench.model.module.parameters():
+                parameter.mul_(0.8)
+        await asyncio.wait_for(engine.load_weights(6), 600)
+        members = engine.members
+        assert killed and first not in [member.far.pid() for member in members]
+        for prompt in ([11, 12], [50, 51, 52], [70], [90, 91]):
+            done = await engine.generate(prompt, FREE)
+            assert done.versions == [6] * 12
+            assert done.logprobs == pytest.approx(bench.score(prompt, done.token_ids), abs=1e-4)
+
+    with Bench(tmp_path).opened() as bench:
+        bench.runner.run(run())
+
+
 async def test_a_rank_that_fails_ends_the_round_for_all() -> None:
     def failing() -> Iterator[tuple[str, Tensor]]:
         yield "first", torch.zeros(4)
@@ -237,9 +290,10 @@ def test_a_bucket_on_a_gpu_lies_outside_expandable_segments(
 TAKE = """
 import json, sys
 from tunesmith.run.placement.planes import read_offer
+from tunesmith.run.processes.checksum import checksum
 for line in sys.stdin:
-    taken = {name: [str(t.device), t.double().sum().item()] for name, t in read_offer(json.loads(line))}
-    print(json.dumps(taken), flush=True)
+    taken = read_offer(json.loads(line))
+    print(json.dumps({name: [str(t.device), checksum(t.cpu())] for name, t in taken}), flush=True)
 """
 
 
@@ -270,7 +324,7 @@ async def on_a_gpu() -> None:
             child.stdin.flush()
             taken = json.loads(await asyncio.to_thread(child.stdout.readline))
             assert taken == {
-                name: ["cuda:0", tensor.double().sum().item()] for name, tensor in named.items()
+                name: ["cuda:0", checksum(tensor.cpu())] for name, tensor in named.items()
             }
         child.stdin.close()
     await plane.close()
