@@ -271,20 +271,19 @@ async def test_a_rank_that_fails_ends_the_round_for_all() -> None:
     await plane.close()
 
 
-def test_a_bucket_on_a_gpu_lies_outside_expandable_segments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bucket_on_a_gpu_lies_outside_expandable_segments() -> None:
     """Their handles are of no use to processes that may not trace the trainer's."""
-    made: list[str] = []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", made.append)
-    with mapped._plain_segments():
-        assert made == []
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        said = f"max_split_size_mb:{len(name)},expandable_segments:True"
-        monkeypatch.setenv(name, said)
-        with mapped._plain_segments():
-            assert made == ["expandable_segments:False"]
-        assert made.pop() == said and made.pop()
+    of_torch: Any = torch._C
+    before = of_torch._accelerator_getAllocatorSettings()
+    for said in ("max_split_size_mb:64,expandable_segments:True", "max_split_size_mb:64"):
+        of_torch._accelerator_setAllocatorSettings(said)
+        try:
+            with mapped._plain_segments():
+                inside = of_torch._accelerator_getAllocatorSettings()
+            assert "True" not in inside and "max_split_size_mb:64" in inside
+            assert of_torch._accelerator_getAllocatorSettings() == said
+        finally:
+            of_torch._accelerator_setAllocatorSettings(before)
 
 
 TAKE = """

@@ -130,17 +130,16 @@ def mapped_memory(device: str) -> MappedMemory:
 def _plain_segments() -> Generator[None]:
     """What is allocated inside does not lie in expandable segments, whose handles only processes
     that may trace each other can open (``pidfd_getfd``)."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    said = next(filter(None, map(os.environ.get, names)), "")
-    if "expandable_segments:True" not in said.replace(" ", ""):
+    settings = torch._C._accelerator_getAllocatorSettings()
+    plain = settings.replace("expandable_segments:True", "expandable_segments:False")
+    if plain == settings:
         yield
         return
-    set_allocator: Any = torch.cuda.memory._set_allocator_settings  # pyright: ignore
-    set_allocator("expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings(plain)  # what it does not name is reset
     try:
         yield
     finally:
-        set_allocator(said)
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def _reserve(path: Path, size: int) -> None:
