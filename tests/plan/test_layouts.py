@@ -225,7 +225,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
 def test_more_gpus_are_offered_with_the_numbers() -> None:
     with pytest.raises(
         CapacityError,
-        match=r"offload_optimizer = true .*, or 2 such GPUs with system\.zero_stage = 2",
+        match=r"offload_optimizer = true .*, or 2 such GPUs with system\.zero_stage = 3",
     ):
         resolved(SFTConfig, "A100-80GB", QWEN_7B, "system.offload_optimizer=false")
     with pytest.raises(CapacityError, match=r"on each of 4 devices"):

@@ -19,7 +19,7 @@ from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cost.device import PARTS
 from tunesmith.plan.cost.memory import planned, planned_devices, planned_roles
-from tunesmith.plan.cost.price import adapter_numbers
+from tunesmith.plan.cost.price import LIBRARIES_WITH_NCCL, adapter_numbers
 from tunesmith.plan.cost.seconds import BANDWIDTH_SHARE, FLOPS_SHARE, PASS_SECONDS, step_seconds
 from tunesmith.plan.report import report_of
 from tunesmith.run.placement.planning import plan_run
@@ -417,14 +417,14 @@ def test_the_memory_of_a_gpu_that_is_not_listed_has_to_be_said(
 @pytest.mark.parametrize(
     ("on", "said", "place"),
     [
-        ("8xH100-80GB", (), "gpu"),
+        ("8xH200-141GB", (), "gpu"),
         pytest.param(
             "4x8xH100-80GB",
             ("model.path=72b", 'system.cluster="ray"', 'system.engine="vllm"'),
             "gpu",
             marks=pytest.mark.slow,
         ),
-        ("2xH100-80GB", ("system.trainer_ranks=1", 'system.device_memory="32GB"'), "host"),
+        ("2xH100-80GB", ("system.trainer_ranks=1", 'system.device_memory="41GB"'), "host"),
     ],
 )
 def test_what_nccl_sends_is_copied_on_the_gpu_where_that_has_room(
@@ -475,14 +475,15 @@ def test_a_setting_that_excludes_a_much_faster_layout_is_named() -> None:
 
 
 def test_a_share_of_memory_for_vllm_is_planned() -> None:
-    free = {"system.vllm.memory_share=0.5": True, "system.vllm.memory_share=0.95": False}
-    for said, room in free.items():
-        found = plan(RLConfig, "8xA100-80GB", "system.engine=vllm", "system.hybrid=true", said)
-        [(_, needed, _)] = planned_devices(found)
-        share = float(said.partition("=")[2])
-        total = found.facts.hardware.gpus[0].memory_total
-        assert needed.engine + needed.kv + 10**9 == pytest.approx(share * total, rel=1e-3)
-        assert any("may not fit" in note for note in found.notes) != room
+    said = ("system.engine=vllm", "system.hybrid=true", "system.vllm.memory_share=0.5")
+    found = plan(RLConfig, "8xA100-80GB", *said)
+    [(_, needed, _)] = planned_devices(found)
+    total = found.facts.hardware.gpus[0].memory_total
+    engine = needed.engine + needed.kv + LIBRARIES_WITH_NCCL
+    assert engine == pytest.approx(total / 2, rel=1e-3)
+    with pytest.raises(CapacityError) as error:
+        plan(RLConfig, "8xA100-80GB", *said[:2], "system.vllm.memory_share=0.95")
+    assert "system.vllm.memory_share = 0.8" in str(error.value)
 
 
 def test_a_machine_that_is_named_is_planned_with_vllm() -> None:

@@ -157,7 +157,7 @@ def test_what_was_measured_is_applied_where_it_is_asked_for(
 
 def test_what_a_profile_excludes_is_refused_by_its_keys() -> None:
     """The profile keeps the optimizer on the GPU, and weights in host memory are updated there."""
-    facts = Facts(machine("A10G"), MODEL, train_size=1000, longest=512)
+    facts = Facts(machine("A100-40GB"), MODEL, train_size=1000, longest=512)
     with pytest.raises(ConfigError) as error:
         resolve(said(SFTConfig, "system.offload_parameters=true", "system.profile=fast"), facts)
     keys = {"system.offload_optimizer", "system.offload_parameters"}

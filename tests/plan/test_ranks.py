@@ -355,7 +355,7 @@ def test_a_model_that_fits_no_gpu_fits_several_that_shard_it() -> None:
     large = replace(MODEL, parameters=7 * 10**9)
     facts = Facts(replace(CPU, gpus=(GPU,) * 8), large, train_size=100, longest=40)
     with pytest.raises(
-        CapacityError, match=r"does not fit.*system\.zero_stage = 1.*, or 16 such GPUs"
+        CapacityError, match=r"does not fit.*system\.zero_stage = 2.*, or 16 such GPUs"
     ):
         resolve(config(SFTConfig, "system.zero_stage=0"), facts)
     found = resolve(config(SFTConfig, "system.trainer_ranks=4", "system.zero_stage=3"), facts)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.device import Layout
-from tunesmith.plan.cost.memory import HOST_SHARE
-from tunesmith.plan.cost.price import LIBRARIES, price
+from tunesmith.plan.cost.memory import HOST_SHARE, LIMIT, LIMIT_OF_SEVERAL
+from tunesmith.plan.cost.price import LIBRARIES, LIBRARIES_WITH_NCCL, price
 from tunesmith.plan.facts.machines import gpu_kinds
 from tunesmith.plan.facts.model import ModelFacts
 
@@ -58,7 +58,8 @@ MACHINES = {
 
 def needed(model: ModelFacts, layout: Layout) -> int:
     kv = 0 if layout.trains else 16 * TOKENS * model.kv_bytes_per_token(layout.bytes_per_number)
-    return price(model, replace(layout, kv_bytes=kv)).peak + LIBRARIES
+    libraries = LIBRARIES_WITH_NCCL if layout.shards > 1 else LIBRARIES
+    return price(model, replace(layout, kv_bytes=kv)).peak + libraries
 
 
 def rows() -> list[tuple[str, ...]]:
@@ -77,7 +78,8 @@ def rows() -> list[tuple[str, ...]]:
 
 def fits(model: ModelFacts, layout: Layout, gpu: str) -> bool:
     host = gpu_kinds()[MACHINES[gpu]].host_memory
-    return needed(model, layout) <= GPUS[gpu] and price(model, layout).host <= HOST_SHARE * host
+    room = (LIMIT_OF_SEVERAL if layout.shards > 1 else LIMIT) * GPUS[gpu]
+    return needed(model, layout) <= room and price(model, layout).host <= HOST_SHARE * host
 
 
 def _on_the_host(model: ModelFacts, layout: Layout) -> str:

@@ -148,6 +148,15 @@ class Plan(Generic[C]):
         return self.devices.engines_elsewhere(self.gpus)
 
     @property
+    def communicates(self) -> bool:
+        """Whether processes of the run send each other tensors from GPU to GPU."""
+        devices = self.devices
+        several = max(devices.trainer_ranks, devices.ranks_per_engine) > 1
+        on_cluster = devices.cluster != "none" and self.gpus * self.facts.hardware.nodes > 1
+        apart = self.kind.rl and self.engines_elsewhere
+        return devices.on_gpu and (several or on_cluster or apart)
+
+    @property
     def engines_here(self) -> int:
         """How many of the run's engines use the memory of the trainer's device."""
         samples = self.kind.samples and not self.devices.engine.served

@@ -371,10 +371,8 @@ def test_a_run_with_another_tokenizer_encodes_anew(
 def test_a_reward_models_weights_leave_less_for_the_sampler(
     tmp_path: Path, path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("cost.memory", "derive.sizes"):
-        monkeypatch.setattr(
-            f"tunesmith.plan.{module}.LIBRARIES", 0
-        )  # as much as this small GPU has
+    # As much as this small GPU has.
+    monkeypatch.setattr("tunesmith.plan.cost.memory.LIBRARIES", 0)
     gpu = Gpu("a GPU", 10**9, 10**9, (9, 0))
     machine = Hardware(
         "a CPU", cores=4, memory_total=10**10, memory_available=10**10, bf16=True, gpus=(gpu,)

@@ -16,7 +16,7 @@ from tests.support.planned_memory import A100, LLAMA_70B, QWEN_7B, SMALL, on, re
 from tests.support.tiny import save_model
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
-from tunesmith.errors import DeviceMemoryError
+from tunesmith.errors import CapacityError, DeviceMemoryError
 from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models import adapters
@@ -234,21 +234,20 @@ def test_it_is_derived_where_a_gpu_needs_it_and_the_host_has_room() -> None:
     )
 
 
-def test_it_is_not_derived_for_a_run_that_may_fit_without_it() -> None:
-    """A run gets a note only if nothing fits below the limit: the host has too little memory, or it
-    was refused."""
+def test_it_is_derived_only_for_a_run_that_does_not_fit_without_it() -> None:
+    """Nothing above the limit is chosen: if the host has too little memory, the run is refused."""
     host = 512 * GB
     config = resolved(SFTConfig, on(replace(A100, memory_free=400 * GB), QWEN_7B, memory=host))
     whole = config.with_memory(checkpointing=True)
     peak = planned_devices(whole, least=True)[0][1].peak
-    for share in (1.2, 1.0, 0.95):
-        gpu = replace(A100, memory_total=200 * GB, memory_free=int(share * peak))
-        assert not resolve_sft(on(gpu, QWEN_7B, memory=host)).notes
-        short = resolve_sft(on(gpu, QWEN_7B, memory=8 * GB))
-        assert not short.settings["system.offload_optimizer"] and bool(short.notes) == (
-            share < 1 / LIMIT
-        ), share
-    assert resolve_sft(on(gpu, QWEN_7B, memory=host)).settings["system.offload_optimizer"]
+    roomy = replace(A100, memory_total=200 * GB, memory_free=int(1.01 * peak / LIMIT))
+    short = replace(roomy, memory_free=int(0.99 * peak / LIMIT))
+    on_the_gpu = resolve_sft(on(roomy, QWEN_7B, memory=8 * GB)).settings
+    assert on_the_gpu["system.offload_optimizer"] is False
+    on_the_host = resolve_sft(on(short, QWEN_7B, memory=host))
+    assert on_the_host.settings["system.offload_optimizer"] and not on_the_host.notes
+    with pytest.raises(CapacityError):
+        resolve_sft(on(short, QWEN_7B, memory=8 * GB))
 
 
 def test_the_ranks_of_a_machine_share_its_memory_and_leave_some() -> None:

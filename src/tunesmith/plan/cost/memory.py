@@ -11,6 +11,7 @@ from tunesmith.config.values import format_size
 from tunesmith.plan.cost.device import Layout, Price
 from tunesmith.plan.cost.price import (
     LIBRARIES,
+    LIBRARIES_WITH_NCCL,
     USUAL_RANK,
     activation_bytes,
     adapter_numbers,
@@ -29,9 +30,12 @@ from tunesmith.plan.plan import AnyPlan
 LIMIT = 0.95
 """A run fits a GPU if it needs at most this share of the free memory; the rest is for what no
 estimate counts."""
-MARGIN = 1.1
-"""A run that fits in no layout is refused if it needs more than this multiple of the free
-memory."""
+LIMIT_OF_SEVERAL = 0.9
+"""The same share where processes communicate between GPUs: buffers grow with their number, and one
+process that runs out of memory stops all."""
+CPU_MARGIN = 1.1
+"""A run on a CPU is refused if it needs more than this multiple of the free memory, which other
+programs may still give back."""
 HOST_SHARE = 0.95
 """Usable share of the free host memory; the rest is for Python and its libraries."""
 LEAST_TOKENS = 64
@@ -190,7 +194,8 @@ def engine_kv(plan: AnyPlan, model: ModelFacts, *, least: bool = False) -> int:
     gpu = plan.gpu
     if share is not None and gpu is not None:
         copy = copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
-        left = int(share * gpu.memory_total) - LIBRARIES - copy // plan.devices.ranks_per_engine
+        taken = library_bytes(plan) + copy // plan.devices.ranks_per_engine
+        left = int(share * gpu.memory_total) - taken
         return max(request_kv(plan, model) // plan.devices.ranks_per_engine, left)
     if least:
         return request_kv(plan, model) // plan.devices.ranks_per_engine
@@ -228,11 +233,27 @@ def rewarding_bytes(plan: AnyPlan, tokens: int) -> int:
     return scoring_bytes(larger, layout) + (gathered_bytes(larger, layout) if stage else 0)
 
 
+def limit(plan: AnyPlan) -> float:
+    """The share of a device's free memory that the run may be planned to need."""
+    return LIMIT_OF_SEVERAL if plan.communicates else LIMIT
+
+
+def library_bytes(plan: AnyPlan) -> int:
+    """Bytes of a GPU that CUDA and its libraries take in each of the run's processes."""
+    return LIBRARIES_WITH_NCCL if plan.communicates else LIBRARIES
+
+
 def fits(plan: AnyPlan, name: str, needed: Price, free: int) -> bool:
-    """Whether a kind of device of ``planned_devices`` has room: for ``LIMIT``, or for the engines'
+    """Whether a kind of device of ``planned_devices`` has room: for ``limit``, or for the engines'
     share as it was given."""
     exact = name == "engine" and plan.kind.trains and plan.said.system.vllm.memory_share is not None
-    return needed.peak <= (1.0 if exact else LIMIT) * free
+    return needed.peak <= (1.0 if exact else limit(plan)) * free
+
+
+def may_fit(plan: AnyPlan, name: str, needed: Price, free: int) -> bool:
+    """Whether a run is not refused: it fits, or exceeds a CPU's memory only a little."""
+    little = not plan.devices.on_gpu and needed.peak <= CPU_MARGIN * free
+    return little or fits(plan, name, needed, free)
 
 
 def planned_elsewhere(plan: AnyPlan, *, least: bool = False) -> Price | None:
@@ -268,7 +289,7 @@ def planned_devices(plan: AnyPlan, *, least: bool = False) -> list[tuple[str, Pr
     here = plan.devices.processes_with_trainer
     counts = [here, *[1] * len(devices)]
     return [
-        (name, replace(each, libraries=n * LIBRARIES), free)
+        (name, replace(each, libraries=n * library_bytes(plan)), free)
         for n, (name, each, free) in zip(counts, devices, strict=False)
     ]
 

@@ -19,7 +19,9 @@ QUANTISED_BYTES = {"int8": 1.002, "nf4": 0.516}
 """Bytes per weight of a quantised linear module, including its scales (``kernels.quantised``)."""
 USUAL_RANK = 16
 LIBRARIES = 10**9
-"""Bytes of a GPU that CUDA and its libraries take in each process."""
+"""Bytes of a GPU that CUDA and its libraries take in a process that communicates with no other."""
+LIBRARIES_WITH_NCCL = 25 * 10**8
+"""The same with NCCL's buffers and connections to other GPUs."""
 
 
 def price(model: ModelFacts, layout: Layout) -> Price:

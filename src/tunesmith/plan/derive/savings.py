@@ -15,8 +15,6 @@ from tunesmith.config.system import SystemSection
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.device import Price
 from tunesmith.plan.cost.memory import (
-    LIMIT,
-    MARGIN,
     bytes_per_token,
     fits,
     host_problem,
@@ -91,14 +89,13 @@ def with_savings(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> tuple[
     price = planned(chosen, least=True)
     open_yet = {name: False for name in IN_HOST_MEMORY if getattr(said, name) is None}
     other = planned(chosen.with_memory(**open_yet), least=True)
-    fit = share_of(chosen) <= MARGIN
     shards = chosen.devices.shard_size
     if shards is not None and said.shard_size is None:
         reasons.add("system.shard_size", shards, _why_shards(chosen, shards))
     for name, what in IN_HOST_MEMORY.items():
         value: bool = getattr(chosen.memory, name)
         if name in open_yet:
-            why = _why(plan, name, what, value, fit, price, other)
+            why = _why(plan, name, what, value, price, other)
             reasons.add(f"system.{name}", value, why)
     turns = chosen.devices.hybrid
     settled = turns_open and ((whole and plan.kind.rl) or len(_turns(plan)) > 1)
@@ -152,30 +149,22 @@ def with_shards(plan: Plan[C], reasons: Reasons) -> Plan[C]:
 
 
 def best_choice(plan: Plan[C]) -> tuple[Saving[C], bool]:
-    """The fastest choice that agrees with a run's settings and takes at most ``LIMIT`` of the free
-    memory, and True.
-
-    Otherwise the one that takes the least, if it may fit (``MARGIN``); else nothing is in host
-    memory. It is without sizes, and False.
-    """
+    """The fastest choice that agrees with a run's settings and fits (``fits``), and True; otherwise
+    one with nothing in host memory and without sizes, for the numbers in a refusal, and False."""
     options = [*_options(plan)]
-    allowed = Saving(_recomputed(options[0], 1.0))  # what it contradicts, no choice mends
-    bounds = [least_seconds(each) for each in options]
+    allowed = _allowed(plan)
+    bounds = [_seconds_at_best(each) for each in options]
     best: Saving[C] | None = None
     for bound, place in sorted((bound, place) for place, bound in enumerate(bounds)):
         if best is not None and bound >= best.seconds:
             break
         for choice in _with_activations(options[place]):
             faster = best is None or choice.seconds < best.seconds
-            if faster and choice.refused <= allowed.refused:
+            if faster and choice.refused <= allowed:
                 best = choice
     if best is not None:
         return best, True
-    smallest = [Saving(lean) for each in options for lean in _lean(each)]
-    fitting = [
-        each for each in smallest if each.share <= MARGIN and each.refused <= allowed.refused
-    ]
-    return min(fitting, key=lambda each: each.share, default=smallest[0]), False
+    return Saving(_lean(options[0])[0]), False
 
 
 def with_savings_as_said(plan: Plan[C], system: SystemSection | None) -> Plan[C]:
@@ -193,41 +182,40 @@ def _nothing_to_choose(plan: AnyPlan) -> bool:
     return not plan.kind.trains or not plan.devices.on_gpu or planned(plan) is None
 
 
+def _allowed(plan: AnyPlan) -> frozenset[tuple[str, ...]]:
+    """Contradictions that no choice mends: those of a run with nothing in host memory."""
+    return Saving(_recomputed(next(_options(plan)), 1.0)).refused
+
+
 def _leanest(plan: Plan[C]) -> Iterator[Plan[C]]:
     """All choices, each with as few activations as it allows."""
     return (lean for option in _options(plan) for lean in _lean(option))
 
 
 def fits_somehow(plan: AnyPlan) -> bool:
-    """Whether some choice takes at most ``LIMIT``; a run without a trainer on a GPU has no choice
-    to make."""
-    return _nothing_to_choose(plan) or any(map(_fits, _leanest(plan)))
+    """Whether some choice fits."""
+    if _nothing_to_choose(plan):
+        return _fits(_recomputed(plan, 1.0) if plan.kind.trains else plan)
+    allowed = _allowed(plan)
+    return any(_fits(each) and Saving(each).refused <= allowed for each in _leanest(plan))
 
 
-def least_share(plan: AnyPlan, *, enough: float = LIMIT) -> float:
-    """The minimum memory that a run needs, as a share of the free memory, over all choices; above 1
-    it does not fit.
-
-    Args:
-        enough: a share at which no smaller one is looked for.
-    """
+def least_share(plan: AnyPlan) -> float:
+    """The minimum memory that a run needs, as a share of the free memory, over all choices."""
     if _nothing_to_choose(plan):
         return share_of(_recomputed(plan, 1.0) if plan.kind.trains else plan)
-    choices = [*map(Saving, _leanest(plan))]
-    fitting = next((each for each in choices if each.share <= enough), None)
-    if fitting is not None and fitting.refused <= choices[0].refused:
-        return fitting.share
-    allowed = (
-        each.share
-        for each in sorted(choices, key=lambda each: each.share)
-        if each.refused <= choices[0].refused
-    )
-    return next(allowed, choices[0].share)
+    allowed = _allowed(plan)
+    choices = sorted(map(Saving, _leanest(plan)), key=lambda each: each.share)
+    return next(each.share for each in choices if each.refused <= allowed)
 
 
 def least_seconds(plan: AnyPlan) -> float:
-    """A lower bound of a step's seconds: nothing is recomputed, and micro-batches are as large as
-    is useful."""
+    """A lower bound of a step's seconds, with any shards and turns: nothing is recomputed, and
+    micro-batches are as large as is useful."""
+    return min(map(_seconds_at_best, _ways(plan)))
+
+
+def _seconds_at_best(plan: AnyPlan) -> float:
     said = plan.said.system
     free: dict[str, Any] = {"checkpointing": plan.memory.checkpointing}
     if said.gradient_checkpointing is None:
@@ -268,7 +256,7 @@ def _options(plan: Plan[C]) -> Iterator[Plan[C]]:
     named = [name for name in IN_HOST_MEMORY if name != REFERENCE or plan.devices.keeps_frozen]
     said = {name: getattr(plan.said.system, name) for name in named}
     values = [[False, True] if said[name] is None else [said[name]] for name in named]
-    ways = [*product(_shard_sizes(plan), _turns(plan), _copies(plan))]
+    ways = [*_ways(plan)]
     of_updates = (said[PARAMETERS], said[OPTIMIZER])  # if both are set, a rule refuses them
     for flags in sorted(product(*values), key=sum):  # few flags first
         chosen = dict(zip(named, flags, strict=True))
@@ -276,9 +264,14 @@ def _options(plan: Plan[C]) -> Iterator[Plan[C]]:
         if chosen[PARAMETERS] and not updated_there:
             continue  # weights in host memory are updated there
         memory = replace(plan.memory, **chosen)
-        for size, turns, copy in ways:
-            devices = replace(plan.devices, shard_size=size, hybrid=turns, weight_copy=copy)
-            yield replace(plan, memory=memory, devices=devices)
+        yield from (replace(way, memory=memory) for way in ways)
+
+
+def _ways(plan: Plan[C]) -> Iterator[Plan[C]]:
+    """Ways in which devices share the model and its copies, as far as the settings leave them
+    open."""
+    for size, turns, copy in product(_shard_sizes(plan), _turns(plan), _copies(plan)):
+        yield plan.with_devices(shard_size=size, hybrid=turns, weight_copy=copy)
 
 
 def _turns(plan: AnyPlan) -> list[bool]:
@@ -356,14 +349,11 @@ def _why(
     name: str,
     what: str,
     value: bool,
-    fit: bool,
     chosen: Price | None,
     without: Price | None,
 ) -> str:
     if name == REFERENCE and not plan.devices.keeps_frozen:
         return "the trainer's GPU holds no whole frozen model"
-    if not fit:
-        return "the run would still not fit"
     if not value:
         return f"the fastest step that fits has {what} on the GPU"
     size = format_size(max(0, (chosen.host if chosen else 0) - (without.host if without else 0)))

@@ -8,17 +8,18 @@ from math import ceil, inf
 
 from tunesmith.config.values import format_size, megabytes
 from tunesmith.plan.cost.memory import (
-    LIMIT,
     bytes_per_token,
     engine_kv,
     host_tokens,
     kv_bytes_per_number,
     layout_of,
+    library_bytes,
+    limit,
     planned,
     planned_elsewhere,
     request_kv,
 )
-from tunesmith.plan.cost.price import LIBRARIES, activation_bytes, price
+from tunesmith.plan.cost.price import activation_bytes, price
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import MOST_RUNNING, USUAL_RUNNING, AnyPlan, C, Plan, Reasons
 
@@ -90,39 +91,34 @@ def _with_running(plan: Plan[C], reasons: Reasons) -> Plan[C]:
 
 def _kv_share(plan: AnyPlan, budget: int) -> tuple[int, str]:
     """Bytes for the KV cache of one device's engines, and which part of the free memory that is."""
-    free = plan.free_memory
     model = plan.facts.model
     left = f"what weights and a pass leave of {ALONE:.0%}"
     if plan.engines_elsewhere:
         # The engines' GPUs are assumed to be like the trainer's.
         engine = planned_elsewhere(plan)
-        return _left_alone(
-            plan, engine.sampling - engine.kv if engine else 0
-        ), f"on its own GPU, {left}"
+        held = engine.sampling - engine.kv if engine else 0
+        return _left_alone(plan, held), f"on its own GPU, {left}"
     layout = layout_of(plan)
+    here = plan.devices.processes_with_trainer
     if not plan.kind.rl:  # nothing is trained while it samples
         layout = replace(layout, trains=False, holds_model=plan.devices.loads_model)
         held = price(model, layout).sampling if model else 0
-        return (
-            (_left_alone(plan, held), left) if plan.devices.on_gpu else ((free - held) // 2, "half")
-        )
+        if plan.devices.on_gpu:
+            return _left_alone(plan, held), left
+        return (plan.free_memory - held) // 2, "half"
     if plan.devices.hybrid and model is not None:
-        return (free - price(model, layout).sampling) // 2, "while the policy does not train, half"
+        taken = price(model, layout).sampling
+        return _half(plan, taken, here), "while the policy does not train, half"
     together = planned(plan, least=True)
     if together is None or not plan.devices.on_gpu:
         return budget // 4, "a quarter"
-    beside = (
-        int(LIMIT * free)
-        - plan.devices.processes_with_trainer * LIBRARIES
-        - together.training
-        + together.kv
-    )
+    beside = _room(plan, here) - together.training + together.kv
     return min(budget // 4, max(0, beside)), "a quarter"
 
 
 def _left_alone(plan: AnyPlan, held: int) -> int:
     """Bytes for keys and values on a GPU that only engines use, of which weights take ``held``."""
-    each = LIBRARIES + _pass_bytes(plan)
+    each = library_bytes(plan) + _pass_bytes(plan)
     return int(ALONE * plan.free_memory) - held - each * plan.devices.engines_together(plan.gpus)
 
 
@@ -135,6 +131,18 @@ def _pass_bytes(plan: AnyPlan) -> int:
     widths = 2 * model.intermediate_size + 4 * model.hidden_size
     prompts = PASS_TOKENS * widths * plan.devices.bytes_per_number
     return prompts + 3 * 4 * plan.sampling.running * model.vocab_size
+
+
+def _half(plan: AnyPlan, taken: int, processes: int) -> int:
+    """Half of what ``taken`` leaves of a device, and no more than fits beside it."""
+    rounding = 10**6 * plan.devices.engines_together(plan.gpus)  # sizes are whole megabytes
+    return min((plan.free_memory - taken) // 2, _room(plan, processes) - taken - rounding)
+
+
+def _room(plan: AnyPlan, processes: int) -> int:
+    """Bytes of a device that all but CUDA's libraries in so many processes may take."""
+    libraries = processes * library_bytes(plan) * plan.devices.on_gpu
+    return int(limit(plan) * plan.free_memory) - libraries
 
 
 def _microbatch(plan: AnyPlan, budget: int) -> tuple[int, str]:
@@ -173,14 +181,14 @@ def _fitting_beside_engines(
 
 
 def _fitting(plan: AnyPlan, model: ModelFacts, longest: int, most: int) -> tuple[int, str]:
-    """The most tokens, up to ``most``, with which the trainer's GPU is filled to ``LIMIT``, and why
+    """The most tokens, up to ``most``, with which the trainer's GPU is filled to ``limit``, and why
     no more; at least ``longest``."""
     host = host_tokens(plan, model)
     if longest >= most:
         return longest, "the longest sample has to fit"
     layout = layout_of(plan)
     layout = replace(layout, kv_bytes=plan.engines_here * plan.memory.kv_bytes)
-    room = int(LIMIT * plan.trainer_memory) - plan.devices.processes_with_trainer * LIBRARIES
+    room = _room(plan, plan.devices.processes_with_trainer)
 
     def needed(tokens: int) -> float:
         passing = price(model, replace(layout, tokens=tokens))
@@ -195,7 +203,7 @@ def _fitting(plan: AnyPlan, model: ModelFacts, longest: int, most: int) -> tuple
         return most, "memory allows more, but more would be no faster"
     if count == 0:
         return max(1, longest), "the longest sample has to fit"
-    return sizes[count - 1], f"what fits in {LIMIT:.0%} of the free memory"
+    return sizes[count - 1], f"what fits in {limit(plan):.0%} of the free memory"
 
 
 def _kv_memory(plan: AnyPlan, budget: int) -> tuple[str, str] | None:

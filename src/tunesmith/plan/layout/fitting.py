@@ -14,10 +14,11 @@ from tunesmith.errors import Problem
 from tunesmith.plan.cost.device import PARTS, Price
 from tunesmith.plan.cost.memory import (
     LEAST_TOKENS,
-    LIMIT,
-    MARGIN,
+    fits,
     host_problem,
     layout_of,
+    limit,
+    may_fit,
     planned_devices,
 )
 from tunesmith.plan.cost.price import USUAL_RANK, price
@@ -46,7 +47,7 @@ def memory_problems(plan: Plan[C], given: C) -> Iterator[Problem]:
     devices = plan.devices
     free_of_layout = _free_of_layout(plan, given)
     for place, (name, needed, free) in enumerate(planned_devices(plan, least=True)):
-        if needed.peak > MARGIN * free:
+        if not may_fit(plan, name, needed, free):
             split = place and name == "engine" and devices.engine.spans_devices
             cure = "split each engine over more GPUs with system.vllm.tensor_parallel_size"
             if split and plan.said.system.vllm.memory_share is not None:
@@ -81,8 +82,8 @@ def _free_of_layout(plan: Plan[C], given: C) -> Plan[C]:
 
 
 def memory_notes(plan: AnyPlan) -> Iterator[str]:
-    for _, needed, free in planned_devices(plan, least=True):
-        if LIMIT * free < needed.peak <= MARGIN * free:
+    for name, needed, free in planned_devices(plan, least=True):
+        if not fits(plan, name, needed, free):
             yield (
                 f"the run may not fit: it needs about {format_size(needed.peak)}, and "
                 f"{format_size(free)} are free"
@@ -95,10 +96,9 @@ def _does_not_fit(plan: AnyPlan, needed: Price, free: int, cure: str, where: str
     )
     return (
         f"{plan.said.model.path} does not fit on {where}: it needs at least "
-        f"{format_size(needed.peak)} ({listed}), and {format_size(free)} are free. "
-        f"{cure[0].upper()}{cure[1:]}. If more can be used than was found, set "
-        "system.device_memory = "
-        f'"{ceil(needed.peak / 10**9)}GB"'
+        f"{format_size(needed.peak)} ({listed}), and {format_size(free)} are free, of which "
+        f"{limit(plan):.0%} are planned. {cure[0].upper()}{cure[1:]}. If more can be used than was "
+        f'found, set system.device_memory = "{ceil(needed.peak / limit(plan) / 10**9)}GB"'
     )
 
 
@@ -120,8 +120,8 @@ def _remedy(plan: Plan[C], free: int, given: C, free_of_layout: Plan[C]) -> str:
         if any(said_contradictions(with_values(given, stated | changes))):
             continue
         there = with_said(plan, always | changes)
-        changed = planned_devices(there, least=True)[0][1]
-        if changed.peak <= free and not host_problem(plan, changed):
+        name, changed, _ = planned_devices(there, least=True)[0]
+        if may_fit(there, name, changed, free) and not host_problem(plan, changed):
             words = " and ".join(
                 f"{key} = {toml_value(plain(value))}" for key, value in (stated | changes).items()
             )

@@ -15,8 +15,8 @@ from typing import Any
 from tunesmith.config.changing import with_values
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig
+from tunesmith.plan.derive.savings import fits_somehow
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
-from tunesmith.plan.layout.search import lack
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, with_said
 from tunesmith.plan.rules.situation import Situation
 
@@ -138,4 +138,4 @@ def with_system_profile(plan: Plan[C], reasons: Reasons) -> Plan[C]:
 
 def _fits(plan: AnyPlan) -> bool:
     """Whether a sample fits in some layout."""
-    return any(lack(plan, layout) <= 1 for layout in layouts(plan))
+    return any(fits_somehow(layout.of(plan)) for layout in layouts(plan))

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from tunesmith.config.system import PlacementSection, Role
 from tunesmith.plan.cluster import bundles, cluster_problems, missing
-from tunesmith.plan.cost.memory import LEAST_TOKENS, reward_price
-from tunesmith.plan.cost.price import LIBRARIES
+from tunesmith.plan.cost.memory import LEAST_TOKENS, library_bytes, limit, reward_price
 from tunesmith.plan.layout.process_layout import ProcessLayout, said_shape
 from tunesmith.plan.plan import AnyPlan
 
@@ -136,7 +135,8 @@ def _with_reward_shards(plan: AnyPlan, groups: Groups) -> AnyPlan:
         count = reward.processes or shards
         if count % shards == 0:
             found = plan if shards == 1 else _with_reward(plan, processes=count, shards=shards)
-            if LIBRARIES + reward_price(found, longest).peak <= plan.free_memory:
+            needed = library_bytes(found) + reward_price(found, longest).peak
+            if needed <= limit(found) * plan.free_memory:
                 break
     return found
 

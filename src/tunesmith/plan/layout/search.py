@@ -120,20 +120,14 @@ def _nearest_layout(plan: AnyPlan) -> ProcessLayout:
     if several and max(as_said.engines, as_said.tensor) > 1 and said["engine_process"] is None:
         as_said = replace(as_said, engine_process=True)
     open_yet = with_savings_as_said(plan, None)
-    shares = [least_share(layout.of(plan), enough=0) for layout in found]
+    shares = [least_share(layout.of(plan)) for layout in found]
     equal = [layout for share, layout in zip(shares, found, strict=True) if share == min(shares)]
     # Among equals, a remedy has most to change in the one that might need the least.
     return min(
         equal,
-        key=lambda layout: least_share(layout.of(open_yet), enough=0),
+        key=lambda layout: least_share(layout.of(open_yet)),
         default=as_said,
     )
-
-
-def lack(plan: AnyPlan, layout: ProcessLayout) -> float:
-    """The minimum memory that a layout needs, as a share of the free memory; above 1 it does not
-    fit."""
-    return least_share(layout.of(plan))
 
 
 def _with_capacity(plan: Plan[C], layout: ProcessLayout) -> Plan[C] | None:
