@@ -146,3 +146,38 @@ def test_the_list_of_what_takes_less_memory_is_the_documents() -> None:
     assert len(rows) == len(keys)
     for row, named in zip(rows, keys, strict=True):
         assert all(f"`{key}" in row for key in named), row
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        (["lora.rank=16", "data.max_tokens=512"], "data.max_tokens"),
+        pytest.param(
+            [*RL, "lora.rank=16", "system.engine=local"],
+            "rollout.max_new_tokens",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_longest_sequences_are_planned(said: list[str], key: str, tmp_path: Path) -> None:
+    """Whatever length the run has otherwise, and beyond the model's context."""
+    (tmp_path / "run.toml").touch()
+    run = [str(tmp_path / "run.toml"), f"model.path={SIZED}", "data.train=org/d", *said]
+    code, output = planned(*run, "--on", "H100-80GB", "--max-context")
+    report = json.loads(output)
+    assert code == 0 and report["longest"] > 131_072
+    [device] = report["memory"]
+    assert 0.9 < device["share"] <= 0.95
+    assert report["layout"]["system.offload_activations"]["value"] is True
+    assert any("131072" in note for note in report["notes"])
+    text = CliRunner().invoke(app, ["plan", *run, "--on", "H100-80GB", "--max-context"]).stdout
+    assert f"{report['longest']:,}" in text.splitlines()[0] and key not in text
+
+
+def test_the_longest_sequences_are_those_of_runs_that_train_and_fit(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").touch()
+    run = [str(tmp_path / "run.toml"), "data.train=org/d", "--max-context", "--on", "T4-16GB"]
+    assert planned(*run, f"model.path={SIZED}")[0] == 3
+    assert planned(*run, f"model.path={UNKNOWN}", "lora.rank=16")[0] == 2
+    sampled = planned(*run, f"model.path={SIZED}", "output.kind=completions")
+    assert sampled[0] == 2

@@ -49,6 +49,12 @@ def plan(
             min=0, help="What a GPU costs for an hour: also print the cost.", show_default=False
         ),
     ] = None,
+    max_context: Annotated[
+        bool,
+        typer.Option(
+            "--max-context", help="Plan the longest sequences that the run can train there."
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, with bytes and seconds.")
     ] = False,
@@ -73,12 +79,15 @@ def plan(
         report_of,
         seconds_rows,
     )
-    from tunesmith.run.placement.planning import plan_run
+    from tunesmith.run.placement.planning import plan_longest, plan_run
 
     with placed(run, overrides or ()):
         config = load_run(run, overrides or ())
         try:
-            planned = plan_run(config, on, run.parent)
+            if max_context:
+                config, planned = plan_longest(config, on, run.parent)
+            else:
+                planned = plan_run(config, on, run.parent)
         except CapacityError as error:
             if as_json:
                 print(json.dumps({"fits": False, "problems": [*map(str, error.args)]}, indent=2))
@@ -87,6 +96,8 @@ def plan(
     if as_json:
         print(json.dumps({"fits": True, **report}, indent=2))
         return
+    if max_context:
+        print(f"The longest sequences that fit have {report['longest']:,} tokens.\n")
     print_resolved(layout_of_run(planned), all_of_it=True)
     _print_table(memory_rows(memory_of(planned)))
     _print_table(seconds_rows(step_seconds(planned)))

@@ -88,6 +88,7 @@ def report_of(config: RunConfig, plan: AnyPlan, price: float | None = None) -> d
             "path": plan.said.model.path,
             "parameters": model.parameters if model else None,
         },
+        "longest": plan.training.longest,
         "layout": entries,
         "memory": memory_of(plan),
         "seconds": step_seconds(plan),

@@ -13,21 +13,20 @@ from tunesmith.config.values import format_size
 from tunesmith.errors import Problem
 from tunesmith.plan.cost.device import PARTS, Price
 from tunesmith.plan.cost.memory import (
-    LEAST_TOKENS,
     fits,
     host_problem,
-    layout_of,
     limit,
     may_fit,
     planned_devices,
 )
-from tunesmith.plan.cost.price import USUAL_RANK, price
+from tunesmith.plan.cost.price import USUAL_RANK
 from tunesmith.plan.derive.savings import (
     fits_somehow,
     lacking_on_the_host,
     with_savings_as_said,
 )
 from tunesmith.plan.layout.layouts import layouts, without_layout
+from tunesmith.plan.layout.longest import longest_that_fits
 from tunesmith.plan.layout.process_layout import KEYS
 from tunesmith.plan.layout.search import fastest_layout
 from tunesmith.plan.plan import AnyPlan, C, Plan, plain, reopened, with_said
@@ -127,7 +126,7 @@ def _remedy(plan: Plan[C], free: int, given: C, free_of_layout: Plan[C]) -> str:
             )
             return f"what fits: {words} ({format_size(changed.peak)}){more}"
         peaks.append(changed.peak)
-    shorter = _longest_that_fits(plan, free)
+    shorter = longest_that_fits(reopened(plan, plan.said.system), plan.training.longest or 0)
     if shorter:
         return f"what fits: samples of at most {shorter} tokens{more}"
     parameters = (plan.facts.model and plan.facts.model.parameters) or 0
@@ -224,16 +223,3 @@ def _changes(plan: AnyPlan, layout: Mapping[str, Any]) -> Iterator[dict[str, Any
     if engine.spans_devices and not plan.kind.rl and not plan.kind.supervised:
         for ranks in (n for n in (2, 4, 8) if n <= plan.gpus):
             yield {"system.vllm.tensor_parallel_size": ranks, "system.engine_process": True}
-
-
-def _longest_that_fits(plan: AnyPlan, free: int) -> int | None:
-    """The longest sample's tokens divided by the smallest power of two with which the run fits."""
-    tokens = plan.training.longest
-    layout = replace(layout_of(plan), checkpointing=1)
-    if tokens is None or plan.facts.model is None:
-        return None
-    while (tokens := tokens // 2) >= LEAST_TOKENS:
-        kv = tokens * plan.facts.model.kv_bytes_per_token(layout.bytes_per_number)
-        if price(plan.facts.model, replace(layout, tokens=tokens, kv_bytes=kv)).peak <= free:
-            return tokens
-    return None

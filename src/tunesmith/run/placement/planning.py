@@ -12,6 +12,7 @@ from tunesmith.config.resolved import Derived
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cluster import bundles, missing
+from tunesmith.plan.cost.memory import LEAST_TOKENS
 from tunesmith.plan.cost.seconds import measurable
 from tunesmith.plan.derive.lengths import sequence_limits
 from tunesmith.plan.facts.hardware import Hardware
@@ -20,7 +21,8 @@ from tunesmith.plan.facts.measured import read_rates
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.alternatives import costly
 from tunesmith.plan.layout.fitting import layout_that_fits
-from tunesmith.plan.plan import AnyPlan
+from tunesmith.plan.layout.longest import MOST, length_setting, longest_that_fits
+from tunesmith.plan.plan import AnyPlan, reopened
 from tunesmith.plan.resolve import resolve
 from tunesmith.run.placement.checking import check_inputs, facts_of_run
 
@@ -31,12 +33,37 @@ ASSUMED_PROMPT = 1024
 not read."""
 
 
-def plan_run(config: RunConfig, on: str, base_dir: Path | None = None) -> AnyPlan:
+def plan_longest(
+    config: RunConfig, on: str, base_dir: Path | None = None
+) -> tuple[RunConfig, AnyPlan]:
+    """A run with the longest sequences that it can train on a machine, also beyond the model's
+    context, and its plan.
+
+    Raises:
+        ConfigError: see ``plan_run``; or the run does not train, or the model's size is unknown.
+        CapacityError: not even short sequences fit.
+    """
+    if not config.trains:
+        raise ConfigError(f"--max-context is for runs that train, and {config.command} does not")
+    prompt = config.data.max_prompt_tokens or ASSUMED_PROMPT
+    least = LEAST_TOKENS + (prompt if config.samples else 0)
+    short = with_values(config, dict([length_setting(config, least, prompt)]))
+    plan = plan_run(short, on, base_dir)
+    if plan.facts.model is None or plan.facts.model.parameters is None:
+        raise ConfigError(f"--max-context: the size of {config.model.path} is not known")
+    room = config.system.max_tokens_per_microbatch or MOST
+    tokens = longest_that_fits(reopened(plan, plan.said.system), room) or least
+    longest = with_values(config, dict([length_setting(config, tokens, prompt)]))
+    return longest, plan_run(longest, on, base_dir, context=tokens)
+
+
+def plan_run(config: RunConfig, on: str, base_dir: Path | None = None, context: int = 0) -> AnyPlan:
     """The plan of a run on a machine.
 
     Args:
         base_dir: the run file's directory; for this machine, files and code are then checked as
             ``check_run`` does.
+        context: the model is assumed to take sequences of at least so many tokens.
 
     Raises:
         ConfigError: an unknown machine, or settings that contradict each other or the machine.
@@ -47,10 +74,10 @@ def plan_run(config: RunConfig, on: str, base_dir: Path | None = None) -> AnyPla
     if spread is not None:
         # Where a cluster cannot do it, one machine may.
         with suppress(ConfigError):
-            return _with_planned_cluster(_plan_on(spread, elsewhere, base_dir))
+            return _with_planned_cluster(_plan_on(spread, elsewhere, base_dir, context))
         with suppress(ConfigError):
-            return _plan_on(config, elsewhere, base_dir)
-    return _plan_on(spread or config, elsewhere, base_dir)
+            return _plan_on(config, elsewhere, base_dir, context)
+    return _plan_on(spread or config, elsewhere, base_dir, context)
 
 
 def _on_ray(config: RunConfig, elsewhere: Hardware | None) -> RunConfig | None:
@@ -71,8 +98,16 @@ def _with_planned_cluster(plan: AnyPlan) -> AnyPlan:
     return replace(plan, given=given, reasons=reasons, notes=(note, *plan.notes))
 
 
-def _plan_on(config: RunConfig, elsewhere: Hardware | None, base_dir: Path | None) -> AnyPlan:
-    facts, notes = _with_lengths(config, facts_of_run(config, hardware=elsewhere))
+def _plan_on(
+    config: RunConfig, elsewhere: Hardware | None, base_dir: Path | None, context: int
+) -> AnyPlan:
+    facts = facts_of_run(config, hardware=elsewhere)
+    usual = facts.model.context if facts.model else None
+    if facts.model and usual and usual < context:
+        facts = replace(facts, model=replace(facts.model, context=context))
+    facts, notes = _with_lengths(config, facts)
+    if usual and usual < context:
+        notes.append(f"{context} tokens are more than the model's context of {usual}")
     facts = _with_launched_ranks(config, facts)
     plan = resolve(config, facts)
     if base_dir is not None and elsewhere is None:
