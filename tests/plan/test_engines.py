@@ -224,7 +224,7 @@ def test_an_engine_alone_on_its_gpu_uses_nine_tenths_of_it(
     found = plan(kind, on, *said, train_size=10**6)
     room = [needed.engine + needed.weights + needed.kv for _, needed, _ in planned_devices(found)]
     free = found.facts.hardware.gpus[0].memory_free
-    assert share - 0.06 < room[-1] / free <= share
+    assert share - 0.07 < room[-1] / free <= share
 
 
 def test_an_engine_that_shares_its_gpu_in_turns_has_half_of_what_is_left() -> None:

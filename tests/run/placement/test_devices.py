@@ -25,6 +25,7 @@ from tunesmith.config.values import megabytes, parse_size
 from tunesmith.errors import ConfigError, EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.cluster import cluster_problems
+from tunesmith.plan.cost.price import LIBRARIES_WITH_NCCL
 from tunesmith.plan.devices import Devices, device_problems, visible_names
 from tunesmith.plan.facts.hardware import Gpu, Hardware, read_hardware
 from tunesmith.plan.facts.model import ModelFacts
@@ -285,10 +286,10 @@ def test_an_engine_on_a_gpu_of_its_own_plans_with_its_memory() -> None:
 
     here = ("system.engine_python=" + f'"{sys.executable}"',)
     own = ("system.hybrid=false",)
-    # 90% of 60 GB, without 2 of weights, 1 of libraries, and a pass: a layer of 8192 tokens, and
+    # 90% of 60 GB, without 2 of weights, 2.5 of libraries, and a pass: a layer of 8192 tokens, and
     # probabilities of 1024.
     passing = 8192 * (2 * 8192 + 4 * 2048) * 2 + 1024 * 32000 * 12
-    alone = (54 - 2 - 1) * 10**9 - passing
+    alone = 54 * 10**9 - 2 * 10**9 - LIBRARIES_WITH_NCCL - passing
     assert planned(*own)[0] == megabytes(alone)
     assert planned(*own)[1].startswith("on its own GPU, ")
     # 1 GB of weights on each rank
