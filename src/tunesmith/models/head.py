@@ -190,7 +190,7 @@ class _FusedLogprobs(torch.autograd.Function):
                         rows = (h[at] * row_factor).to(weight.dtype)
                         functions.add_product(grad.to(weight.dtype), rows, [(sum_weight, True)])
                     elif sum_weight is not None:
-                        sum_weight += _product(grad.t(), h[at] * row_factor.to(h.dtype))
+                        _add_product(sum_weight, grad.t(), h[at] * row_factor.to(h.dtype))
                     if sum_bias is not None:
                         sum_bias += (grad * row_factor).sum(0)
                 if grad_weight is not None and sum_weight is not None:
@@ -222,6 +222,14 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` in at least float32, with ``a`` rounded to the dtype of ``b``."""
     exact = torch.promote_types(b.dtype, torch.float32)
     return a @ b if b.dtype == exact else torch.mm(a.to(b.dtype), b, out_dtype=exact)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, on a GPU within the product."""
+    if total.is_cuda and b.dtype != total.dtype:
+        torch.ops.aten.addmm.dtype_out(total, a.to(b.dtype), b, total.dtype, out=total)
+    else:
+        total += _product(a, b)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitScale) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -54,7 +55,9 @@ def fake_groups(most: int) -> Generator[None]:
 
 
 class _Nccl:
-    class Options: ...
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace()
 
     def __new__(cls, store: Any, rank: int, world: int, options: Any) -> Any:
         del store, options

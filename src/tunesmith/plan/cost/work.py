@@ -423,7 +423,8 @@ def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> 
     steps = max(1.0, asked / together) * new  # a request that ends makes room for the next one
     prompts = samples / plan.said.rollout.group_size / engines
     prefills = max(1, ceil(prompts * prompt / system.max_prefill_tokens))
-    graphs = plan.devices.engine.spans_devices and not plan.vllm.eager
+    own_graphs = plan.decodes_on_gpu and plan.said.system.compile is not False
+    graphs = own_graphs or (plan.devices.engine.spans_devices and not plan.vllm.eager)
     return {
         "operations": prompts * cost_of(model).prefix(int(prompt)) / 3 / ranks,
         "bytes read": steps * (weights + together * (tokens - new / 2) * per_token) / ranks,
