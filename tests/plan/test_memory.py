@@ -50,6 +50,7 @@ from tunesmith.plan.cost.price import (
     activation_bytes,
     adapter_numbers,
     copy_bytes,
+    layer_bytes,
     price,
     recomputed,
 )
@@ -58,6 +59,7 @@ from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts
 from tunesmith.plan.report import memory_of, memory_rows
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.rules import checks
 from tunesmith.records.memory import memory_metrics
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
@@ -114,6 +116,29 @@ def test_parts_of_a_price_by_hand() -> None:
     )
     assert price(SMALL, Layout(2, trains=False)).peak == 2 * n
     assert price(SMALL, Layout(2, tokens=10)).activations == 10 * activation_bytes(SMALL, Layout(2))
+
+
+def test_a_layer_saves_the_same_whether_or_not_it_is_sharded() -> None:
+    """Joint products: four vectors of 256, three of queries and keys, three of 768; modules of a
+    family without a lean form keep norms in both types and the activation."""
+    for stage in (0, 1, 3):
+        of = Layout(2, zero_stage=stage)
+        assert layer_bytes(SMALL, of) == 2 * (4 * 256 + 3 * 256 + 3 * 128 + 3 * 768) + 4 * 6
+        modules = 2 * 256 * 8 + 2 * (2 * 256 + 2 * 128 + 4 * 768) + 4 * 6
+        assert layer_bytes(replace(SMALL, family="gpt2"), of) == modules
+        assert layer_bytes(replace(SMALL, family="llama"), of) == layer_bytes(SMALL, of)
+
+
+@pytest.mark.parametrize("said", ["system.kernels=liger", "system.compile=default"])
+def test_faster_layers_keep_the_layout(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "version", lambda _: "1.0.0")
+    facts = on(A100, replace(QWEN_7B, family="qwen2"), memory=2000 * 10**9)
+    facts = replace(facts, hardware=replace(facts.hardware, gpus=facts.hardware.gpus * 8))
+    usual, faster = (resolved(SFTConfig, facts, *each) for each in ((), (said,)))
+    assert faster.devices.zero_stage == usual.devices.zero_stage > 0
+    assert faster.memory == usual.memory
+    away = resolved(SFTConfig, facts, said, "system.zero_stage=3", "system.offload_parameters=true")
+    assert away.memory.offload_parameters
 
 
 @pytest.mark.slow

@@ -337,7 +337,7 @@ def test_a_group_computes_longer_micro_batches() -> None:
 def test_a_sequence_that_fits_no_gpu_fits_several_that_share_it() -> None:
     facts = Facts(replace(CPU, gpus=(GPU,) * 8), MODEL, train_size=100, longest=90_000)
     here = ("system.offload_optimizer=false", "system.offload_activations=false")
-    said = ('system.device_memory="20GB"', *here)
+    said = ('system.device_memory="17GB"', *here)
     with pytest.raises(CapacityError, match="does not fit") as error:
         resolve(config(SFTConfig, *said, "system.sequence_parallel.size=1"), facts)
     changes = dict(re.findall(r"(system\.[\w.]+) = (\d)", str(error.value)))

@@ -24,7 +24,9 @@ from tunesmith.learn.usercode.far import gather
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu.functions import FUNCTIONS
+from tunesmith.models.decoder import Decoder
 from tunesmith.models.kernels.layers import decoder_layers
+from tunesmith.models.kernels.lean import PRODUCTS
 from tunesmith.models.kernels.quantised import Quantize
 from tunesmith.models.parallel.sequence import SequenceKind, sequence_group
 from tunesmith.models.parallel.sharding import Sharding, local, whole, whole_weights
@@ -38,7 +40,12 @@ HERE = "127.0.0.1"
 
 
 class Rank:
-    """Joins the others and loads the model."""
+    """Joins the others and loads the model.
+
+    Args:
+        compiled: allow compiled functions for CPUs.
+        mode: compile the layers with PyTorch.
+    """
 
     def __init__(
         self,
@@ -58,6 +65,7 @@ class Rank:
         offload: bool = False,
         streams: bool = False,
         compiled: bool = True,
+        mode: str | None = None,
         quantize: Quantize | None = None,
         adapter: int | None = None,
         **options: Any,
@@ -78,6 +86,8 @@ class Rank:
                     quantize=quantize,
                 )
             self.most_loading = seen.most
+            if mode is not None:
+                model.compile_layers(mode)
             if adapter is not None:
                 torch.manual_seed(0)
                 attach(model, LoraSection(rank=adapter))
@@ -196,11 +206,20 @@ def whole_of_rows(rows: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
+def call_one_by_one(model: Decoder) -> None:
+    """Let a model that is not sharded multiply as one that is: without joint products."""
+    assert model.lean is not None
+    for layer in model.lean.layers:
+        for name in PRODUCTS:
+            getattr(layer, name).sharded = True
+    model.lean.bind()
+
+
 @contextmanager
 def short_of_memory(
     module: nn.Module, most_tokens: int | None, *, backward: bool = False
 ) -> Iterator[None]:
-    """The last layer raises what the CPU's allocator raises, if it sees more tokens."""
+    """The last linear module raises what the CPU's allocator raises, if it sees more tokens."""
 
     def fail(_: Any = None) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
@@ -209,7 +228,8 @@ def short_of_memory(
         if most_tokens is not None and given[0].shape[-2] > most_tokens:
             given[0].register_hook(fail) if backward else fail()
 
-    handle = decoder_layers(module)[-1].register_forward_pre_hook(hook)  # pyright: ignore[reportArgumentType]
+    linear = [part for part in decoder_layers(module)[-1].modules() if isinstance(part, nn.Linear)]
+    handle = linear[-1].register_forward_pre_hook(hook)  # pyright: ignore[reportArgumentType]
     try:
         yield
     finally:

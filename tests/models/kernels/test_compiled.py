@@ -188,7 +188,6 @@ def test_inductors_cache_is_tunesmiths_unless_one_is_named(
         ("generate", ("sampling.max_new_tokens=8",), "nothing is trained"),
         ("sft", ("lora.rank=4", "lora.dropout=0.1"), "lora.dropout"),
         ("sft", ("lora.rank=4", "model.quantize=nf4"), "model.quantize"),
-        ("sft", ("system.trainer_ranks=2", "system.zero_stage=3"), "system.zero_stage"),
         ("sft", ("family=gpt2",), "gpt2"),
         ("sft", ("CXX=/nowhere",), "compiler"),
     ],

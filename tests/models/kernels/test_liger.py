@@ -41,13 +41,6 @@ from tunesmith.run.placement.specs import load_tokenizer, model_spec
 GPU = "H100-80GB"
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> LigerInTorch:
-    found = LigerInTorch()
-    monkeypatch.setattr(liger, "kernels", found)
-    return found
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_they_compute_what_the_lean_layers_compute(
@@ -254,7 +247,6 @@ def test_ours_is_the_default(
         ("generate", ("sampling.max_new_tokens=8",), "nothing is trained"),
         ("sft", ("system.device=cpu",), "system.device"),
         ("sft", ("system.compile=default",), "system.compile"),
-        ("sft", ("system.trainer_ranks=2", "system.zero_stage=3"), "system.zero_stage"),
         ("sft", ("family=gpt2",), "gpt2"),
     ],
 )

@@ -28,7 +28,7 @@ from tests.support.planned_memory import (
     refusal,
     resolved,
 )
-from tests.support.sharded_ranks import short_of_memory
+from tests.support.sharded_ranks import call_one_by_one, short_of_memory
 from tests.support.tiny import save_model
 from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
 from tunesmith.errors import ConfigError, DeviceMemoryError
@@ -38,7 +38,6 @@ from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.kernels.layers import ModuleRunner
 from tunesmith.models.parallel.sharding import (
     Sharding,
     whole_weights,
@@ -88,13 +87,13 @@ def alone() -> Sharding:
 
 
 def backend_of(path: Path, kind: str, *, streams: bool, **options: Any) -> TorchBackend[CausalLM]:
-    """A backend on the Hugging Face modules, which a sharded model runs."""
+    """A backend that calls linear modules one by one, as a sharded model does."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     model = CausalLM.load(path, dtype=dtype, sharding=alone() if streams else None)
     if kind == "lora":
         adapters.attach(model, LoraSection(rank=4, alpha=8.0, targets="all-linear"))
-    model.runner = ModuleRunner(model.module.base_model)
+    call_one_by_one(model)
     settings = AdamWSettings(0.1, max_grad_norm=0.5, offload=streams and kind != "lora")
     return TorchBackend(model, settings, CausalLM.predict, ema_decay=0.9, **options)
 
@@ -176,7 +175,7 @@ def test_a_score_model_scores_the_same(path: Path) -> None:
     here, there = (
         ScoreModel.load(path, sharding=alone() if flag else None) for flag in (False, True)
     )
-    here.runner = ModuleRunner(here.module.base_model)
+    call_one_by_one(here)
     torch.nn.init.ones_(here.head.weight), torch.nn.init.ones_(there.head.weight)
     sequences = [list(range(5, 5 + n)) for n in (3, 9, 4)]
     scores = [
@@ -336,7 +335,6 @@ def test_each_micro_batch_brings_the_layers_twice() -> None:
         (SFTConfig, on(A100, SMALL), ("train.optimizer=muon",), "adamw"),
         (SFTConfig, EIGHT, ("system.zero_stage=2",), "system.zero_stage = 3"),
         (SFTConfig, on(A100, SMALL), ("lora.rank=8", "model.quantize=nf4"), "model.quantize"),
-        (SFTConfig, on(A100, SMALL), ("system.compile=default",), "system.compile"),
         (
             RLConfig,
             on(A100, SMALL),

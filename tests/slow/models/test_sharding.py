@@ -19,7 +19,6 @@ from tunesmith.errors import DeviceMemoryError, ModelError
 from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.kernels.layers import ModuleRunner
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
@@ -63,11 +62,9 @@ def packing(max_tokens: int = 40, groups: int = 4) -> Packing:
 def alone(
     path: Path, dtype: torch.dtype = torch.float32, muon: Muon | None = None, **options: Any
 ) -> TorchBackend[CausalLM]:
-    """One process, with the Hugging Face modules, whose norms are float32 in a float64 model as
-    well."""
+    """One process."""
     settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1, muon=muon)
     model = CausalLM.load(path, dtype=dtype)
-    model.runner = ModuleRunner(model.module.base_model)
     return TorchBackend(model, settings, CausalLM.predict, **options)
 
 
@@ -112,7 +109,7 @@ def test_gradients_and_weights_are_those_of_one_process(
     for _ in range(3):
         one.forward_backward(batch, SFTObjective())
         expected.append(one.step(1e-2)["grad_norm"])
-    assert norms == pytest.approx(expected, rel=1e-5)
+    assert norms == pytest.approx(expected, rel=1e-4)
     same_weights(weights, one)
 
 
@@ -334,6 +331,15 @@ def test_weights_in_host_memory_take_the_same_steps_in_copies_of_the_model(
     assert all(ours[name].equal(weight) for name, weight in theirs.items())
 
 
+def test_a_family_without_a_lean_form_runs_its_modules(start: Start, tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model", "gpt2")
+    batch = packing()
+    one = alone(path)
+    assert one.model.lean is None
+    [(_, found), *_] = start(2, 3, path, gradient_checkpointing=True)("gradient", batch)
+    assert training.difference(found, gradients(one, batch)) < 1e-5
+
+
 def test_layers_that_are_computed_again_give_the_same_gradient(start: Start) -> None:
     """Bit by bit: the same operations on the same numbers."""
     batch = packing()
@@ -347,7 +353,8 @@ def test_layers_that_are_computed_again_give_the_same_gradient(start: Start) -> 
 def test_activations_in_host_memory_are_no_weights_and_give_the_same_gradient(
     start: Start, tmp_path: Path
 ) -> None:
-    """A rank sends as much as one process that is not sharded."""
+    """A rank sends as much as one process that is not sharded, and its values once more: they
+    change ranks."""
     path = save_model(tmp_path / "deep", "qwen3", num_hidden_layers=4)
     batch = packing(300)
     one = alone(path, offload_activations=True)
@@ -356,5 +363,5 @@ def test_activations_in_host_memory_are_no_weights_and_give_the_same_gradient(
     assert training.difference(ranks("gradient", batch)[0][1], expected) < 1e-5
     sent_by_one = sent_by(one, batch)
     assert (
-        ranks("sent", batch)[0] == pytest.approx(sent_by_one / 2, rel=0.2) and sent_by_one > 10**6
+        ranks("sent", batch)[0] == pytest.approx(sent_by_one / 2, rel=0.3) and sent_by_one > 10**6
     )

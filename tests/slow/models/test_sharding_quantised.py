@@ -19,7 +19,6 @@ from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.kernels.layers import ModuleRunner
 from tunesmith.models.kernels.quantised import Quantize, weights_of
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.torch import TorchBackend
@@ -59,7 +58,6 @@ def alone(
     path: Path, quantize: Quantize | None, dtype: torch.dtype = torch.float32
 ) -> TorchBackend[CausalLM]:
     model = CausalLM.load(path, dtype=dtype, quantize=quantize)
-    model.runner = ModuleRunner(model.module.base_model)
     torch.manual_seed(0)
     attach(model, LoraSection(rank=4))
     return TorchBackend(model, AdamWSettings(max_grad_norm=1.0, weight_decay=0.1), CausalLM.predict)

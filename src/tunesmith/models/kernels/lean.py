@@ -5,6 +5,9 @@ many small operations and the Python between them. Here a layer is: norm, one pr
 keys and values, rotary, attention, one product, norm, one product for gate and up, activation, one
 product. The results are equal. Decoders of any other shape run the Hugging Face modules.
 
+A layer that ranks shard (``parallel.sharding``) computes the same while its weights are gathered.
+Each gathered weight is a tensor of its own, so modules with the same input are called one by one.
+
 Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head
 size.
 """
@@ -44,12 +47,13 @@ class Projection:
 
     ``bind`` makes their weights and biases views of one tensor, so optimizer steps on the
     parameters change the operand of the product. Modules of another type (an adapter's, a quantised
-    one, a sharded one) and modules with hooks are called instead.
+    one), sharded ones and modules with hooks are called instead.
     """
 
-    def __init__(self, owner: nn.Module, *names: str) -> None:
+    def __init__(self, owner: nn.Module, *names: str, sharded: bool = False) -> None:
         self._owner = owner
         self._names = names
+        self.sharded = sharded
         self.bind()
 
     def bind(self) -> None:
@@ -60,7 +64,7 @@ class Projection:
         self.bias: Tensor | None = None
         self.weights = list[Tensor]()
         self.biases = list[Tensor]()
-        plain = [module for module in self.modules if _is_plain(module)]
+        plain = [m for m in self.modules if _is_plain(m) and not self.sharded]
         biases = [module.bias for module in plain if module.bias is not None]  # pyright: ignore
         if len(plain) == len(self.modules) and len(biases) in (0, len(plain)):
             self.weights += [module.weight for module in plain]
@@ -155,16 +159,18 @@ class Layer:
         mlp = module.mlp
         self.module = module
         self.index = index
+        self.sharded = isinstance(module, FSDPModule)
+        project = partial(Projection, sharded=self.sharded)
         joint = hasattr(attention, "qkv_proj")
-        self.qkv: Projection | Product = Projection(
+        self.qkv: Projection | Product = project(
             attention, *(("qkv_proj",) if joint else ("q_proj", "k_proj", "v_proj"))
         )
-        self.out: Projection | Product = Projection(attention, "o_proj")
+        self.out: Projection | Product = project(attention, "o_proj")
         joint = hasattr(mlp, "gate_up_proj")
-        self.gate_up: Projection | Product = Projection(
+        self.gate_up: Projection | Product = project(
             mlp, *(("gate_up_proj",) if joint else ("gate_proj", "up_proj"))
         )
-        self.down: Projection | Product = Projection(mlp, "down_proj")
+        self.down: Projection | Product = project(mlp, "down_proj")
         fields = family(config.model_type)
         windowed = config if fields.one_window else attention
         softcap = config.attn_logit_softcapping if fields.softcap else None
@@ -204,6 +210,16 @@ class Layer:
             if isinstance(value, Norm):
                 setattr(layer, name, value.of(dtype))
         return layer
+
+    def around(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """``run``, which computes this layer: with gathered weights if they are sharded, and again
+        in the backward pass if the layer is checkpointed."""
+        if self.sharded:
+            run = partial(self.module.run_sharded, run)
+        again = self.module.gradient_checkpointing and self.module.training
+        if again and torch.is_grad_enabled():
+            run = partial(self.module._gradient_checkpointing_func, run)
+        return run
 
     def __call__(
         self,
@@ -259,8 +275,6 @@ class LeanDecoder:
         """See ``LayerRunner.supports``."""
         config = model.config
         if not family(config.model_type).lean or not hasattr(model, "layers"):
-            return False
-        if any(isinstance(layer, FSDPModule) for layer in model.layers):
             return False
         head_dim = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -326,14 +340,8 @@ class LeanDecoder:
             run: Callable[..., Tensor] = partial(layer, operations=operations)
             if compiled is not None:
                 run = partial(compiled, layer)
-            if (
-                layer.module.gradient_checkpointing
-                and layer.module.training
-                and torch.is_grad_enabled()
-            ):
-                run = partial(layer.module._gradient_checkpointing_func, run)
             self._before_layer()
-            x = run(x, *tables[kind], attention)
+            x = layer.around(run)(x, *tables[kind], attention)
         return self.norm(x, operations)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:

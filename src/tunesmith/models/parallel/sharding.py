@@ -126,8 +126,7 @@ class Sharding:
                 True
             )  # gloo only sums; losses have global denominators
             part.set_gradient_divide_factor(1.0)
-        cast(Any, module).run_sharded = MethodType(_call, module)
-        register_fsdp_forward_method(module, "run_sharded")
+            _let_run(part)
         rows = (
             [p for layer in decoder_layers(module) for p in layer.parameters()]
             if self.streams
@@ -193,9 +192,16 @@ def in_host_memory(parameter: Tensor) -> bool:
     return hasattr(parameter, _AWAY)
 
 
-def _call(module: PreTrainedModel, work: Callable[[], T]) -> T:
+def _let_run(part: Any) -> None:
+    """Give a module that gathers its own weights the method ``run_sharded``: ``work`` on its
+    operands while they are gathered, with the hooks on operands and results that sum gradients."""
+    part.run_sharded = MethodType(_call, part)
+    register_fsdp_forward_method(part, "run_sharded")
+
+
+def _call(module: nn.Module, work: Callable[..., T], *operands: object) -> T:
     del module
-    return work()
+    return work(*operands)
 
 
 def run(module: PreTrainedModel, work: Callable[[], tuple[T, ...]]) -> tuple[T, ...]:

@@ -207,6 +207,17 @@ def _kept(model: ModelFacts, layout: Layout) -> list[int]:
     return [hidden if again else whole for again in recomputed(model.layers, layout.checkpointing)]
 
 
+def of_modules(model: ModelFacts) -> bool:
+    """Whether the layers run as Hugging Face modules (``kernels.layers``); those of an unknown
+    family are taken to be lean."""
+    return model.family is not None and not model.lean
+
+
+def _multiplies_apart(model: ModelFacts, layout: Layout) -> bool:
+    """Whether lean layers multiply by gate and up one by one, and join the results."""
+    return layout.zero_stage > 0 and not of_modules(model)
+
+
 def layer_bytes(model: ModelFacts, layout: Layout) -> int:
     """Bytes that one layer saves per token (``kernels.lean``, ``kernels.varlen_attention``).
 
@@ -214,7 +225,7 @@ def layer_bytes(model: ModelFacts, layout: Layout) -> int:
     before and after rotation, values, the attention output, three vectors of the feed-forward size
     and, in float32, a scale per norm and a log-sum-exp per head. An adapter of a 16-bit model saves
     a float32 copy of each adapted module's input instead of the inputs of products. Hugging Face
-    modules, on which a sharded model runs, save norms in both dtypes and the gate's activation.
+    modules save norms in both dtypes and the gate's activation.
     """
     hidden = model.hidden_size
     inner = model.intermediate_size
@@ -224,7 +235,7 @@ def layer_bytes(model: ModelFacts, layout: Layout) -> int:
     scales = 4 * (2 + model.heads)
     adapted = layout.lora_rank is not None and size == 2
     inputs = 4 * (5 * hidden + queries + inner) + 28 * (layout.lora_rank or 0) if adapted else 0
-    if layout.zero_stage:
+    if of_modules(model):
         heads = queries + keys if model.head_norms else 0
         if adapted:
             return (
@@ -246,10 +257,11 @@ def layer_bytes(model: ModelFacts, layout: Layout) -> int:
 
 def backward_bytes(model: ModelFacts, layout: Layout) -> int:
     """Temporaries per token in a layer's backward pass, at the gate: gradients of its three
-    vectors, and two more; also the layer's activations, if those of all layers are recomputed or
-    offloaded."""
+    vectors, and two more unless gate and up are products of their own (sharded, or with an
+    adapter); also the layer's activations, if those of all layers are recomputed or offloaded."""
     size = layout.bytes_per_number
-    gate = (6 if layout.lora_rank is not None and size == 2 else 5 * size) * model.intermediate_size
+    apart = layout.lora_rank is not None or _multiplies_apart(model, layout)
+    gate = (3 if apart else 5) * size * model.intermediate_size
     again = layer_bytes(model, layout) if all(recomputed(model.layers, layout.checkpointing)) else 0
     return gate + 2 * size * model.hidden_size + (_back_at_once(model, layout) or again)
 
@@ -390,12 +402,12 @@ def scoring_bytes(model: ModelFacts, layout: Layout) -> int:
 def _attention(model: ModelFacts, layout: Layout) -> int:
     """Bytes per token: the layer's input, queries, keys and values, the output in float32 twice and
     rounded; usually also queries and keys before rotation, and copies for the kernel. Hugging Face
-    modules, on which a sharded model runs, keep the normalised input instead."""
+    modules keep the normalised input instead."""
     size = layout.bytes_per_number
     queries = model.query_width
     keys = model.key_width
     output = (8 + size) * queries + 2 * size * model.head_dim
-    if layout.zero_stage:
+    if of_modules(model):
         return size * (3 * model.hidden_size + queries + 2 * keys) + output
     return size * (model.hidden_size + 3 * queries + 5 * keys) + output
 
@@ -404,7 +416,7 @@ def _feed_forward(model: ModelFacts, layout: Layout) -> int:
     """Bytes per token: three vectors of the hidden size, gate and up in one, the activation, and
     attention tensors that the layer's call still holds: with an adapter one of the queries and one
     of the keys less. An adapter computes up separately from the gate, and its own part in
-    float32."""
+    float32; sharded layers compute the two separately as well."""
     hidden = model.hidden_size
     inner = model.intermediate_size
     queries = model.query_width
@@ -412,9 +424,9 @@ def _feed_forward(model: ModelFacts, layout: Layout) -> int:
     size = layout.bytes_per_number
     adapted = layout.lora_rank is not None
     attended = (2 - adapted) * queries + (3 - adapted) * keys
-    held = size * (4 * hidden if layout.zero_stage else 3 * hidden + attended)
+    held = size * (4 * hidden if of_modules(model) else 3 * hidden + attended)
     held += 2 * size * model.head_dim
     if not adapted:
-        return held + 3 * size * inner
-    rounded = (4 + (0 if layout.zero_stage else size)) * hidden if size == 2 else 0
+        return held + (3 + _multiplies_apart(model, layout)) * size * inner
+    rounded = (4 + (0 if of_modules(model) else size)) * hidden if size == 2 else 0
     return held + rounded + (2 * size + 8) * inner

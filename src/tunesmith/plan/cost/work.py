@@ -19,6 +19,7 @@ from tunesmith.plan.cost.price import (
     adapter_numbers,
     away_of_layer,
     copy_bytes,
+    of_modules,
     price,
     sent_bytes,
 )
@@ -36,8 +37,7 @@ written; gradients and weights pass."""
 RECOMPUTED = 1 / 3
 """Additional share of a layer's products if the backward pass recomputes it."""
 PLAIN_MODULES = 1.1
-"""Factor on the operations of products with ``system.zero_stage``, which runs on the model's plain
-modules."""
+"""Factor on the operations of products if the layers run as Hugging Face modules."""
 GRAPH_LAYERS = 8
 """Layers whose kernel launches take as long as those of a decoding step with CUDA graphs,
 scheduling included."""
@@ -271,7 +271,7 @@ def _training(plan: AnyPlan, model: ModelFacts, step: StepSize) -> list[Amounts]
         step.body
         * (2 / 3 if plan.kind.adapter else 1.0)
         * recomputed
-        * (PLAIN_MODULES if step.layout.zero_stage else 1.0)
+        * (PLAIN_MODULES if of_modules(model) else 1.0)
     )
     each = step.tokens / step.batches / ranks
     sent = step.tokens * sent_bytes(model, step.layout) / ranks

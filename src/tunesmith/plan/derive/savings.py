@@ -256,7 +256,6 @@ def _options(plan: Plan[C]) -> Iterator[Plan[C]]:
     named = [name for name in IN_HOST_MEMORY if name != REFERENCE or plan.devices.keeps_frozen]
     said = {name: getattr(plan.said.system, name) for name in named}
     values = [[False, True] if said[name] is None else [said[name]] for name in named]
-    ways = [*_ways(plan)]
     of_updates = (said[PARAMETERS], said[OPTIMIZER])  # if both are set, a rule refuses them
     for flags in sorted(product(*values), key=sum):  # few flags first
         chosen = dict(zip(named, flags, strict=True))
@@ -264,13 +263,19 @@ def _options(plan: Plan[C]) -> Iterator[Plan[C]]:
         if chosen[PARAMETERS] and not updated_there:
             continue  # weights in host memory are updated there
         memory = replace(plan.memory, **chosen)
+        ways = _ways(plan, away=chosen[PARAMETERS])
         yield from (replace(way, memory=memory) for way in ways)
 
 
-def _ways(plan: Plan[C]) -> Iterator[Plan[C]]:
+def _ways(plan: Plan[C], *, away: bool = False) -> Iterator[Plan[C]]:
     """Ways in which devices share the model and its copies, as far as the settings leave them
-    open."""
-    for size, turns, copy in product(_shard_sizes(plan), _turns(plan), _copies(plan)):
+    open.
+
+    Args:
+        away: the layers' rows are in host memory.
+    """
+    sizes = _shard_sizes(plan, away=away)
+    for size, turns, copy in product(sizes, _turns(plan), _copies(plan)):
         yield plan.with_devices(shard_size=size, hybrid=turns, weight_copy=copy)
 
 
@@ -285,8 +290,9 @@ def _copies(plan: AnyPlan) -> list[str | None]:
     return ["gpu", "host"] if open_yet else [plan.devices.weight_copy]
 
 
-def _shard_sizes(plan: AnyPlan) -> list[int | None]:
-    """Numbers of ranks that may share a copy of the model: those of one machine, or all."""
+def _shard_sizes(plan: AnyPlan, *, away: bool = False) -> list[int | None]:
+    """Numbers of ranks that may share a copy of the model: those of one machine, or all; with the
+    layers' rows ``away`` in host memory also fewer, which send each other less."""
     devices = plan.devices
     if not devices.zero_stage or plan.said.system.shard_size is not None:
         return [devices.shard_size]
@@ -295,7 +301,9 @@ def _shard_sizes(plan: AnyPlan) -> list[int | None]:
     if devices.cluster != "none" and devices.on_gpu:  # Ray fills one machine after another
         here = plan.gpus
     several = here is not None and 1 < here < ranks and ranks % here == 0
-    return [here, ranks] if several else [ranks]
+    most = here if several and here else ranks
+    fewer = [size for size in range(2, most) if most % size == 0] if away else []
+    return [*fewer, most, ranks] if several else [*fewer, ranks]
 
 
 def _with_activations(plan: Plan[C]) -> Iterator[Saving[C]]:

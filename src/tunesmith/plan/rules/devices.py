@@ -158,10 +158,6 @@ def offloaded_parameters(s: Situation[RunConfig]) -> Iterator[Problem]:
         why = (f"with {s.said(key)}: quantised weights stay on the GPU, where they take little; "
                f"{one}")
         yield s.clash(PARAMETERS, why, key)
-    if isinstance(s.system.compile, str):
-        key = "system.compile"
-        why = f"with {s.said(key)}: layers whose weights come and go are not compiled; {one}"
-        yield s.clash(PARAMETERS, why, key)
     if config.samples and config.trains and s.weights_apart is False:
         yield s.clash(PARAMETERS,
             "with an engine that samples from the trainer's weights, all of which would be copied "

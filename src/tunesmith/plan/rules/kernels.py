@@ -15,8 +15,6 @@ from tunesmith.plan.rules.situation import Situation
 
 COMPILE = "system.compile"
 KERNELS = "system.kernels"
-STAGE = "system.zero_stage"
-PARAMETERS = "system.offload_parameters"
 WIDEST = 65536
 """Elements of the longest row that Liger's kernels hold."""
 _NO_COMPILER = "install g++, name one with CXX, or leave it out"
@@ -48,9 +46,6 @@ def compiled_layers(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash(COMPILE, "is for training, and nothing is trained; leave it out")
     if s.model and not s.model.lean:
         yield s.clash(COMPILE, f"compiles only {_lean_layers(s.model)}")
-    if s.system.zero_stage:
-        why = f"layers whose weights are gathered as they run are not compiled; {_ONE}"
-        yield s.clash(COMPILE, f"with {s.said(STAGE)}: {why}", STAGE)
     if s.config.model.quantize:
         why = f"products of quantised weights are not compiled; {_ONE}"
         yield s.clash(COMPILE, f"with {s.said('model.quantize')}: {why}", "model.quantize")
@@ -74,11 +69,6 @@ def liger(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash(KERNELS, f"with {s.said(COMPILE)}: {why}; {_ONE}", COMPILE)
     if s.model and not s.model.lean:
         yield s.clash(KERNELS, f"is only for {_lean_layers(s.model)}")
-    for key, gathers in ((STAGE, s.system.zero_stage), (PARAMETERS, s.system.offload_parameters)):
-        if gathers:
-            yield s.clash(KERNELS,
-                f"with {s.said(key)}: layers whose weights are gathered as they run are those of "
-                f"transformers, which call none of these kernels; {_ONE}", key)
     widest = max(s.model.hidden_size, s.model.intermediate_size) if s.model else 0
     if widest > WIDEST:
         yield s.clash(KERNELS,
