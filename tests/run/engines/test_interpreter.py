@@ -59,7 +59,7 @@ def test_an_interpreter_that_has_what_is_asked_for(tmp_path: Path) -> None:
             "has no Tunesmith; install it there too",
         ),
         ("echo True", "vllm", "has no vLLM; install it there"),
-        ("echo True 0.20.1", "vllm", r"vLLM 0\.20\.1 is installed, and Tunesmith works with 0\.32"),
+        ("echo True 0.20.1", "vllm", r"vLLM 0\.20\.1 is installed, and Tunesmith works with 0\.31"),
     ],
 )
 def test_one_that_lacks_something_is_refused(

@@ -23,9 +23,10 @@ from tunesmith.records.toml import toml_value
 # A rule is a condition and a sentence: with an argument on each line there would be twice as many.
 # fmt: off
 
-SUPPORTED = (0, 32)
-"""The minor version with which the adapter is tested; vLLM's internals change between minor
-versions."""
+OLDEST = (0, 31)
+NEWEST = (0, 33)
+"""The minor versions between which the adapter is tested. It steps vLLM in its own process and
+reads some of its internals, which may change with any."""
 OWN_ARGUMENTS: Mapping[str, str] = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -76,11 +77,11 @@ SHARE = "system.vllm.memory_share"
 def version_problem(installed: str) -> str | None:
     """Why a version of vLLM cannot be used."""
     parts = re.match(r"(\d+)\.(\d+)", installed)
-    if parts and (int(parts[1]), int(parts[2])) == SUPPORTED:
+    if parts and OLDEST <= (int(parts[1]), int(parts[2])) <= NEWEST:
         return None
-    minor = ".".join(map(str, SUPPORTED))
-    return (f"vLLM {installed} is installed, and Tunesmith works with {minor}: pip install "
-            f"'vllm=={minor}.*'")
+    oldest, newest = (f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
+    return (f"vLLM {installed} is installed, and Tunesmith works with {oldest} to {newest}: "
+            f"pip install 'vllm>={oldest},<{NEWEST[0]}.{NEWEST[1] + 1}'")
 
 
 def extra_problem(extra: Iterable[str], known: Sequence[str], installed: str) -> str | None:

@@ -339,13 +339,22 @@ def test_settings_of_vllm_mean_nothing_without_sampling() -> None:
 
 @pytest.mark.parametrize(
     ("found", "fits"),
-    [("0.32.0", True), ("0.32.4+cpu", True), ("0.31.1", False), ("0.9", False), ("dev", False)],
+    [
+        ("0.31.0", True),
+        ("0.32.4+cpu", True),
+        ("0.33.1", True),
+        ("0.30.2", False),
+        ("0.34.0", False),
+        ("0.9", False),
+        ("1.32", False),
+        ("dev", False),
+    ],
 )
 def test_versions(found: str, fits: bool) -> None:
     problem = version_problem(found)
     assert (problem is None) == fits
     if problem:
-        assert found in problem and "pip install 'vllm==0.32.*'" in problem
+        assert found in problem and "pip install 'vllm>=0.31,<0.34'" in problem
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
