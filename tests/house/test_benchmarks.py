@@ -379,6 +379,32 @@ def test_the_weight_planes_figures() -> None:
     assert table == sync.table(json.loads(sync.RESULTS.with_name(name).read_text(encoding="utf-8")))
 
 
+def test_speeds_beside_plain_vllm() -> None:
+    """By hand: the least seconds of each arm, with and without new weights."""
+    from benchmarks import stepping
+
+    rows = [
+        (0, "plain", 4.0, 0),
+        (0, "ours", 5.0, 0),
+        (0, "plain", 6.0, 0),
+        (0, "ours", 2.0, 0),
+        (10, "plain", 6.0, 0),
+        (10, "ours", 8.0, 2),
+        (10, "plain", 9.0, 0),
+        (10, "ours", 9.0, 1),
+    ]
+    plain, ours, plain_loading, loading = stepping.summarise(
+        [
+            {"loads": n, "arm": arm, "seconds": s, "wrong": wrong, "in_flight": n}
+            for n, arm, s, wrong in rows
+        ]
+    )
+    assert (plain["ratio"], plain_loading["ratio"]) == (1.0, 1.0)
+    assert (ours["least"], ours["median"], ours["ratio"], ours["wrong"]) == (2.0, 3.5, 2.0, 0)
+    assert (loading["least"], loading["ratio"], loading["wrong"]) == (8.0, 0.75, 3)
+    assert (ours["in_flight"], loading["in_flight"]) == (0, 10)
+
+
 @pytest.mark.slow
 def test_weights_reach_another_process_and_are_timed(tmp_path: Path) -> None:
     import asyncio
