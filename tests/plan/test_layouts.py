@@ -89,8 +89,7 @@ def test_engines_and_trainer_take_turns_on_all_gpus() -> None:
     }  # fmt: skip
     config = resolved(RLConfig, "8xH100", SMALL)
     assert (
-        config.settings["system.engine_process"]
-        and config.settings["system.weight_plane"] == "memory"
+        config.settings["system.engine_process"] and config.settings["system.weight_plane"] == "ipc"
     )
 
 

@@ -64,6 +64,11 @@ class Devices:
         """Devices over which one engine is split."""
         return self.tensor * self.pipeline if self.engine.spans_devices else 1
 
+    @property
+    def engine_devices(self) -> int:
+        """Devices of all engines together."""
+        return self.engines * self.ranks_per_engine
+
     # Who has which weights
 
     @property

@@ -41,7 +41,13 @@ LAYOUT = (
         "system.weight_plane",
         "system.weight_copy",
     ),
-    *("system.kv_memory", "system.threads", "system.placement", "system.compile"),
+    *(
+        "system.kv_memory",
+        "system.max_running",
+        "system.threads",
+        "system.placement",
+        "system.compile",
+    ),
 )
 """The settings that a plan shows, besides given settings in ``[system]`` and ``[lora]``."""
 

@@ -13,6 +13,7 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cost.engines import engine_notes
+from tunesmith.plan.cost.sync import sync_notes
 from tunesmith.plan.derive.capacity import with_capacity, with_device
 from tunesmith.plan.derive.engines import (
     fast_engine,
@@ -135,4 +136,5 @@ def _notes(plan: AnyPlan, *, device_derived: bool) -> Iterator[str]:
     """Remarks about settings that are allowed but questionable."""
     yield from notes(Situation.of(plan), device_derived=device_derived)
     yield from engine_notes(plan)
+    yield from sync_notes(plan)
     yield from memory_notes(plan)

@@ -286,10 +286,11 @@ def test_an_engine_on_a_gpu_of_its_own_plans_with_its_memory() -> None:
 
     here = ("system.engine_python=" + f'"{sys.executable}"',)
     own = ("system.hybrid=false",)
-    # 90% of 60 GB, without 2 of weights, 2.5 of libraries, and a pass: a layer of 8192 tokens, and
-    # probabilities of 1024.
+    # 90% of 60 GB, without 2 of weights, 2.5 of libraries, a pass (a layer of 8192 tokens, and
+    # probabilities of 1024) and three buckets of new weights, each as large as the embedding.
     passing = 8192 * (2 * 8192 + 4 * 2048) * 2 + 1024 * 32000 * 12
-    alone = 54 * 10**9 - 2 * 10**9 - LIBRARIES_WITH_NCCL - passing
+    buckets = 3 * 32000 * 2048 * 2
+    alone = 54 * 10**9 - 2 * 10**9 - LIBRARIES_WITH_NCCL - passing - buckets
     assert planned(*own)[0] == megabytes(alone)
     assert planned(*own)[1].startswith("on its own GPU, ")
     # 1 GB of weights on each rank
@@ -303,10 +304,12 @@ def test_an_engine_on_a_gpu_of_its_own_plans_with_its_memory() -> None:
     for said, more in (((), 0), ((again,), layer)):
         size, reason = planned("system.hybrid=false", *said, gpus=1)
         assert size == megabytes((left - more) // 4) and reason.startswith("a quarter")
-    # Half of 60 GB - 2 of the trainer's weights - 2 of the engine's: the rest is away while the
-    # engine samples.
+    # Half of 60 GB - 2 of the trainer's weights - 2 of the engine's - the buckets: the rest is away
+    # while the engine samples.
     size, reason = planned("system.hybrid=true")
-    assert size == "28000MB" and reason.startswith("while the policy does not train, half")
+    assert size == megabytes((56 * 10**9 - buckets) // 2) and reason.startswith(
+        "while the policy does not train, half"
+    )
     on_ray = ("system.engine_process=false", 'system.cluster="ray"', *own)
     assert planned(*on_ray)[0] == megabytes(alone), "an engine of a cluster has its GPU to itself"
     colocated = ('system.placement.colocate=[["actor", "rollout"]]', "system.zero_stage=0")

@@ -22,7 +22,7 @@ def engine_notes(plan: AnyPlan) -> Iterator[str]:
     seconds = (
         f": a step takes about {own:.3g} s, and {there:.3g} s with it"
         if own and there and there < own
-        else ", whose sampling is bound by the launches of kernels"
+        else ", which samples faster"
     )
     yield (
         f"{plan.devices.engine.title} samples on GPUs without {kind.title}{seconds}. "

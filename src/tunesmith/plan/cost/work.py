@@ -333,8 +333,12 @@ def _new_weights(plan: AnyPlan, model: ModelFacts) -> Amounts:
     if alone:
         sent = 4 * adapter_numbers(model, plan.said.lora.rank or USUAL_RANK)
     through_host = plane == "nccl" and devices.weight_copy != "gpu"
+    several = devices.shards > (plan.gpus or devices.shards)
+    links = "bytes between machines" if several else "bytes between GPUs"
     return {
         f"bytes by {plane}": sent,
+        # Ranks that shard the weights gather them first.
+        links: sent * (devices.shards - 1) / devices.shards * (devices.zero_stage == 3),
         "bytes over PCIe": sent / devices.publishing_ranks * through_host,
     }
 

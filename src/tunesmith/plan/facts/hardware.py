@@ -20,6 +20,7 @@ _NATIVE_BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "avx_ne_convert", "bf
 _NO_LIMIT = 2**60
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
+SHARED_MEMORY = Path("/dev/shm")
 COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -62,6 +63,8 @@ class Hardware:
     """The command of a C++ compiler."""
     named: bool = False
     """The machine was given by name and is not this one."""
+    shared_memory: int | None = None
+    """Bytes free in ``/dev/shm``; None: unknown, or there is none."""
     unseen: str | None = None
     """``CUDA_VISIBLE_DEVICES``, if it names GPUs but ``nvidia-smi`` lists none of them."""
 
@@ -81,6 +84,7 @@ def read_hardware() -> Hardware:
         tiles="amx_bf16" in flags,
         pairs="avx512_bf16" in flags and "amx_bf16" not in flags,
         compiler=find_compiler(),
+        shared_memory=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
         unseen=None if gpus or visible in ("", "-1") else visible,
     )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tunesmith.config.system import PlacementSection, SystemSection
+from tunesmith.plan.derive.weights import with_plane
 from tunesmith.plan.plan import OF_DEVICES, C, Plan
 
 
@@ -30,13 +31,12 @@ class ProcessLayout:
         return {KEYS[name]: value for name, value in values.items() if value is not None}
 
     def of(self, plan: Plan[C]) -> Plan[C]:
-        """The plan with this layout."""
+        """The plan with this layout, and with the way from GPU to GPU that new weights have in
+        it."""
         devices = plan.devices
         process = devices.engine_process if self.engine_process is None else self.engine_process
-        return replace(
-            plan,
-            devices=replace(
-                devices,
+        return with_plane(
+            plan.with_devices(
                 trainer_ranks=self.trainer_ranks,
                 zero_stage=self.zero_stage,
                 sequence=self.sequence,
@@ -45,7 +45,7 @@ class ProcessLayout:
                 engine_process=process,
                 hybrid=devices.hybrid if self.hybrid is None else self.hybrid,
                 placement=self.placement or devices.placement,
-            ),
+            )
         )
 
 

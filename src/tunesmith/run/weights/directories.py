@@ -9,13 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
 from tunesmith.errors import StorageError, boundary
+from tunesmith.plan.cost.sync import VERSIONS
+from tunesmith.plan.facts.hardware import SHARED_MEMORY
 from tunesmith.records import interrupts
 from tunesmith.records.children import owned_name, remove_at_end, remove_stale
 
-MEMORY = Path("/dev/shm")
-ROOM = 2.5
-"""Free memory, in multiples of the weights, needed to prefer it to disk: the files of two versions
-are kept."""
+MEMORY = SHARED_MEMORY
 PREFIX = "tunesmith-weights-"
 
 
@@ -58,7 +57,7 @@ def _in_memory_or_on_disk(num_bytes: int) -> TemporaryDirectory[str]:
 def _has_room(num_bytes: int) -> bool:
     """Whether weights fit the machine's shared memory; if not, the user is told."""
     free = shutil.disk_usage(MEMORY).free
-    needed = ROOM * num_bytes
+    needed = VERSIONS * num_bytes
     if free > needed:
         return True
     interrupts.say(
