@@ -481,7 +481,7 @@ def test_a_share_of_memory_for_vllm_is_planned() -> None:
     assert engine == pytest.approx(total / 2, rel=1e-3)
     with pytest.raises(CapacityError) as error:
         plan(RLConfig, "8xA100-80GB", *said[:2], "system.vllm.memory_share=0.95")
-    assert "system.vllm.memory_share = 0.8" in str(error.value)
+    assert "system.vllm.memory_share = 0.75" in str(error.value)
 
 
 def test_a_machine_that_is_named_is_planned_with_vllm() -> None:

@@ -102,11 +102,12 @@ def fastest(
 
 
 def _nearest_layout(plan: AnyPlan) -> ProcessLayout:
-    """The layout that lacks the least memory, for the numbers in a refusal; if all are refused, the
-    given settings."""
+    """The layout that lacks the least memory, for the numbers in a refusal, on all GPUs if there is
+    one; if all are refused, the given settings."""
     found = [
         each for each in layouts(plan) if not any(contradictions(each.of(plan), settled=False))
     ]
+    found = on_all_gpus(plan, found) or found
     said = said_shape(plan.said.system)
     as_said = ProcessLayout(
         **{name: said[name] or getattr(ProcessLayout(), name) for name in (*NUMBERS, "sequence")}
