@@ -93,9 +93,20 @@ def test_engines_and_trainer_take_turns_on_all_gpus() -> None:
     )
 
 
-def test_where_both_go_on_at_once_each_has_half_and_the_trainer_more_where_it_needs_more() -> None:
+@pytest.mark.parametrize("plane", ["nccl", "memory"])
+def test_where_both_go_on_at_once_each_has_the_share_with_the_fastest_step(plane: str) -> None:
+    said = ("rollout.max_staleness=1", f"system.weight_plane={plane}")
+    found = resolved(RLConfig, "8xH100", SMALL, *said)
+    seconds = step_seconds(found)["step"]
+    for ranks in range(1, 8):
+        shares = (f"system.trainer_ranks={ranks}", f"system.engines={8 - ranks}")
+        other = resolved(RLConfig, "8xH100", SMALL, *said, *shares)
+        assert step_seconds(other)["step"] >= seconds, ranks
+
+
+def test_where_both_go_on_at_once_they_have_gpus_of_their_own() -> None:
     found = layout(RLConfig, "8xH100", SMALL, "rollout.max_staleness=1")
-    assert (found["trainer_ranks"], found["engines"], found["hybrid"]) == (4, 4, False)
+    assert (found["trainer_ranks"] + found["engines"], found["hybrid"]) == (8, False)
     thirty = replace(
         QWEN_7B,
         parameters=32 * 10**9,
@@ -353,7 +364,7 @@ def test_an_engine_of_several_stages_takes_as_many_gpus() -> None:
     stages = "system.vllm.pipeline_parallel_size=2"
     assert layout(GenerateConfig, "8xH100", QWEN_7B, *VLLM, stages)["engines"] == 4
     found = layout(RLConfig, "8xH100", SMALL, *VLLM, stages, "rollout.max_staleness=1")
-    assert (found["trainer_ranks"], found["engines"], found["tensor"]) == (4, 2, 1)
+    assert found["trainer_ranks"] + 2 * found["engines"] == 8 and found["tensor"] == 1
 
 
 @pytest.mark.parametrize(

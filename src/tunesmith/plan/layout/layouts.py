@@ -27,8 +27,8 @@ def layouts(plan: AnyPlan) -> Iterator[ProcessLayout]:
     """Layouts that agree with the given settings, fastest first.
 
     Whole copies of the model on the trainer's ranks come before sharded ones, and small engines
-    before large ones. Sampling and training use all GPUs in turn, or half of them each if they run
-    concurrently.
+    before large ones. Sampling and training use all GPUs in turn, or a share of them each if they
+    run concurrently.
     """
     said = said_shape(plan.said.system)
     gpus = gpus_of_run(plan)
@@ -138,16 +138,17 @@ def _only_in_turn(plan: AnyPlan, left: int, ranks: int) -> bool:
 
 
 def _apart(plan: AnyPlan, gpus: int) -> Iterator[ProcessLayout]:
-    """Engines with their own GPUs: as many as the trainer's, or fewer if it needs more; with a
-    given number of engines, the trainer has the remaining GPUs."""
+    """Engines with their own GPUs, which leave the trainer any share of all; with a given number of
+    engines it has the remaining GPUs."""
     said = said_shape(plan.said.system)
     wanted: int | None = said["trainer_ranks"]
     engines: int | None = said["engines"]
     size = said["sequence"] or 1
     for tensor in _tensor_sizes(plan, gpus):
         each = tensor * plan.devices.pipeline
-        halves = range(max(1, gpus // 2), gpus, max(1, gpus // 16))
-        others = [(gpus - engines * each) // size * size] if engines else halves
+        step = max(1, gpus // 16)
+        shares = sorted(range(step, gpus, step), key=lambda ranks: abs(2 * ranks - gpus))
+        others = [(gpus - engines * each) // size * size] if engines else shares
         for ranks in [wanted] if wanted else others:
             count = engines or (gpus - ranks) // each
             if ranks > 0 and count > 0:

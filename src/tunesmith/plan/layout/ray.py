@@ -97,7 +97,8 @@ def _numbers(plan: AnyPlan, groups: Groups, gpus: int, each: int) -> Iterator[tu
             yield ranks or places * max(1, min(each, most // places)), places
         return
     training = 1 + (plan.kind.critic and "critic" not in together)
-    shares = range(max(1, rest // 2), rest, max(1, rest // 16))
+    most_shares = range(max(1, rest // 2), rest, max(1, rest // 16))
+    shares = [*most_shares, *sorted({rest // 4, rest // 8} - {0, rest // 2})]
     counts = [ranks] if ranks else [share // training for share in shares]
     if engines and not ranks:
         counts = [(rest - engines * each) // training]
