@@ -200,9 +200,8 @@ class Plan(Generic[C]):
         """Whether ``torch.compile`` takes the layers that are trained."""
         model = self.facts.model
         said = self.said
-        gathered = self.devices.zero_stage or self.memory.offload_parameters
         others = said.model.quantize or said.lora.dropout or said.system.kernels != "torch"
-        return self.kind.trains and bool(model and model.lean) and not (gathered or others)
+        return self.kind.trains and bool(model and model.lean) and not others
 
     @property
     def may_take_turns(self) -> bool:

@@ -95,7 +95,7 @@ def test_tokens_have_the_log_probabilities_of_a_whole_pass(tmp_path: Path, famil
     for version in range(2):
         for prompt, done in zip(PROMPTS, sampled(engine, PROMPTS, LENGTHS), strict=True):
             wanted = scores(model, prompt, done.token_ids)
-            assert done.logprobs == pytest.approx(wanted, abs=2e-4)
+            assert done.logprobs == pytest.approx(wanted, abs=5e-4)
         with torch.no_grad():
             for parameter in model.module.parameters():
                 parameter.mul_(0.9)

@@ -93,7 +93,15 @@ def machine(spec: str) -> Hardware:
     cpu = f"CPU of {kind.host}"
     gpus = (kind.gpu,) * count
     return Hardware(
-        cpu, kind.cores * count, memory, memory, bf16=False, gpus=gpus, nodes=nodes, named=True
+        cpu,
+        kind.cores * count,
+        memory,
+        memory,
+        bf16=False,
+        gpus=gpus,
+        compiler="c++",
+        nodes=nodes,
+        named=True,
     )
 
 
