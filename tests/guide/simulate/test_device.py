@@ -523,9 +523,8 @@ def test_weights_are_gathered_in_two_buckets_at_most(tmp_path: Path) -> None:
         "intermediate_size": 8192,
         "num_hidden_layers": 4,
     }
-    config = resolved(
-        tmp_path, "rl", shape, "4xH100-80GB", *RL, *GIVEN[:2], STAGE(3), "rollout.max_staleness=1"
-    )
+    ahead = ("rollout.max_staleness=1", "system.weight_plane=memory")
+    config = resolved(tmp_path, "rl", shape, "4xH100-80GB", *RL, *GIVEN[:2], STAGE(3), *ahead)
     peak = dry_run(config)[FIRST]["publish"].peak
     largest = 65536 * 4096 * 2
     assert config.facts.model and 2 * (config.facts.model.parameters or 0) > 1.5 * largest

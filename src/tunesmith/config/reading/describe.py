@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -110,7 +110,7 @@ def choices_at(model: type[BaseModel], path: KeyPath, *, closed: bool = False) -
         closed: return none if other values are valid as well.
     """
     fields = fields_at(model, path).values()
-    lists = [m for field in fields for m in field.metadata if isinstance(m, OneOf)]
+    lists = [m for field in fields for m in _metadata(field.annotation, field.metadata)]
     if lists:
         return list(lists[0].names())
     types = [a for field in fields for a in alternatives(field.annotation)]
@@ -119,6 +119,15 @@ def choices_at(model: type[BaseModel], path: KeyPath, *, closed: bool = False) -
     return [
         str(c) for a in types for c in (get_args(a) if get_origin(a) is Literal else names_of(a))
     ]
+
+
+def _metadata(annotation: object, own: Sequence[object]) -> Iterator[OneOf]:
+    """The lists of choices of a field, or of a type in its union."""
+    yield from (item for item in own if isinstance(item, OneOf))
+    if get_origin(annotation) in (Union, types.UnionType):
+        for part in get_args(annotation):
+            if get_origin(part) is Annotated:
+                yield from _metadata(get_args(part)[0], get_args(part)[1:])
 
 
 def names_of(annotation: object) -> list[str]:

@@ -221,7 +221,7 @@ def test_bad_settings_are_refused(llama: CausalLM, tmp_path: Path) -> None:
         (["system.speculative_tokens=3"], ["system.speculative_tokens"]),
         (["system.speculative=ngram"], ["system.speculative"]),
         (
-            ["system.draft_model=org/m", "system.engine_process=true"],
+            ["system.draft_model=org/m", "system.engine_process=true", "system.engine=local"],
             ["system.draft_model"],
         ),
     ],
