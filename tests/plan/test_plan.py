@@ -421,7 +421,7 @@ def test_the_memory_of_a_gpu_that_is_not_listed_has_to_be_said(
         pytest.param(
             "4x8xH100-80GB",
             ("model.path=72b", 'system.cluster="ray"', 'system.engine="vllm"'),
-            "gpu",
+            "host",
             marks=pytest.mark.slow,
         ),
         ("2xH100-80GB", ("system.trainer_ranks=1", 'system.device_memory="41GB"'), "host"),
