@@ -20,6 +20,7 @@ from tests.support.tiny import save_model
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cuda import attention, decoding
 from tunesmith.models.cuda.decoding import CudaDecoding, CudaSteps, padded_rows
+from tunesmith.models.cuda.triton import usable
 from tunesmith.models.kernels.quantised import is_quantised
 from tunesmith.run.engines.local import runner
 from tunesmith.run.engines.local.engine import LocalEngine
@@ -148,3 +149,14 @@ def test_it_takes_models_on_gpus_where_triton_is() -> None:
     assert CudaDecoding().fits(torch.bfloat16, on_gpu)
     assert not CudaDecoding().fits(torch.bfloat16, torch.device("cpu"))
     assert isinstance(CudaDecoding().steps(), CudaSteps)
+
+
+def test_without_a_c_compiler_triton_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable.cache_clear()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert not CudaDecoding().fits(torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setenv("CC", "cc")
+    usable.cache_clear()
+    assert CudaDecoding().fits(torch.bfloat16, torch.device("cuda"))
+    usable.cache_clear()

@@ -10,12 +10,12 @@ Shape legend: ``B`` rows, ``d`` hidden size, ``D`` head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tunesmith.models.cuda.triton import usable
 from tunesmith.models.kernels.decoding import DecodeRows, KVSpan, PreparedProducts, tables
 from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.kernels.quantised import is_quantised
@@ -28,7 +28,7 @@ class CudaDecoding:
     """See ``kernels.decoding.Decoding``."""
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:  # noqa: ARG002
-        return device.type == "cuda" and find_spec("triton") is not None
+        return device.type == "cuda" and usable()
 
     def steps(self) -> CudaSteps:
         return CudaSteps()

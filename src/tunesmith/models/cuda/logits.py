@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
+from tunesmith.models.cuda.triton import usable
 from tunesmith.models.kernels.logits import RowGradient
 
 
@@ -16,7 +15,7 @@ class CudaLogits:
     def fits(self, logits: Tensor) -> bool:
         real = type(logits) is Tensor  # and not simulated
         plain = logits.is_contiguous() and logits.dtype == torch.float32
-        return real and logits.is_cuda and plain and find_spec("triton") is not None
+        return real and logits.is_cuda and plain and usable()
 
     def sums(self, logits: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         from tunesmith.models.cuda.logit_kernels import sums

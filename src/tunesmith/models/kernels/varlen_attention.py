@@ -297,7 +297,8 @@ def _rows(t: Tensor, at: Rows) -> Tensor:
 
 def takes_dense(query: Tensor) -> bool:
     """Whether cuDNN's kernel takes these queries, and is the faster one."""
-    return query.shape[-1] <= 128 and _hopper(query.device)
+    real = type(query) is Tensor  # and not simulated
+    return real and query.shape[-1] <= 128 and _hopper(query.device)
 
 
 @cache
