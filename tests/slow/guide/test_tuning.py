@@ -87,7 +87,7 @@ def test_from_settings_that_die_to_faster_ones(folder: Path) -> None:
         found["gain"]["from"] > 1 and found["gradient"]["distance"] < found["gradient"]["tolerance"]
     )
     written = load_config(RLConfig, folder / "tuned.toml")
-    assert not written.system.share_prompts and written.system.max_running == 256
+    assert not written.system.share_prompts and written.system.max_running is None
     assert (
         written.rollout.group_size == 2
         and written.system.threads == 1
