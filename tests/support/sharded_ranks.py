@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from tests.support.live_bytes import LiveBytes
 from tunesmith.config.optimizer import Muon
@@ -219,7 +220,7 @@ def call_one_by_one(model: Decoder) -> None:
 def short_of_memory(
     module: nn.Module, most_tokens: int | None, *, backward: bool = False
 ) -> Iterator[None]:
-    """The last linear module raises what the CPU's allocator raises, if it sees more tokens."""
+    """The last product's module raises what the CPU's allocator raises, if it sees more tokens."""
 
     def fail(_: Any = None) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
@@ -228,8 +229,9 @@ def short_of_memory(
         if most_tokens is not None and given[0].shape[-2] > most_tokens:
             given[0].register_hook(fail) if backward else fail()
 
-    linear = [part for part in decoder_layers(module)[-1].modules() if isinstance(part, nn.Linear)]
-    handle = linear[-1].register_forward_pre_hook(hook)  # pyright: ignore[reportArgumentType]
+    kinds = (nn.Linear, Conv1D)
+    products = [part for part in decoder_layers(module)[-1].modules() if isinstance(part, kinds)]
+    handle = products[-1].register_forward_pre_hook(hook)  # pyright: ignore[reportArgumentType]
     try:
         yield
     finally:
