@@ -195,6 +195,7 @@ def test_a_machine_that_is_named_is_assumed_to_have_vllm(
     assert not any("pip install" in note for note in own.notes)
 
 
+@pytest.mark.slow
 def test_several_machines_that_are_named_are_planned_with_ray(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -484,6 +484,7 @@ def test_a_share_of_memory_for_vllm_is_planned() -> None:
     assert "system.vllm.memory_share = 0.75" in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_named_is_planned_with_vllm() -> None:
     large = plan(RLConfig, "8x8xH100-80GB", "model.path=72b", "system.cluster=ray")
     assert large.settings["system.engine"] == "vllm" and "system.engine" not in large.given
