@@ -73,14 +73,15 @@ class CudaSteps:
         step = self._steps.get(size)
         if step is None or not step.takes(rows):
             step = self._steps[size] = _Step(decoder, size, rows, self._pool)
-        positions = step.put(rows)
-        kinds = dict.fromkeys(decoder.layer_types)
+        lengths = zip(rows.prompt_lengths, rows.written, strict=True)
+        places = [prompt + written for prompt, written in lengths]
+        positions = step.put(rows, places)
         if by_row:
             like = decoder.model.embed_tokens.weight
+            kinds = dict.fromkeys(decoder.layer_types)
             step.rotate({kind: decoder.rotary(like, positions[:count], kind) for kind in kinds})
         else:
-            places = zip(rows.prompt_lengths, rows.written, strict=True)
-            self._grow_tables(decoder, max(map(sum, places)))
+            self._grow_tables(decoder, max(places))
             step.rotate(
                 {
                     kind: (cos.index_select(0, positions), sin.index_select(0, positions))
@@ -148,13 +149,11 @@ class _Step:
             _most(rows.prompts) <= self._prompts.shape[1] and _most(rows.own) <= self._own.shape[1]
         )
 
-    def put(self, rows: DecodeRows) -> Tensor:
-        """Set the inputs; returns the positions ``[size]``."""
+    def put(self, rows: DecodeRows, places: Sequence[int]) -> Tensor:
+        """Set the inputs; returns the positions ``[size]`` of the tokens, on the device."""
         count = len(rows)
-        places = zip(rows.prompt_lengths, rows.written, strict=True)
-        positions = [sum(place) for place in places]
         numbers = torch.zeros(4, self._numbers.shape[1], dtype=torch.int64)
-        given = [list(rows.token_ids), positions, list(rows.prompt_lengths), list(rows.written)]
+        given = [list(rows.token_ids), list(places), list(rows.prompt_lengths), list(rows.written)]
         numbers[:, :count] = torch.tensor(given)
         self._numbers.copy_(numbers.pin_memory(), non_blocking=True)
         counts = [len(span.blocks) for span in rows.own]

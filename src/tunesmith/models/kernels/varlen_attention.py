@@ -131,7 +131,10 @@ class _Dense:
     """
 
     queries: slice
-    keys: slice
+
+    @property
+    def keys(self) -> slice:
+        return self.queries
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -247,7 +250,7 @@ class CudaFlash:
         """The calls of every segment's attention to itself."""
         long = [run for run in self.own if dense and run[1] - run[0] >= LONG]
         short = [run for run in self.own if run not in long] if long else self.own
-        calls: list[_Call | _Dense] = [_Dense(slice(*run), slice(*run)) for run in long]
+        calls: list[_Call | _Dense] = [_Dense(slice(*run)) for run in long]
         if short:
             rows = _indices(short, self.device) if long else None
             calls.append(_Call(rows, rows, *_both(short, short, self.device), causal=True))
@@ -258,9 +261,8 @@ class CudaFlash:
         query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See ``CpuFlash.forward``."""
-        rows = (t.contiguous() for t in (query, key, value))
-        out, lse, *_ = _forward(*rows, *_whole(query, key, causal).arguments, False, scale=scale)
-        return out.float(), lse.transpose(0, 1)
+        out, lse = _whole(query, key, causal).forward(query, key, value, scale)
+        return out.float(), lse
 
     @staticmethod
     def backward(
@@ -274,11 +276,8 @@ class CudaFlash:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``CpuFlash.backward``."""
-        rows = (t.contiguous() for t in (grad, query, key, value, out, lse.transpose(0, 1)))
-        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        dq, dk, dv = _backward(
-            *rows, *_whole(query, key, causal).arguments, unused, unused, scale=scale
-        )
+        whole = _whole(query, key, causal)
+        dq, dk, dv = whole.backward(grad, query, key, value, out, lse, scale)
         return dq.float(), dk.float(), dv.float()
 
 
