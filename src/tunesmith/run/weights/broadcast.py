@@ -22,7 +22,6 @@ follow the last bucket, and the engine's host reads once whether all agree.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -39,7 +38,7 @@ from tunesmith.run.processes.checksum import word_sum
 from tunesmith.run.processes.process_group import GroupKind
 from tunesmith.run.weights.base import NamedTensors, Offer
 from tunesmith.run.weights.links import Link, Transfer, close_links, linked
-from tunesmith.run.weights.rounds import LOOPBACK, Round, RoundMember, join_round, place
+from tunesmith.run.weights.rounds import LOOPBACK, RoundMember, Sending, join_round, place
 from tunesmith.run.weights.spread import Run, Spread, spread
 
 AHEAD = 2
@@ -81,14 +80,11 @@ class BroadcastPlane:
     _kept: Spread | None = field(default=None, init=False)
     _sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor], init=False)
     """The checksum of each run that this rank keeps on the device."""
-    _rounds: dict[int, Round] = field(default_factory=dict[int, Round], init=False)
-    """The rounds in progress, by the port of their store."""
+    _sending: Sending = field(default_factory=Sending, init=False)
     _source: str = field(default_factory=lambda: uuid4().hex, init=False)
-    _helping: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
 
     async def publish(self, version: int) -> None:
-        await self._end_rounds()  # they read from the copy, which is overwritten
-        await asyncio.gather(*self._helping)
+        await self._sending.end()  # they read from the copy, which is overwritten
         await to_thread(self._copy, version)
 
     async def offer(self, takers: int) -> list[Offer]:
@@ -111,32 +107,20 @@ class BroadcastPlane:
             "ranks": self.ranks,
             "patience": self.patience,
         }
-        begun = Round(offer, header, self._send)
-        self._rounds[begun.store.port] = begun
-        firsts = range(self.senders, self.senders + takers * self.ranks, self.ranks)
-        return [{**begun.offer, "rank": first} for first in firsts]
+        return self._sending.begin(offer, header, self._send)
 
     async def help(self, offer: Offer) -> None:
         """Send this rank's part in a round that the first rank has begun."""
-        task = asyncio.create_task(to_thread(self._help, {**offer, "rank": self.rank, "ranks": 1}))
-        self._helping.add(task)
-        task.add_done_callback(self._helping.discard)
+        self._sending.help(self._help, offer, self.rank)
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
-        for offer in offers:
-            if offer["port"] in self._rounds:
-                self._rounds[offer["port"]].withdraw()
+        self._sending.withdraw(offers)
 
     async def close(self) -> None:
-        for begun in self._rounds.values():
-            begun.withdraw()
-        await self._end_rounds()
+        self._sending.withdraw_all()
+        await self._sending.end(helping=False)
         close_links(self._source)
         self._kept = None
-
-    async def _end_rounds(self) -> None:
-        await asyncio.gather(*(begun.work for begun in self._rounds.values()))
-        self._rounds.clear()
 
     def _copy(self, version: int) -> None:
         kept = self._kept = spread(

@@ -18,7 +18,6 @@ others wait for it. Which memory is mapped, and how, is the part of ``mapped``.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -30,12 +29,11 @@ import torch
 from torch import Tensor
 
 from tunesmith.errors import EngineError, TunesmithError
-from tunesmith.models.openmp import to_thread
 from tunesmith.plan.devices import BUCKET
 from tunesmith.run.processes.checksum import checksum
 from tunesmith.run.weights.base import NamedTensors, Offer
 from tunesmith.run.weights.mapped import MappedMemory, mapped_memory
-from tunesmith.run.weights.rounds import LOOPBACK, Round, RoundMember, join_round, place
+from tunesmith.run.weights.rounds import LOOPBACK, RoundMember, Sending, join_round, place
 from tunesmith.run.weights.spread import Run, align, put
 
 
@@ -62,12 +60,10 @@ class IpcPlane:
     senders: int = 1
     patience: float = 60.0
     _version: int | None = field(default=None, init=False)
-    _rounds: dict[int, Round] = field(default_factory=dict[int, Round], init=False)
-    """The rounds in progress, by the port of their store."""
-    _helping: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
+    _sending: Sending = field(default_factory=Sending, init=False)
 
     async def publish(self, version: int) -> None:
-        await self._end_rounds()
+        await self._sending.end()
         self._version = version
 
     async def offer(self, takers: int) -> list[Offer]:
@@ -86,30 +82,18 @@ class IpcPlane:
             "ranks": self.ranks,
             "patience": self.patience,
         }
-        begun = Round(offer, {"version": self._version}, self._send)
-        self._rounds[begun.store.port] = begun
-        firsts = range(self.senders, offer["world"], self.ranks)
-        return [{**begun.offer, "rank": first} for first in firsts]
+        return self._sending.begin(offer, {"version": self._version}, self._send)
 
     async def help(self, offer: Offer) -> None:
         """Send this rank's part in a round that the first rank has begun."""
-        task = asyncio.create_task(to_thread(self._help, {**offer, "rank": self.rank, "ranks": 1}))
-        self._helping.add(task)
-        task.add_done_callback(self._helping.discard)
+        self._sending.help(self._help, offer, self.rank)
 
     async def withdraw(self, offers: Sequence[Offer]) -> None:
-        for offer in offers:
-            if offer["port"] in self._rounds:
-                self._rounds[offer["port"]].withdraw()
+        self._sending.withdraw(offers)
 
     async def close(self) -> None:
-        for begun in self._rounds.values():
-            begun.withdraw()
-        await self._end_rounds()
-
-    async def _end_rounds(self) -> None:
-        await asyncio.gather(*(begun.work for begun in self._rounds.values()), *self._helping)
-        self._rounds.clear()
+        self._sending.withdraw_all()
+        await self._sending.end()
 
     def _help(self, offer: Offer) -> None:
         with suppress(TunesmithError), join_round(offer) as member:  # the takers report failures

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -166,6 +166,46 @@ class Round:
                 return f"{count} of {others} processes {what} within {patience:g} s"
             time.sleep(0.002)
         return None
+
+
+@dataclass(slots=True)
+class Sending:
+    """The rounds in which a plane of this rank sends weights: those that it leads, and those of the
+    first rank in which it helps."""
+
+    _rounds: dict[int, Round] = field(default_factory=dict[int, Round], init=False)
+    """The rounds in progress, by the port of their store."""
+    _helping: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
+
+    def begin(
+        self, offer: Offer, header: Header, send: Callable[[RoundMember], None]
+    ) -> list[Offer]:
+        """Begin a round; returns the offer of each engine, with the rank of its first process."""
+        begun = Round(offer, header, send)
+        self._rounds[begun.store.port] = begun
+        firsts = range(offer["senders"], offer["world"], offer["ranks"])
+        return [{**begun.offer, "rank": first} for first in firsts]
+
+    def help(self, send: Callable[[Offer], None], offer: Offer, rank: int) -> None:
+        """Send this rank's part in a round that the first rank has begun."""
+        task = asyncio.create_task(to_thread(send, {**offer, "rank": rank, "ranks": 1}))
+        self._helping.add(task)
+        task.add_done_callback(self._helping.discard)
+
+    def withdraw(self, offers: Sequence[Offer]) -> None:
+        for offer in offers:
+            if offer["port"] in self._rounds:
+                self._rounds[offer["port"]].withdraw()
+
+    def withdraw_all(self) -> None:
+        for begun in self._rounds.values():
+            begun.withdraw()
+
+    async def end(self, *, helping: bool = True) -> None:
+        """Wait for the end of the rounds that this rank leads, and of those in which it helps."""
+        helped = self._helping if helping else ()
+        await asyncio.gather(*(begun.work for begun in self._rounds.values()), *helped)
+        self._rounds.clear()
 
 
 @contextmanager
