@@ -1,4 +1,5 @@
-"""A family and a kind of layer with a state, added from outside of the package."""
+"""A family and a kind of layer with a state, added from outside of the package; here one that the
+package has too."""
 
 from __future__ import annotations
 
@@ -26,7 +27,6 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.forest import Segment, levels
 from tunesmith.models.kernels.layers import KINDS
 from tunesmith.plan.facts import families
-from tunesmith.run.engines.local.runner import probe
 from tunesmith.types import Sample
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
@@ -44,8 +44,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
         doors, "entry_points", lambda group: [p for p in points if p.group == group]
     )
     for door in (families.DOOR, KINDS):
-        rooms = Door[object](door.name, *door.places).rooms
-        monkeypatch.setitem(vars(door), "rooms", rooms)
+        monkeypatch.setitem(vars(door), "rooms", Door[object](door.name).rooms)
 
 
 def forest_model() -> CausalLM:
@@ -87,14 +86,11 @@ def test_neighbours_see_nothing_of_each_other() -> None:
 
 
 @pytest.mark.usefixtures("added")
-def test_who_keeps_no_state_refuses_the_layer() -> None:
-    with pytest.raises(ModelError) as refused:
-        probe(forest_model(), compiled=False)
-    assert "Lfm2ShortConv" in str(refused.value)
-    assert "system.engine" in refused.value.keys
-
-
-def test_without_the_additions_the_family_is_refused() -> None:
+@pytest.mark.parametrize("missing", [families.DOOR, KINDS])
+def test_without_one_of_the_additions_the_family_is_refused(
+    missing: Door[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vars(missing), "rooms", ())
     with pytest.raises(ModelError, match="'lfm2'"):
         build("lfm2", **SIZES)
 

@@ -16,6 +16,30 @@ from tunesmith.plan.facts.families import check_family
 from tunesmith.types import Sample
 
 WINDOW = 6  # shorter than the prompt, so that completions look back past their parent
+DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": WINDOW},
     "mixtral": {"sliding_window": WINDOW, "num_local_experts": 4},
@@ -78,6 +102,53 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "arcee": {"head_dim": 8},
     "cwm": {"head_dim": 8, "sliding_window": WINDOW},
     "gpt2": {"n_inner": 64},
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "num_dense_layers": 1,
+    },
+    "qwen3_next": {**DELTA_NET, **EXPERTS},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": {**DELTA_NET, **EXPERTS},
+    "olmo_hybrid": {
+        **{name: value for name, value in DELTA_NET.items() if name != "head_dim"},
+        "linear_allow_neg_eigval": True,
+    },
+    "bamba": {**MAMBA, "attn_layer_indices": [1], "num_hidden_layers": 3},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "ssm_multipliers": [1.1, 0.9, 1.2, 0.8, 1.3]},
+    "granitemoehybrid": {
+        **MAMBA,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "logits_scaling": 3.0,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16,
+    },
+    "nemotron_h": {
+        "num_hidden_layers": 5,
+        "layers_block_type": [
+            "linear_attention",
+            "full_attention",
+            "mlp",
+            "linear_attention",
+            "moe",
+        ],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+        "head_dim": 8,
+    },
 }
 
 

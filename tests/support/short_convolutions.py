@@ -24,18 +24,15 @@ class ShortConvolutions:
     def supports(self, module: nn.Module) -> bool:
         return type(module).__name__ == "Lfm2ShortConv"
 
-    def start(self, module: Any, count: int) -> State:
-        weight = module.conv.weight
-        return (weight.new_zeros(count, weight.shape[2] - 1, weight.shape[0]),)
-
     def run(
-        self, module: Any, x: Tensor, lengths: Sequence[int], state: State
+        self, module: Any, x: Tensor, lengths: Sequence[int], state: State | None
     ) -> tuple[Tensor, State]:
         before, after, inner = module.in_proj(x).chunk(3, -1)
         width = module.conv.weight.shape[2]
+        pasts = x.new_zeros(len(lengths), width - 1, x.shape[1]) if state is None else state[0]
         outputs: list[Tensor] = []
         ends: list[Tensor] = []
-        for own, past in zip((before * inner).split(list(lengths)), state[0], strict=True):
+        for own, past in zip((before * inner).split(list(lengths)), pasts, strict=True):
             rows = torch.cat([past, own])
             ends.append(rows[len(own) :])
             weights = module.conv.weight[:, 0].t()

@@ -132,13 +132,11 @@ class ForestAttention:
         """See ``StateContext.carry``: a segment continues from the state at its parent's end."""
         if not self._levels:
             self._levels = levels(self.segments, x.device)
-        state: State = ()
+        state: State | None = None
         outputs: list[Tensor] = []
         for level in self._levels:
-            if len(level.parents):
+            if state is not None:
                 state = tuple(part.index_select(0, level.parents) for part in state)
-            else:
-                state = layer.start(len(level.lengths))
             out, state = layer.run(x.index_select(0, level.rows), level.lengths, state)
             outputs.append(out)
         rows = torch.cat([level.rows for level in self._levels])

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -79,7 +79,8 @@ class Probe:
         draw = torch.Generator().manual_seed(self._steps)
         size = (work.prompts, work.prompt)
         prompts = torch.randint(work.model.vocab_size, size, generator=draw).tolist()
-        budget = work.model.kv_bytes_per_token(4) * (work.prompt + work.new + 32) * work.samples
+        attending = replace(work.model, attending=None)  # as the layers of ``made_up``
+        budget = attending.kv_bytes_per_token(4) * (work.prompt + work.new + 32) * work.samples
         engine = LocalEngine(
             self._model,
             kv_bytes=budget,

@@ -38,24 +38,22 @@ class LayerKind(Protocol):
         """Whether the module is of this kind."""
         ...
 
-    def start(self, module: Any, count: int) -> State:
-        """The states of so many sequences before their first token."""
-        ...
-
     def run(
-        self, module: Any, x: Tensor, lengths: Sequence[int], state: State
+        self, module: Any, x: Tensor, lengths: Sequence[int], state: State | None
     ) -> tuple[Tensor, State]:
         """The module's output and the states at the ends, differentiable in ``x`` and ``state``.
+
+        A state of zeros is that before a sequence's first token.
 
         Args:
             x: the tokens of ``S`` sequences, one after the other, ``[T, d]``.
             lengths: of each sequence.
-            state: at the start of each.
+            state: at the start of each; None: all are zero.
         """
         ...
 
 
-KINDS = Door[LayerKind]("layer_kinds")
+KINDS = Door[LayerKind]("layer_kinds", "tunesmith.models.recurrent.mixers:MIXERS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +65,7 @@ class StatefulLayer:
     module: nn.Module
     kind: LayerKind
 
-    def start(self, count: int) -> State:
-        """See ``LayerKind.start``."""
-        return self.kind.start(self.module, count)
-
-    def run(self, x: Tensor, lengths: Sequence[int], state: State) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, lengths: Sequence[int], state: State | None) -> tuple[Tensor, State]:
         """See ``LayerKind.run``."""
         return self.kind.run(self.module, x, lengths, state)
 
@@ -181,7 +175,7 @@ _CONTEXT = ContextVar[AttentionContext | None]("attention_context", default=None
 
 def _enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
     del layer, args
-    _CONTEXT.set(kwargs["attention_context"])
+    _CONTEXT.set(kwargs.get("attention_context"))
 
 
 def _leave(layer: nn.Module, args: Any, output: Any) -> None:
@@ -190,9 +184,14 @@ def _leave(layer: nn.Module, args: Any, output: Any) -> None:
 
 
 def _carry(layer: StatefulLayer, *args: Any, **kwargs: Any) -> Tensor:
-    """The ``forward`` of a stateful module: ``[1, T, d]`` to ``[1, T, d]``."""
-    (x,) = args[0] if args else kwargs["hidden_states"]
+    """The ``forward`` of a stateful module: ``[1, T, d]`` to ``[1, T, d]``.
+
+    Called as a model of transformers, without a context, the module runs as its class says.
+    """
     context = _CONTEXT.get()
+    if context is None:
+        return type(layer.module).forward(layer.module, *args, **kwargs)
+    (x,) = args[0] if args else kwargs["hidden_states"]
     if not isinstance(context, StateContext):
         raise ModelError(
             f"{type(layer.module).__name__} carries a state along the sequence, which ranks that "

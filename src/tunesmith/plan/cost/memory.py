@@ -374,13 +374,15 @@ def planned_roles(plan: AnyPlan) -> dict[str, Price]:
 
 
 def request_kv(plan: AnyPlan, model: ModelFacts) -> int:
-    """Bytes of the longest sample's keys and values in an engine.
+    """Bytes of the longest sample's keys and values in an engine, and of the states after its
+    prompt and after its last token.
 
-    They are stored in blocks, of which those of the prompt and of the completion are only partly
-    full.
+    Keys and values are stored in blocks, of which those of the prompt and of the completion are
+    only partly full.
     """
     per_token = model.kv_bytes_per_token(kv_bytes_per_number(plan))
-    return ceil(((plan.training.longest or LEAST_TOKENS) + 2 * BLOCK_TOKENS) * per_token)
+    tokens = (plan.training.longest or LEAST_TOKENS) + 2 * BLOCK_TOKENS
+    return ceil(tokens * per_token) + 2 * model.state_bytes
 
 
 def kv_bytes_per_number(plan: AnyPlan) -> int:

@@ -113,7 +113,7 @@ def work_of(plan: AnyPlan, longest: int) -> Work:
 
 def _running(plan: AnyPlan, model: ModelFacts, asked: int, tokens: float) -> int:
     """How many of the completions that an engine is ``asked`` for it decodes together."""
-    kept = tokens * model.kv_bytes_per_token(kv_bytes_per_number(plan))
+    kept = tokens * model.kv_bytes_per_token(kv_bytes_per_number(plan)) + 2 * model.state_bytes
     kv = engine_kv(plan, model)
     held = int(kv * plan.devices.ranks_per_engine // kept) if kv else asked
     return max(1, min(asked, plan.sampling.running, held))
@@ -423,6 +423,7 @@ def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> 
     per_token = model.kv_bytes_per_token(kv_bytes_per_number(plan))
     asked = ceil(samples / engines)
     prompt = tokens - new
+    read = (tokens - new / 2) * per_token
     together = _running(plan, model, asked, tokens)
     steps = max(1.0, asked / together) * new  # a request that ends makes room for the next one
     prompts = samples / plan.said.rollout.group_size / engines
@@ -431,7 +432,7 @@ def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> 
     graphs = own_graphs or (plan.devices.engine.spans_devices and not plan.vllm.eager)
     return {
         "operations": prompts * cost_of(model).prefix(int(prompt)) / 3 / ranks,
-        "bytes read": steps * (weights + together * (tokens - new / 2) * per_token) / ranks,
+        "bytes read": steps * (weights + together * (read + 2 * model.state_bytes)) / ranks,
         "operations of decoding": steps * together * 2 * (model.parameters or 0) / ranks,
         "bytes read again": prefills * weights / ranks,
         "passes": steps * (GRAPH_LAYERS if graphs else model.layers),
@@ -443,7 +444,7 @@ def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> 
 def cost_of(model: ModelFacts) -> CostModel:
     return CostModel.of_decoder(
         parameters=(model.parameters or 0) - model.outside_layers,
-        layers=model.layers,
+        layers=model.attention_layers,
         heads=model.heads,
         head_dim=model.head_dim,
         vocabulary=model.vocab_size,

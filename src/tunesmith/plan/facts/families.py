@@ -25,6 +25,8 @@ REFUSED = {
     name: str(entry["reason"]) for entry in _TABLES["refused"] for name in entry["names"].split()
 }
 """Architecture → the reason why it is not supported, unless somebody has added it."""
+_BY_TOKEN = ("mlp", "moe", "dense", "sparse")
+"""Kinds of layers that see one token at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ def check_family(config: Any, layer_types: Collection[str] = ()) -> None:
     """Refuse a model by its configuration, before weights load.
 
     Args:
-        layer_types: kinds of layers that run on a forest, beside full and sliding attention.
+        layer_types: kinds of layers that run on a forest, beside full and sliding attention and
+            those that see one token at a time.
 
     Raises:
         ModelError: with the architecture, the reason and families that work.
@@ -91,7 +94,7 @@ def _refusal(config: Any, layer_types: Collection[str]) -> str | None:
         return "use_bidirectional_attention lets tokens see later ones"
     if getattr(config, "reorder_and_upcast_attn", False):
         return "reorder_and_upcast_attn bypasses the Hugging Face attention interface"
-    running = {"full_attention", "sliding_attention", *layer_types}
+    running = {"full_attention", "sliding_attention", *_BY_TOKEN, *layer_types}
     kinds = set(getattr(config, "layer_types", None) or ()) - running
     if kinds:
         return (

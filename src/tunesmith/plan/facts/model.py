@@ -11,6 +11,7 @@ from typing import Any
 
 from tunesmith.errors import ModelError, boundary
 from tunesmith.plan.facts.families import family
+from tunesmith.plan.facts.layers import ATTENDING, CARRYING, layer_kinds, state_numbers
 from tunesmith.plan.facts.model_files import check_files, count_parameters
 
 
@@ -40,6 +41,11 @@ class ModelFacts:
     """The model's ``model_type``."""
     rotates_in_part: bool = False
     """Only part of each head's dimensions is rotated."""
+    attending: int | None = None
+    """Layers that keep keys and values; None: all do."""
+    states: int = 0
+    """Numbers of the states that layers carry from token to token, of one sequence in all
+    layers."""
 
     @property
     def lean(self) -> bool:
@@ -63,7 +69,17 @@ class ModelFacts:
 
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return 2 * self.layers * self.key_width * bytes_per_number
+        return 2 * self.attention_layers * self.key_width * bytes_per_number
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers that attend."""
+        return self.layers if self.attending is None else self.attending
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's states, as an engine keeps them."""
+        return 4 * self.states
 
 
 def read_model_facts(directory: Path) -> ModelFacts | None:
@@ -91,9 +107,12 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
     hidden, heads, layers, vocabulary = (
         size[name] for name in ("hidden_size", "heads", "layers", "vocab_size")
     )
+    kinds = layer_kinds(config, layers or 0)
+    layers = layers or len(kinds)
     if not (hidden and heads and layers and vocabulary):
         return None
     tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    carrying = sum(kind in CARRYING for kind in kinds)
     return ModelFacts(
         parameters=None,
         layers=layers,
@@ -108,6 +127,8 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
         switch=_switch(config),
         family=config.get("model_type"),
         rotates_in_part=_rotates_in_part(config),
+        attending=sum(kind in ATTENDING for kind in kinds) if carrying else None,
+        states=carrying * state_numbers(config, hidden),
         head_norms=family(config.get("model_type")).head_norms or bool(config.get("use_qk_norm")),
     )
 

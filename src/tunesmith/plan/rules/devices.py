@@ -68,6 +68,10 @@ def sequence_parallelism(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash(size,
             f"does not divide the {heads} attention heads that the ranks share; use a divisor of "
             f'{heads}, or set {kind} = "ring"', kind)
+    if together > 1 and s.model and s.model.states:
+        yield s.clash(size,
+            f": layers of '{s.model.family}' carry a state from token to token, which ranks that "
+            "share a sequence do not hand on; leave it out")
     ring = together > 1 and s.devices.ring
     if ring and s.device_kind == "cuda" and s.dtype == "float32":
         yield s.clash(kind,
@@ -201,7 +205,7 @@ def kv_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     tokens = sum(
         -(-count // BLOCK_TOKENS) * BLOCK_TOKENS for count in (s.longest, max(1, new - 1))
     )
-    needed = tokens * model.kv_bytes_per_token(kv_bytes_per_number(plan))
+    needed = tokens * model.kv_bytes_per_token(kv_bytes_per_number(plan)) + 2 * model.state_bytes
     if needed > parse_size(kv):
         yield Problem(("system.kv_memory",),
             f"system.kv_memory = {kv} does not hold one prompt of {s.longest} tokens with {new} "

@@ -8,8 +8,9 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,38 @@ from tunesmith.models.kernels.attention import AttentionRule
 from tunesmith.models.kernels.decoding import KVSpan, tables
 from tunesmith.models.kernels.layers import StatefulLayer
 from tunesmith.run.engines.local.pool import KVMemory
-from tunesmith.run.engines.local.requests import Piece
+from tunesmith.run.engines.local.requests import CachedPrompt, Piece
+
+
+class CarriedPieces(NamedTuple):
+    """Pieces whose states at the start are known together: those of prompts, then those of
+    requests."""
+
+    lengths: list[int]
+    sources: Tensor
+    """``[B]``: the slots of the states before the pieces."""
+    targets: Tensor
+    """``[B]``: the slots of the states after them."""
+    starts: Tensor
+    """``[B]`` bool: True where a sequence starts, from zeros."""
+
+    def before(self, part: Tensor) -> Tensor:
+        """``[B, ...]``: a part of the states before the pieces, out of all slots."""
+        starts = self.starts.view(-1, *[1] * (part.dim() - 1))
+        return part.index_select(0, self.sources).masked_fill(starts, 0)
+
+
+def _carried(pieces: Sequence[Piece], device: torch.device) -> Iterator[CarriedPieces]:
+    """The pieces in order, which is that of prompts before requests."""
+    for _, group in groupby(pieces, key=lambda piece: isinstance(piece.owner, CachedPrompt)):
+        together = list(group)
+        sources = [piece.owner if piece.start else piece.prompt for piece in together]
+        yield CarriedPieces(
+            [len(piece) for piece in together],
+            torch.tensor([source.span.slot for source in sources], device=device),
+            torch.tensor([piece.owner.span.slot for piece in together], device=device),
+            torch.tensor([piece.positions[0] == 0 for piece in together], device=device),
+        )
 
 
 class PoolAttention:
@@ -51,6 +83,9 @@ class PoolAttention:
             starts = [0, *accumulate(self._lengths)]
             runs = zip(starts, self._lengths, strict=False)
             self._whole = ForestAttention([Segment(start, length, -1) for start, length in runs])
+        if memory.layout.states:
+            self._carried = list(_carried(pieces, self._device))
+            self._carried_lengths = [sum(each.lengths) for each in self._carried]
         if self._together:
             self._tables = [
                 self._of_heads(spans)
@@ -64,7 +99,8 @@ class PoolAttention:
     ) -> Tensor:
         """See AttentionContext."""
         dtype = self._memory.layout.dtype
-        for plane, new in ((2 * layer, key), (2 * layer + 1, value)):
+        place = self._memory.layout.place(layer)
+        for plane, new in ((2 * place, key), (2 * place + 1, value)):
             slots = self._memory.planes[plane].view(-1, new.shape[-1])
             slots.index_copy_(0, self._slots, new.reshape(-1, new.shape[-1]).to(dtype))
         grouped = query.view(len(query), len(self._heads), -1, query.shape[-1]).to(dtype)
@@ -72,7 +108,7 @@ class PoolAttention:
             return self._whole.attend(layer, query, key, value, rule)
         if self._together:
             context = [
-                torch.cat([self._blocks(2 * layer + i, table) for table in self._tables], 2)
+                torch.cat([self._blocks(2 * place + i, table) for table in self._tables], 2)
                 for i in range(2)
             ]
             mask = self._rows_see(rule[1])
@@ -89,7 +125,7 @@ class PoolAttention:
             keys, values = (
                 t.transpose(0, 1).to(dtype)
                 if piece.positions[0] == 0
-                else self._blocks(2 * layer + i, context[0])[:, context[1]]
+                else self._blocks(2 * place + i, context[0])[:, context[1]]
                 for i, t in enumerate(new)
             )
             out.append(self._piece(queries.permute(1, 2, 0, 3), keys, values, rule))
@@ -98,20 +134,13 @@ class PoolAttention:
     def carry(self, layer: StatefulLayer, x: Tensor) -> Tensor:
         """See ``StateContext.carry``: a piece continues from its owner's state, and a request's
         first one from its prompt's."""
-        slots = self._memory.states[layer.layer]
+        states = self._memory.states[layer.layer]
         outputs: list[Tensor] = []
-        for piece, tokens in zip(self._pieces, x.split(self._lengths), strict=True):
-            state = layer.start(1)
-            if piece.positions[0]:
-                span = piece.owner.span if piece.start else piece.prompt.span
-                sizes = [part.numel() for part in state]
-                kept = slots[span.slot, : sum(sizes)].split(sizes)
-                state = tuple(
-                    old.view_as(new).to(new.dtype) for old, new in zip(kept, state, strict=True)
-                )
-            out, state = layer.run(tokens, [len(piece)], state)
-            after = torch.cat([part.flatten().float() for part in state])
-            slots[piece.owner.span.slot, : len(after)] = after
+        for each, tokens in zip(self._carried, x.split(self._carried_lengths), strict=True):
+            before = tuple(each.before(part) for part in states)
+            out, after = layer.run(tokens, each.lengths, before)
+            for part, new in zip(states, after, strict=True):
+                part[each.targets] = new.to(part.dtype)
             outputs.append(out)
         return torch.cat(outputs)
 

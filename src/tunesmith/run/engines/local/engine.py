@@ -94,9 +94,10 @@ class LocalEngine:
             check_assistant(assistant, model, speculative_tokens)
         models = [model, assistant] if assistant else [model]
         layouts, costs = zip(*(probe(each, compiled=compiled) for each in models), strict=True)
-        if assistant is not None and layouts[0].state:
+        if assistant is not None and any(layout.states for layout in layouts):
             raise UserError(
-                "the model's layers carry a state, out of which rejected guesses cannot be taken: "
+                "layers of the model or of its assistant carry a state, out of which rejected "
+                "guesses cannot be taken: "
                 "omit system.draft_model",
                 keys=("system.draft_model",),
             )

@@ -3,16 +3,18 @@
 The scheduler decides who gets blocks; only the pool and the attention that reads it know where
 tokens are. Blocks never move, and no two spans share one: requests with one prompt share its span.
 
-Shape legend: ``P`` planes (the keys and the values of each layer), ``N`` blocks, ``K`` key/value
-heads, ``C`` slots of a block, ``D`` head size.
+Shape legend: ``P`` planes (the keys and the values of each layer that has them), ``N`` blocks,
+``K`` key/value heads, ``C`` slots of a block, ``D`` head size.
 """
 
 from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import NamedTuple
 
 import torch
 
@@ -21,22 +23,43 @@ from tunesmith.errors import UserError
 from tunesmith.models.kernels.decoding import KVSpan
 
 
+class StatePart(NamedTuple):
+    """One of the tensors that a layer carries from token to token, of one sequence."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+STATE_SHARE = 0.75
+"""The share of the memory that states may take."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The keys and values of one token of a model."""
+    """The keys and values of one token of a model, and the state of one sequence."""
 
     layers: int
+    """Those that keep keys and values."""
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    state: int = 0
-    """Numbers of the state that a layer carries from token to token, float32."""
+    places: Mapping[int, int] | None = None
+    """Decoder layer → its place among those that keep keys and values; None: all do."""
+    states: Mapping[int, Sequence[StatePart]] = field(
+        default_factory=dict[int, Sequence[StatePart]]
+    )
+    """Decoder layer → the state that it carries; layers without one are left out."""
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's state in all layers."""
-        return self.layers * self.state * 4
+        parts = (part for state in self.states.values() for part in state)
+        return sum(part.shape.numel() * part.dtype.itemsize for part in parts)
+
+    def place(self, layer: int) -> int:
+        """Where a decoder layer's keys and values are among those of all layers."""
+        return layer if self.places is None else self.places[layer]
 
     @property
     def planes(self) -> int:
@@ -65,7 +88,13 @@ class KVMemory:
         """
         dtype = self.layout.dtype
         device = self.layout.device
-        self.states = torch.zeros(self.layout.layers, self._slots, self.layout.state, device=device)
+        self.states = {
+            layer: tuple(
+                torch.zeros(self._slots, *part.shape, dtype=part.dtype, device=device)
+                for part in state
+            )
+            for layer, state in self.layout.states.items()
+        }
         if device.type != "cpu" or sys.platform == "win32":
             self.planes = torch.zeros(self._shape, dtype=dtype, device=device)
             return
@@ -74,12 +103,13 @@ class KVMemory:
         self.planes = torch.frombuffer(pages, dtype=dtype).view(self._shape)  # [P, N, K, C, D]
 
     def free(self) -> None:
-        self.states = self.states.new_zeros(0)
+        self.states = {}
         self.planes = self.planes.new_zeros(self._shape[0], 0, *self._shape[2:])
 
     @property
     def nbytes(self) -> int:
-        return self.planes.untyped_storage().nbytes() + self.states.nbytes
+        states = sum(part.nbytes for state in self.states.values() for part in state)
+        return self.planes.untyped_storage().nbytes() + states
 
 
 class KVPool:
@@ -87,10 +117,11 @@ class KVPool:
     for the state of a sequence, if layers carry one.
 
     Args:
-        slots: the most spans at a time of models with a state.
+        slots: the most spans at a time of models with a state, if they take no more than
+            ``STATE_SHARE`` of the memory.
 
     Raises:
-        UserError: ``kv_bytes`` hold less than two blocks.
+        UserError: ``kv_bytes`` hold less than two blocks, or less than two states.
     """
 
     def __init__(
@@ -104,14 +135,17 @@ class KVPool:
         self.block_size = block_size
         block_bytes = block_size * sum(layout.token_bytes for layout in layouts)
         state_bytes = sum(layout.state_bytes for layout in layouts)
-        self._slots = slots if state_bytes else 0
+        most = int(STATE_SHARE * kv_bytes) // state_bytes if state_bytes else 0
+        self._slots = min(slots, most)
         self.blocks = max(0, kv_bytes - self._slots * state_bytes) // block_bytes
-        if self.blocks < 2:
+        if self.blocks < 2 or (state_bytes and self._slots < 2):
+            least = 2 * block_bytes + ceil(2 * state_bytes / STATE_SHARE)
             raise UserError(
-                f"a KV budget of {kv_bytes} bytes holds {self.blocks * block_size} tokens: this "
-                f"model needs at least {2 * block_bytes + self._slots * state_bytes} bytes, two "
-                f"blocks of {block_size} tokens "
-                "(system.kv_memory)",
+                f"a KV budget of {kv_bytes} bytes holds {self.blocks * block_size} tokens"
+                + (f" and {self._slots} states" if state_bytes else "")
+                + f": this model needs at least {least} bytes, two blocks of {block_size} tokens "
+                + ("and two states " if state_bytes else "")
+                + "(system.kv_memory)",
                 keys=("system.kv_memory",),
             )
         self.memories = [

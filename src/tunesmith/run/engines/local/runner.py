@@ -19,7 +19,7 @@ from tunesmith.models.kernels.layers import StatefulLayer
 from tunesmith.models.rope import rotated_by
 from tunesmith.run.engines.local.attention import PoolAttention
 from tunesmith.run.engines.local.decode_model import DecodeModel, decoding
-from tunesmith.run.engines.local.pool import KVLayout, KVMemory
+from tunesmith.run.engines.local.pool import KVLayout, KVMemory, StatePart
 from tunesmith.run.engines.local.requests import (
     CachedPrompt,
     LocalRequest,
@@ -39,19 +39,17 @@ class _Probe:
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int]] = {}
-        self.state = 0
-        self.carrying: dict[int, str] = {}
+        self.states: dict[int, tuple[StatePart, ...]] = {}
 
     def carry(self, layer: StatefulLayer, x: Tensor) -> Tensor:
-        if layer.layer in self.carrying:
+        if layer.layer in self.states:
             raise ModelError(
                 "the embedded engine keeps one state per decoder layer, and more than one module "
                 f"of layer {layer.layer} carries one: use another engine",
                 keys=("system.engine",),
             )
-        self.carrying[layer.layer] = type(layer.module).__name__
-        out, state = layer.run(x, [len(x)], layer.start(1))
-        self.state = max(self.state, sum(part.numel() for part in state))
+        out, state = layer.run(x, [len(x)], None)
+        self.states[layer.layer] = tuple(StatePart(part.shape[1:], part.dtype) for part in state)
         return out
 
     def attend(
@@ -72,29 +70,28 @@ def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
     token.
 
     Raises:
-        ModelError: the layers' keys and values differ in shape, or some layers have none.
+        ModelError: the layers' keys and values differ in shape, or no layer has them.
     """
     context = _Probe()
     zero = torch.zeros(1, dtype=torch.int64, device=model.device)
     model.hidden(zero, zero, context)
     shapes = set(context.shapes.values())
-    layers = len(context.shapes)
-    others = sorted({name for at, name in context.carrying.items() if at not in context.shapes})
-    if len(shapes) != 1 or set(context.shapes) != set(range(layers)):
+    if len(shapes) != 1:
         raise ModelError(
-            "the embedded engine needs a model whose layers all keep keys and values of one "
-            f"shape; layers of this {type(model.module).__name__} have (heads, key/value heads, "
-            f"head size) {sorted(shapes)}, and layers with only a state {others}: use another "
-            "engine",
+            "the embedded engine needs a model whose attention layers all keep keys and values of "
+            f"one shape; those of this {type(model.module).__name__} have (heads, key/value heads, "
+            f"head size) {sorted(shapes)}: use another engine",
             keys=("system.engine",),
         )
+    layers = len(context.shapes)
+    places = {layer: place for place, layer in enumerate(sorted(context.shapes))}
     heads, kv_heads, head_dim = shapes.pop()
     head = model.head.weight
     embedding = cast(Tensor, model.module.get_input_embeddings().weight)
     weights = sum(p.numel() for p in model.module.parameters())
     weights -= 0 if head is embedding else embedding.numel()
     dtype = kv_dtype(model, compiled=compiled)
-    layout = KVLayout(layers, kv_heads, head_dim, dtype, model.device, context.state)
+    layout = KVLayout(layers, kv_heads, head_dim, dtype, model.device, places, context.states)
     cost = ForwardCost(
         weight_bytes=weights * head.element_size(),
         weights=weights,

@@ -1,0 +1,87 @@
+"""The gated delta rule (arXiv:2412.06464, equation 10), chunk by chunk.
+
+With keys and queries of length 1, a state ``M [K, V]`` decays, forgets what it would answer to the
+new key and learns the new value: ``M ← α (M − β k (kᵀ M)) + β k vᵀ``, and answers ``qᵀ M``. Within
+a chunk, the updates are one triangular system (section 3.3 there); states pass from chunk to chunk.
+
+Shape legend: ``T`` tokens, ``S`` sequences, ``H`` heads, ``K`` key size, ``V`` value size, ``N``
+chunks, ``c`` tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tunesmith.models.recurrent.chunks import Chunks
+
+CHUNK = 64
+_EPS = 1e-6  # as flash-linear-attention and transformers
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    lengths: Sequence[int],
+    start: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Answers ``[T, H, V]`` in the dtype of the values, and the states ``[S, H, K, V]`` at the
+    ends, in float32 or wider.
+
+    Args:
+        query, key: ``[T, H, K]``, of any length.
+        value: ``[T, H, V]``.
+        log_decay: ``log α``, ``[T, H]``.
+        beta: ``[T, H]``.
+        lengths: of the ``S`` sequences.
+        start: the states at their starts; None: zero.
+    """
+    wide = torch.promote_types(value.dtype, torch.float32)
+    chunks = Chunks(lengths, CHUNK, value.device)
+    q, k, v, g, b = (
+        chunks.cut(x.to(wide)).transpose(1, 2) for x in (query, key, value, log_decay, beta)
+    )  # [N, H, c, ...]
+    q = _unit(q) * q.shape[-1] ** -0.5
+    k = _unit(k)
+    passed = g.cumsum(2)
+    decay = decay_between(passed)
+    scaled = k * b.unsqueeze(-1)
+    # Each update sees the ones before it; the diagonal of the system is one.
+    system = (scaled @ k.transpose(-1, -2)) * decay
+    known = torch.cat([v * b.unsqueeze(-1), scaled * passed.exp().unsqueeze(-1)], -1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    new, seen = solved.split([v.shape[-1], k.shape[-1]], -1)
+    within = (q @ k.transpose(-1, -2)) * decay
+    reading = q * passed.exp().unsqueeze(-1)
+    writing = (k * (passed[..., -1:] - passed).exp().unsqueeze(-1)).transpose(-1, -2)
+    remaining = passed[..., -1].exp()[..., None, None]
+
+    def advance(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
+        update = new[at] - seen[at] @ state
+        out = reading[at] @ state + within[at] @ update
+        return out, state * remaining[at] + writing[at] @ update
+
+    zero = q.new_zeros(len(lengths), q.shape[1], k.shape[-1], v.shape[-1])
+    out, end = chunks.scan(zero if start is None else start.to(wide), advance)
+    return chunks.join(out.transpose(1, 2)).to(value.dtype), end
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
+
+
+def decay_between(passed: Tensor) -> Tensor:
+    """``[..., c, c]``: what remains at token ``i`` of what token ``j ≤ i`` wrote, and zero for
+    later ones.
+
+    Args:
+        passed: sums of ``log α`` up to each token, ``[..., c]``.
+    """
+    later = torch.ones(passed.shape[-1], passed.shape[-1], device=passed.device).triu(1).bool()
+    between = passed.unsqueeze(-1) - passed.unsqueeze(-2)
+    return between.masked_fill(later, -torch.inf).exp()

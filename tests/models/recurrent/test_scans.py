@@ -1,0 +1,171 @@
+"""Scans in chunks give, for packed sequences, what their formulas give token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tunesmith.models.recurrent import delta_rule, state_space
+from tunesmith.models.recurrent.chunks import Chunks
+from tunesmith.models.recurrent.convolution import convolve
+
+HEADS = 2
+LENGTHS = st.lists(st.integers(1, 11), min_size=1, max_size=5)
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_rule, "CHUNK", 4)
+    monkeypatch.setattr(state_space, "CHUNK", 4)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+
+def same(
+    run: Callable[..., tuple[Tensor, Tensor]],
+    by_token: Callable[..., tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor],
+    lengths: Sequence[int],
+    start: Tensor | None,
+) -> None:
+    """Outputs, states at the ends, and the gradients of both."""
+    leaves = [*inputs, *([] if start is None else [start])]
+    results: list[Any] = []
+    for function in (run, by_token):
+        out, end = function(*inputs, lengths, start)
+        weights = torch.linspace(-1, 1, out.numel()).view_as(out)
+        loss = (out * weights).sum() + (end * end).sum()
+        results.append((out, end, *torch.autograd.grad(loss, leaves)))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def by_sequence(
+    lengths: Sequence[int], zero: Tensor, start: Tensor | None
+) -> list[tuple[range, Tensor]]:
+    """The tokens of each sequence, and the state at its start."""
+    stops = torch.tensor(lengths).cumsum(0).tolist()
+    states = zero.expand(len(lengths), *zero.shape) if start is None else start
+    return [
+        (range(stop - length, stop), state)
+        for stop, length, state in zip(stops, lengths, states, strict=True)
+    ]
+
+
+def delta_rule_by_token(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, lengths: list[int], start: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    unit = [x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k)]
+    outputs: list[Tensor] = []
+    ends: list[Tensor] = []
+    for tokens, state in by_sequence(lengths, q.new_zeros(HEADS, q.shape[2], v.shape[2]), start):
+        for t in tokens:
+            query, key = (x[t].unsqueeze(-1) for x in unit)
+            state = state * g[t].exp()[:, None, None]
+            answer = (key * state).sum(1)
+            state = state + key * ((v[t] - answer) * b[t].unsqueeze(-1)).unsqueeze(1)
+            outputs.append((query * state).sum(1) * q.shape[2] ** -0.5)
+        ends.append(state)
+    return torch.stack(outputs), torch.stack(ends)
+
+
+def state_space_by_token(
+    x: Tensor,
+    delta: Tensor,
+    rate: Tensor,
+    write: Tensor,
+    read: Tensor,
+    skip: Tensor,
+    lengths: list[int],
+    start: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    outputs: list[Tensor] = []
+    ends: list[Tensor] = []
+    zero = x.new_zeros(*x.shape[1:], write.shape[2])
+    for tokens, state in by_sequence(lengths, zero, start):
+        for t in tokens:
+            step = delta[t][:, None, None]
+            state = (step * rate[:, None, None]).exp() * state
+            state = state + step * x[t].unsqueeze(-1) * write[t].repeat_interleave(2, 0).unsqueeze(
+                1
+            )
+            outputs.append((state * read[t].repeat_interleave(2, 0).unsqueeze(1)).sum(-1))
+            outputs[-1] = outputs[-1] + skip.unsqueeze(-1) * x[t]
+        ends.append(state)
+    return torch.stack(outputs), torch.stack(ends)
+
+
+@settings(max_examples=15)
+@given(LENGTHS, st.booleans())
+def test_the_gated_delta_rule(lengths: list[int], continues: bool) -> None:
+    torch.manual_seed(0)
+    count = sum(lengths)
+    inputs = [draw(count, HEADS, 3), draw(count, HEADS, 3), draw(count, HEADS, 5)]
+    decay = torch.rand(count, HEADS, dtype=torch.float64).neg().requires_grad_()
+    beta = torch.rand(count, HEADS, dtype=torch.float64).mul(2).requires_grad_()
+    start = draw(len(lengths), HEADS, 3, 5) if continues else None
+    same(
+        delta_rule.gated_delta_rule,
+        delta_rule_by_token,
+        [*inputs, decay, beta],
+        lengths,
+        start,
+    )
+
+
+@settings(max_examples=15)
+@given(LENGTHS, st.booleans())
+def test_the_state_space(lengths: list[int], continues: bool) -> None:
+    torch.manual_seed(0)
+    count = sum(lengths)
+    delta = torch.rand(count, 4, dtype=torch.float64).requires_grad_()
+    rate = torch.rand(4, dtype=torch.float64).neg().requires_grad_()
+    inputs = [draw(count, 4, 3), delta, rate, draw(count, 2, 5), draw(count, 2, 5), draw(4)]
+    start = draw(len(lengths), 4, 3, 5) if continues else None
+    same(state_space.state_space, state_space_by_token, inputs, lengths, start)
+
+
+@settings(max_examples=15)
+@given(LENGTHS, st.booleans(), st.integers(1, 4))
+def test_the_convolution(lengths: list[int], continues: bool, width: int) -> None:
+    torch.manual_seed(0)
+    inputs = [draw(sum(lengths), 3), draw(3, width), draw(3)]
+    window = draw(len(lengths), width - 1, 3) if continues else None
+
+    def by_token(
+        x: Tensor, weight: Tensor, bias: Tensor, lengths: list[int], window: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        outputs: list[Tensor] = []
+        ends: list[Tensor] = []
+        for tokens, before in by_sequence(lengths, x.new_zeros(width - 1, 3), window):
+            rows = torch.cat([before, x[tokens.start : tokens.stop]])
+            outputs += [
+                (rows[i : i + width].t() * weight).sum(1) + bias for i in range(len(tokens))
+            ]
+            ends.append(rows[len(tokens) :])
+        return torch.stack(outputs), torch.stack(ends)
+
+    if window is not None and width == 1:
+        window = None
+    same(convolve, by_token, inputs, lengths, window)
+
+
+def test_chunks_by_hand() -> None:
+    """Sequences of 3, 5 and 1 tokens: steps have 3, then 2, then 1 chunks."""
+    chunks = Chunks([3, 5, 1], 2, torch.device("cpu"))
+    cells = chunks.cut(torch.arange(1, 10))
+    assert cells.tolist() == [[4, 5], [1, 2], [9, 0], [6, 7], [3, 0], [8, 0]]
+    assert chunks.join(cells).tolist() == list(range(1, 10))
+    out, end = chunks.scan(
+        torch.tensor([100, 200, 300]), lambda at, state: (state, state + cells[at].sum(1))
+    )
+    assert out.tolist() == [200, 100, 300, 209, 103, 222]
+    assert end.tolist() == [106, 230, 309]
