@@ -69,6 +69,9 @@ ranks and scales."""
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 """Initial values of the matrices (``init_lora_weights``) that leave the base's weights as they
 are."""
+_FUSED_OUTPUT = ("falcon_h1", "nemotron_h")
+"""Families whose output projections peft refuses, because fused kernels read their weights past the
+module."""
 
 
 def attach(
@@ -106,12 +109,15 @@ def _fresh(model: Decoder, section: LoraSection, kind: str) -> PeftModel:
     rank = section.rank
     assert rank is not None, "a new adapter needs a rank"
     linear = linear_modules(model.module.base_model)
+    targets = choose_targets(linear, section.targets)
+    if model.module.config.model_type in _FUSED_OUTPUT and not isinstance(section.targets, tuple):
+        targets.remove("out_proj")
     config = LoraConfig(
         task_type=kind,
         r=rank,
         lora_alpha=cast(int, section.alpha or 2 * rank),
         lora_dropout=section.dropout,
-        target_modules=choose_targets(linear, section.targets),
+        target_modules=targets,
         fan_in_fan_out=any(isinstance(m, Conv1D) for m in linear.values()),
     )
     with boundary(ModelError, "lora: peft cannot adapt this model", ANY_OF_PEFT):

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from tunesmith.errors import ModelError
 from tunesmith.models.decoder import Decoder
@@ -39,6 +40,14 @@ class ScoreModel(Decoder):
 
     @classmethod
     def check(cls, path: str | Path, config: Any) -> None:
+        if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+            raise ModelError(
+                f"'{path}' is a {config.model_type}, for which transformers has no score head, so "
+                "it cannot be a reward model or a critic. Choose a model of another family, such "
+                "as Llama, Qwen, Mistral or Gemma, or for the policy an estimator without a "
+                "critic, such as grpo",
+                keys=("algorithm.name",),
+            )
         if is_trained(config) and config.num_labels != 1:
             raise ModelError(f"'{path}' has {config.num_labels} labels; a score model has one")
 
