@@ -5,14 +5,20 @@ Shape legend: ``T`` tokens, ``S`` sequences, ``d`` channels, ``w`` width of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 
 def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Sequence[int], window: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lengths: Sequence[int],
+    window: Tensor | None,
+    *,
+    activate: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Convolve each sequence with what came before it.
 
@@ -22,9 +28,10 @@ def convolve(
         bias: ``[d]``.
         lengths: of the ``S`` sequences.
         window: the inputs before each, ``[S, w - 1, d]``; None: sequences start, with zeros.
+        activate: a function of each output, in float32 or wider.
 
     Returns:
-        ``[T, d]`` in float32 or wider, and the windows at the ends.
+        ``[T, d]``, and the windows at the ends.
     """
     past = weight.shape[1] - 1
     if window is None:
@@ -49,5 +56,7 @@ def convolve(
     for tap in range(past + 1):
         out = out + rows[tap : tap + count] * taps[tap]
     chosen = out.index_select(0, torch.tensor(inside, device=x.device))
+    if activate is not None:
+        chosen = activate(chosen)
     end = rows.index_select(0, torch.tensor(ends, device=x.device, dtype=torch.int64))
-    return chosen, end.view(len(lengths), past, x.shape[1])
+    return chosen.to(x.dtype), end.view(len(lengths), past, x.shape[1])

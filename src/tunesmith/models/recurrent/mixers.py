@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
 from tunesmith.models.kernels.layers import State
@@ -46,8 +47,24 @@ class PackedPass:
             "mamba2_split_conv1d_scan_combined": _nothing,
         }
 
-    def _start(self) -> Tensor | None:
-        return None if self._starts is None else next(self._starts)
+    def _run(
+        self, function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor | None
+    ) -> Tensor:
+        """The function's outputs; its ends are kept.
+
+        Its intermediate values, many times the inputs, are computed again in the backward pass.
+        """
+        start = None if self._starts is None else next(self._starts)
+        out, end = checkpoint(
+            function,
+            *inputs,
+            self._lengths,
+            start,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        self.ends.append(end)
+        return out
 
     def _convolve(
         self,
@@ -59,20 +76,15 @@ class PackedPass:
     ) -> Tensor:
         """``[1, d, T]`` to ``[1, d, T]``."""
         rows = hidden_states[0].t()
-        out, end = convolve(rows, weight, bias, self._lengths, self._start())
-        self.ends.append(end)
-        if activation is not None:
-            out = ACT2FN[activation](out)
-        return out.to(hidden_states.dtype).t().unsqueeze(0)
+        activate = None if activation is None else ACT2FN[activation]
+        out = self._run(partial(convolve, activate=activate), rows, weight, bias)
+        return out.t().unsqueeze(0)
 
     def _delta_rule(
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: object
     ) -> tuple[Tensor, None]:
         """``[1, T, H, K or V]`` each, ``[1, T, H]`` the last two."""
-        out, end = gated_delta_rule(
-            query[0], key[0], value[0], g[0], beta[0], self._lengths, self._start()
-        )
-        self.ends.append(end)
+        out = self._run(gated_delta_rule, query[0], key[0], value[0], g[0], beta[0])
         return out.unsqueeze(0), None
 
     def _state_space(
@@ -90,10 +102,7 @@ class PackedPass:
     ) -> Tensor:
         """``[1, T, H, P]``, ``[1, T, H]``, ``[H]``, and twice ``[1, T, G, N]``."""
         delta = F.softplus(dt[0] + dt_bias.to(dt.dtype)).clamp(*dt_limit)
-        out, end = state_space(
-            hidden_states[0], delta, A, B[0], C[0], D, self._lengths, self._start()
-        )
-        self.ends.append(end)
+        out = self._run(state_space, hidden_states[0], delta, A, B[0], C[0], D)
         return out.unsqueeze(0)
 
 

@@ -237,22 +237,30 @@ def layer_bytes(model: ModelFacts, layout: Layout) -> int:
     inputs = 4 * (5 * hidden + queries + inner) + 28 * (layout.lora_rank or 0) if adapted else 0
     if of_modules(model):
         heads = queries + keys if model.head_norms else 0
+        mixed = max(size * (2 * queries + 2 * keys), _mixer_bytes(model, size))
         if adapted:
-            return (
-                4 * (2 * hidden + heads)
-                + size * (2 * queries + 2 * keys + 3 * inner)
-                + inputs
-                + scales
-            )
+            return 4 * (2 * hidden + heads) + mixed + size * 3 * inner + inputs + scales
         norms = (
             2 * hidden * (4 + 2 * size) + heads * (4 + size)
             if size == 2
             else (6 * hidden + 2 * heads) * size
         )
-        return norms + size * (2 * queries + 2 * keys + 4 * inner) + scales
+        return norms + mixed + size * 4 * inner + scales
     if adapted:
         return size * (2 * hidden + 3 * queries + 3 * keys + 2 * inner) + inputs + scales
     return size * (4 * hidden + 3 * queries + 3 * keys + 3 * inner) + scales
+
+
+def _mixer_bytes(model: ModelFacts, size: int) -> int:
+    """Bytes per token that a mixer with a state saves (``models.recurrent``): what its projections
+    and its convolution give, and norms and gates of its outputs in float32."""
+    width = model.mixer.width
+    return width * (11 + 3 * size // 2) if model.mixer.memory else 2 * size * width
+
+
+SCAN_BYTES = 40
+"""Temporaries of a scan that is computed again in the backward pass, per output of the mixer's
+projections: chunks of each operand in float32, and of their products within a chunk."""
 
 
 def backward_bytes(model: ModelFacts, layout: Layout) -> int:
@@ -263,7 +271,8 @@ def backward_bytes(model: ModelFacts, layout: Layout) -> int:
     apart = layout.lora_rank is not None or _multiplies_apart(model, layout)
     gate = (3 if apart else 5) * size * model.intermediate_size
     again = layer_bytes(model, layout) if all(recomputed(model.layers, layout.checkpointing)) else 0
-    return gate + 2 * size * model.hidden_size + (_back_at_once(model, layout) or again)
+    scan = SCAN_BYTES * model.mixer.width if model.mixer.memory else 0
+    return max(gate, scan) + 2 * size * model.hidden_size + (_back_at_once(model, layout) or again)
 
 
 def _back_at_once(model: ModelFacts, layout: Layout) -> int:

@@ -4,15 +4,17 @@ its configuration."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+Written = Mapping[str, Any]
+"""A ``config.json``."""
 ATTENDING = ("full_attention", "sliding_attention", "attention", "hybrid")
 CARRYING = ("linear_attention", "mamba", "conv", "hybrid")
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 """Nemotron-H writes one letter per layer."""
 
 
-def layer_kinds(config: Mapping[str, Any], layers: int) -> Sequence[str]:
+def layer_kinds(config: Written, layers: int) -> Sequence[str]:
     """The kind of each layer; those of a family that says nothing attend."""
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if isinstance(kinds, list):
@@ -32,29 +34,50 @@ def layer_kinds(config: Mapping[str, Any], layers: int) -> Sequence[str]:
     return ["attention"] * layers
 
 
-def state_numbers(config: Mapping[str, Any], hidden: int) -> int:
-    """Numbers of the state that one layer carries per sequence: inputs of its convolution, and what
-    its recurrence remembers."""
-    if "linear_num_value_heads" in config:  # a delta net
-        key = config["linear_key_head_dim"]
-        value = config["linear_value_head_dim"]
-        heads = config["linear_num_value_heads"]
-        channels = 2 * config["linear_num_key_heads"] * key + heads * value
-        return (config["linear_conv_kernel_dim"] - 1) * channels + heads * key * value
-    if "conv_L_cache" in config:  # a short convolution
-        return (config["conv_L_cache"] - 1) * hidden
+class Mixer(NamedTuple):
+    """Sizes of a layer's mixer that carries a state."""
+
+    width: int = 0
+    """Outputs of its projections, per token."""
+    window: int = 0
+    """Numbers of the inputs of its convolution that it keeps per sequence."""
+    memory: int = 0
+    """Numbers that its recurrence remembers per sequence."""
+
+
+NO_MIXER = Mixer()
+
+
+def mixer_of(config: Written, hidden: int) -> Mixer:
+    """The sizes of a model's mixers; zero for a family that says nothing."""
+    if "linear_num_value_heads" in config:
+        return _delta_net(config)
+    if "conv_L_cache" in config:
+        return Mixer(3 * hidden, (config["conv_L_cache"] - 1) * hidden)
+    if _first(config, "mamba_n_heads", "mamba_num_heads"):
+        return _state_space(config, hidden)
+    return NO_MIXER
+
+
+def _delta_net(config: Written) -> Mixer:
+    key = config["linear_key_head_dim"]
+    heads = config["linear_num_value_heads"]
+    values = heads * config["linear_value_head_dim"]
+    channels = 2 * config["linear_num_key_heads"] * key + values
+    window = (config["linear_conv_kernel_dim"] - 1) * channels
+    return Mixer(channels + values + 2 * heads, window, key * values)
+
+
+def _state_space(config: Written, hidden: int) -> Mixer:
     heads = _first(config, "mamba_n_heads", "mamba_num_heads")
-    if not heads:
-        return 0
     size = _first(config, "mamba_d_head", "mamba_head_dim")
+    inner = heads * size or config.get("mamba_expand", 2) * hidden  # a size may be "auto"
     state = _first(config, "mamba_d_state", "ssm_state_size")
     groups = _first(config, "mamba_n_groups", "n_groups") or 1
-    width = _first(config, "mamba_d_conv", "conv_kernel") or 4
-    if not size:  # "auto"
-        size = config.get("mamba_expand", 2) * hidden // heads
-    channels = heads * size + 2 * groups * state
-    return (width - 1) * channels + heads * size * state
+    channels = inner + 2 * groups * state
+    window = ((_first(config, "mamba_d_conv", "conv_kernel") or 4) - 1) * channels
+    return Mixer(channels + inner + heads, window, inner * state)
 
 
-def _first(config: Mapping[str, Any], *names: str) -> int:
-    return next((value for name in names if isinstance(value := config.get(name), int)), 0)
+def _first(config: Written, *names: str) -> int:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), 0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tunesmith.errors import ModelError, boundary
 from tunesmith.plan.facts.families import family
-from tunesmith.plan.facts.layers import ATTENDING, CARRYING, layer_kinds, state_numbers
+from tunesmith.plan.facts.layers import ATTENDING, CARRYING, NO_MIXER, Mixer, layer_kinds, mixer_of
 from tunesmith.plan.facts.model_files import check_files, count_parameters
 
 
@@ -43,9 +43,10 @@ class ModelFacts:
     """Only part of each head's dimensions is rotated."""
     attending: int | None = None
     """Layers that keep keys and values; None: all do."""
-    states: int = 0
-    """Numbers of the states that layers carry from token to token, of one sequence in all
-    layers."""
+    carrying: int = 0
+    """Layers that carry a state from token to token."""
+    mixer: Mixer = NO_MIXER
+    """The sizes of their mixers."""
 
     @property
     def lean(self) -> bool:
@@ -78,8 +79,8 @@ class ModelFacts:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's states, as an engine keeps them."""
-        return 4 * self.states
+        """Bytes of one sequence's states in all layers, in float32."""
+        return 4 * self.carrying * (self.mixer.window + self.mixer.memory)
 
 
 def read_model_facts(directory: Path) -> ModelFacts | None:
@@ -128,7 +129,8 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
         family=config.get("model_type"),
         rotates_in_part=_rotates_in_part(config),
         attending=sum(kind in ATTENDING for kind in kinds) if carrying else None,
-        states=carrying * state_numbers(config, hidden),
+        carrying=carrying,
+        mixer=mixer_of(config, hidden),
         head_norms=family(config.get("model_type")).head_norms or bool(config.get("use_qk_norm")),
     )
 

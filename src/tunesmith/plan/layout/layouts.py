@@ -169,7 +169,7 @@ def _sequence_sizes(plan: AnyPlan, ranks: int) -> list[int]:
     """Numbers of ranks that may share the tokens of a micro-batch: divisors of the attention heads;
     one, if layers carry a state from token to token."""
     model = plan.facts.model
-    heads = model.heads if model and not model.states else 1
+    heads = model.heads if model and not model.carrying else 1
     wanted: int | None = said_shape(plan.said.system)["sequence"]
     # A teacher may have other heads.
     alone = ranks == 1 or not plan.devices.on_gpu or plan.kind.teacher is not None

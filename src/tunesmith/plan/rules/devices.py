@@ -68,7 +68,7 @@ def sequence_parallelism(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash(size,
             f"does not divide the {heads} attention heads that the ranks share; use a divisor of "
             f'{heads}, or set {kind} = "ring"', kind)
-    if together > 1 and s.model and s.model.states:
+    if together > 1 and s.model and s.model.carrying:
         yield s.clash(size,
             f": layers of '{s.model.family}' carry a state from token to token, which ranks that "
             "share a sequence do not hand on; leave it out")

@@ -28,7 +28,7 @@ def speculation(s: Situation[RunConfig]) -> Iterator[Problem]:
     if elsewhere and not s.engine.speculates_elsewhere and s.config.system.draft_model is not None:
         why = "is for the engine in the trainer's process; leave it out"
         yield s.clash("system.draft_model", why, ENGINE, "system.engine_process")
-    elif s.config.system.draft_model is not None and s.model and s.model.states:
+    elif s.config.system.draft_model is not None and s.model and s.model.carrying:
         why = (
             f": layers of '{s.model.family}' carry a state from token to token, out of which "
             "rejected guesses cannot be taken; leave it out"
