@@ -152,6 +152,15 @@ class EngineLostError(EngineError):
     """An engine has ended; its requests may be sent to another one."""
 
 
+class NoPlaceError(EngineLostError):
+    """An engine cannot be started now, as its machine or its server is not there; it may come
+    back."""
+
+
+class NoEngineError(EngineError):
+    """All engines are lost and none comes back; the run can resume from its last checkpoint."""
+
+
 class TrainerLostError(TunesmithError, RuntimeError):
     """The process of a trainer, a reference or a critic has ended; the run can resume from its last
     checkpoint."""

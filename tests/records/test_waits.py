@@ -86,7 +86,7 @@ def test_models_data_and_engines_are_waited_for_aloud(tmp_path: Path, seen: list
     spec = LocalSpec(ModelSpec(str(model), "float32", "cpu"), 1 << 20, 1, 1)
     pool: Any = Elsewhere(nowhere).engine(spec, WeightSource(), print)
     with pytest.raises(EngineLostError):
-        asyncio.run(pool._start(0))
+        asyncio.run(pool.roster._start(0))
     for doing in (
         f"loading the tokenizer of {model}",
         "reading data.train",

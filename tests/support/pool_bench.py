@@ -43,6 +43,13 @@ def lose_patience(pool: EnginePool) -> None:
     member.far._watch()  # pyright: ignore[reportPrivateUsage]
 
 
+async def complete(pool: EnginePool, size: int) -> None:
+    """Wait until so many engines are running."""
+    async with asyncio.timeout(600):
+        while len(pool.members) < size:
+            await asyncio.sleep(0.01)
+
+
 def local_spec(path: str | Path, **changed: Any) -> LocalSpec:
     return LocalSpec(ModelSpec(str(path), "float32", "cpu", **changed), 1 << 20, 6, 32)
 

@@ -157,7 +157,8 @@ class SystemSection(Section):
     engines: Open[PositiveInt] = None
     """Number of engine processes, each with ``kv_memory`` and a copy of the weights."""
     engine_restarts: Count = 3
-    """How often each engine process may be replaced after it dies."""
+    """How often each engine may be replaced after it dies, counted over all together; the others go
+    on."""
     weight_plane: Literal["memory", "disk", "gloo", "nccl", "ipc"] | None = None
     """How new weights reach engine processes: a file in memory or in ``engine_directory``, a
     broadcast, or CUDA IPC."""

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 
-from tunesmith.errors import TrainerLostError
+from tunesmith.errors import NoEngineError, TrainerLostError
 
 GRACE = 10.0
 """Seconds for a step that has changed weights to finish, and for a busy main thread to react."""
@@ -125,7 +125,7 @@ def _obey() -> None:
 
 @contextmanager
 def keeping(keep: Callable[[], str | None]) -> Generator[None]:
-    """Call ``keep`` once when a signal ends the work inside.
+    """Call ``keep`` once when a signal, or the loss of all engines, ends the work inside.
 
     Args:
         keep: saves what would be lost and returns a message on how to continue.
@@ -136,7 +136,7 @@ def keeping(keep: Callable[[], str | None]) -> Generator[None]:
     _state.committed = False
     try:
         yield
-    except Interrupted:
+    except (Interrupted, NoEngineError):
         keep_now()
         raise
     except TrainerLostError as lost:  # it was killed because it did not answer during shutdown

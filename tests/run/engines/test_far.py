@@ -21,7 +21,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.engine_contract import FREE, Subject
-from tests.support.pool_bench import LAST, PoolBench, each_check, local_spec, lose_patience
+from tests.support.pool_bench import (
+    LAST,
+    PoolBench,
+    complete,
+    each_check,
+    local_spec,
+    lose_patience,
+)
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sums, write_lines
 from tunesmith.config.schema import LoraSection
@@ -105,16 +112,42 @@ def test_a_worker_that_dies_is_replaced_and_nothing_is_lost(
             again = await asyncio.wait_for(asyncio.gather(*running), 600)
             assert [c.token_ids for c in again] == [c.token_ids for c in undisturbed]
             assert all(c.versions == [5] * 30 for c in again)
-            await engine.load_weights(6)
-            assert (
-                first not in pids(engine) and len(pids(engine)) == size
-            )  # also one that was asked nothing
-            assert (await engine.generate([11, 12], FREE)).versions == [6] * 12
+            await engine.load_weights(6)  # of those that are there
+            await complete(engine, size)
+            assert first not in pids(engine)  # also one that was asked nothing
+            await engine.load_weights(7)
+            for member in engine.members:
+                assert (await member.generate([11, 12], FREE)).versions == [7] * 12
         finally:
             await engine.close()
 
     bench.runner.run(run())
     assert any("starting another" in text for text in bench.said)
+
+
+def test_the_others_go_on_without_one_that_is_not_replaced(bench: Bench) -> None:
+    """Its requests are answered and new weights go to a smaller group."""
+
+    async def run() -> None:
+        engine = bench.another(size=2, restarts=0)
+        await engine.load_weights(5)
+        sampling = replace(FREE, max_new_tokens=30)
+        running = [
+            asyncio.create_task(engine.generate([11, 12], replace(sampling, seed=i)))
+            for i in range(4)
+        ]
+        await asyncio.sleep(0)
+        os.kill(pids(engine)[0], signal.SIGKILL)
+        done = await asyncio.wait_for(asyncio.gather(*running), 600)
+        assert all(completion.versions == [5] * 30 for completion in done)
+        for version in (6, 7):
+            await engine.load_weights(version)
+            assert (await engine.generate([11, 12], FREE)).versions == [version] * 12
+        assert len(engine.members) == 1
+        await engine.close()
+
+    bench.runner.run(run())
+    assert "1 of 2 engines" in bench.said[-1]
 
 
 def test_the_last_death_fails_what_waits(bench: Bench) -> None:

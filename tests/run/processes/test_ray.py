@@ -33,6 +33,7 @@ from tunesmith.errors import (
     EngineError,
     EngineLostError,
     ModelError,
+    NoPlaceError,
     RewardError,
     TrainerLostError,
 )
@@ -308,6 +309,24 @@ def test_a_pool_that_grows_beyond_the_cluster_is_told(
         cluster.spawn("critic", TrainerLostError)
     monkeypatch.setattr(cluster, "_bundles", [Bundle(("critic",) * 10_000, 1000.0, 0.0)])
     cluster.spawn("critic", TrainerLostError).close()  # takes its share alone
+
+
+def test_an_engine_starts_only_where_its_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says of a bundle whose machine is gone that it is nowhere, until another one has room."""
+    there = {0: "a", 1: "b", 2: "c"}
+    alive = [{"NodeID": "a"}, {"NodeID": "c"}]
+    monkeypatch.setattr("tunesmith.run.processes.ray_cluster._machines", lambda _: there)
+    monkeypatch.setattr("tunesmith.run.processes.ray_cluster._alive", lambda: alive)
+    bundles = [Bundle(("actor",), 1, 1), Bundle(("rollout",), 1, 1), Bundle(("rollout",), 1, 1)]
+    cluster: Any = RayCluster(None, bundles, dict(there), connected=False)
+    cluster._dealt = {1: ["3"], 2: ["4"]}
+    assert cluster._with_machine([1, 2]) == [2]
+    with pytest.raises(NoPlaceError, match="no other one has 1 CPUs and 1 GPUs free"):
+        cluster._with_machine([1])
+    there[1] = "d"
+    alive.append({"NodeID": "d"})
+    assert cluster._with_machine([1, 2]) == [1, 2]
+    assert cluster._dealt == {2: ["4"]}, "another machine's GPUs have other names"
 
 
 @pytest.mark.parametrize(

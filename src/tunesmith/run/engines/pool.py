@@ -5,15 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, count, takewhile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tunesmith.errors import EngineError, EngineLostError
-from tunesmith.records.timeline import Timeline, engine_lane
+from tunesmith.records.timeline import Timeline
 from tunesmith.run.engines.base import EngineStats, Member, add_stats, check_sampling
+from tunesmith.run.engines.deadline import paused
+from tunesmith.run.engines.roster import (
+    PATIENCE,
+    Prefixes,
+    Roster,
+    Seat,
+    Start,
+    blocks,
+    gather_with_errors,
+)
 from tunesmith.run.engines.timed import timed
 from tunesmith.run.weights.base import Offer, Plane
 from tunesmith.types import Completion, Sampling
@@ -26,61 +34,21 @@ SLACK = 1.5
 busy one ..."""
 SIBLINGS = 16
 """... plus this many, if it knows the whole prompt: the requests of a group."""
-BLOCK = 16
-REMEMBERED = 1 << 16
-"""Tokens per block of a prompt, and blocks remembered per engine."""
-
-Start = Callable[[int], Awaitable[Member]]
-"""Starts the engine with this number."""
-
-
-class Prefixes:
-    """The prompt prefixes that one engine has read, as ``blocks``; a block's hash covers all tokens
-    before it."""
-
-    def __init__(self) -> None:
-        self._seen: OrderedDict[int, None] = OrderedDict()
-
-    def known(self, blocks: Sequence[int]) -> int:
-        """How many leading blocks the engine has seen."""
-        return sum(1 for _ in takewhile(self._seen.__contains__, blocks))
-
-    def add(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self._seen[block] = None
-            self._seen.move_to_end(block)
-        while len(self._seen) > REMEMBERED:
-            self._seen.popitem(last=False)
-
-
-def blocks(token_ids: Sequence[int]) -> list[int]:
-    """One hash per whole block, of all tokens up to its end; a prompt shorter than a block is one
-    block."""
-    whole = len(token_ids) // BLOCK * BLOCK or len(token_ids)
-    pieces = (token_ids[start : start + BLOCK] for start in range(0, whole, BLOCK))
-    return list(accumulate(pieces, lambda before, piece: hash((before, *piece)), initial=0))[1:]
-
-
-@dataclass(slots=True, eq=False)
-class _Seat:
-    """A running engine."""
-
-    number: int
-    member: Member
-    running: int = 0
-    prefixes: Prefixes = field(default_factory=Prefixes)
 
 
 class EnginePool:
     """Implements ``RolloutEngine`` with ``size`` engines, started on the first call.
 
     A prompt goes to the engine that has read its prefix, so that a group shares its prefill, unless
-    that engine is far busier. A lost engine is replaced, at most ``restarts * size`` times in all:
-    its requests go to other engines, and its replacement gets the current weights, so no rollout is
-    lost and none is counted twice.
+    that engine is far busier. The requests of a lost engine go to others, and its replacement gets
+    the current weights when it comes (``Roster``), so no rollout is lost and none is counted twice.
+    Meanwhile the others go on. An engine that fails a request which another one then answers is as
+    good as lost.
 
     Args:
+        restarts: replacements for each engine, counted over all together.
         timeline: gets a span for each request, in a lane for each engine.
+        patience: see ``Roster``.
     """
 
     def __init__(
@@ -92,28 +60,31 @@ class EnginePool:
         restarts: int = 3,
         report: Callable[[str], None] = print,
         timeline: Timeline | None = None,
+        patience: float = PATIENCE,
     ) -> None:
-        self._start = start
+        self.roster = Roster(
+            start,
+            self._join,
+            size=size,
+            restarts=restarts,
+            report=report,
+            timeline=timeline,
+            patience=patience,
+        )
         self._plane = plane
-        self._report = report
         self._timeline = timeline
-        self._size = size
-        self._restarts_left = restarts * size
-        self._numbers = count()
-        self._seats: list[_Seat] = []
-        self._changed = asyncio.Event()
         self._loading = asyncio.Lock()
-        self._publishing = asyncio.Lock()
-        self._starting: set[asyncio.Task[None]] = set()
-        self._ending: set[asyncio.Task[None]] = set()
+        self.moving = asyncio.Lock()
+        """Held while weights are published or taken; a plane without a copy of its own needs the
+        trainer then."""
         self._published_version: int | None = None
+        self._publications = 0
         self._loaded_version = 0
         self._state = "awake"
-        self._departed_stats = EngineStats()
+        self._interrupts = 0
         self._running = self._peak = 0
         self._sync_bytes = 0
         self._sync_seconds = 0.0
-        self._failure: Exception | None = None
 
     @property
     def version(self) -> int:
@@ -122,7 +93,7 @@ class EnginePool:
     @property
     def members(self) -> list[Member]:
         """The engines that are running now."""
-        return [seat.member for seat in self._seats]
+        return [seat.member for seat in self.roster.seats]
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         check_sampling(sampling)
@@ -131,27 +102,44 @@ class EnginePool:
         self._running += 1
         self._peak = max(self._peak, self._running)
         beginning = blocks(prompt_ids)
+        suspect: tuple[Seat, EngineError] | None = None
         try:
             while True:
-                seat = await self._seat_for(beginning)
+                seat = await self._seat_for(beginning, but=suspect and suspect[0])
+                if seat is None:
+                    return Completion([], [], [], "abort")
                 seat.prefixes.add(beginning)
                 try:
-                    return await self._ask(seat, prompt_ids, sampling)
+                    done = await self._ask(seat, prompt_ids, sampling)
                 except EngineLostError as lost:
-                    self._replace(seat, lost)
+                    self.roster.lose(seat, lost)
+                except EngineError as error:
+                    if seat not in self.roster.seats:
+                        continue  # it was lost, and closed with this request in flight
+                    if suspect or self.members == [seat.member]:
+                        raise
+                    suspect = seat, error
+                else:
+                    if suspect:  # the request was not at fault
+                        self._give_up(*suspect)
+                    return done
         finally:
             self._running -= 1
 
     async def interrupt(self) -> None:
-        await gather_with_errors(seat.member.interrupt() for seat in list(self._seats))
+        self._interrupts += 1
+        self.roster.notify()
+        await gather_with_errors(seat.member.interrupt() for seat in list(self.roster.seats))
 
     async def load_weights(self, version: int) -> None:
         async with self._loading:
+            self.roster.go_on()
             began = time.monotonic()
-            async with self._publishing:
+            async with self.moving:
                 await self._plane.publish(version)
                 self._published_version = version
-            await self._each(self._load, tries=OFFERS)
+                self._publications += 1
+            await self._load_all()
             self._sync_seconds += time.monotonic() - began
             self._loaded_version = version
 
@@ -160,45 +148,50 @@ class EnginePool:
             raise EngineError(
                 f"{self._running} requests are in flight: an engine sleeps when they have ended"
             )
-        await self._each(
-            lambda seats: gather_with_errors(seat.member.sleep(level) for seat in seats)
-        )
+        await self.roster.hold()
+
+        await self._all(lambda member: member.sleep(level))
         self._state = "asleep"
 
     async def wake(self) -> None:
-        await self._each(lambda seats: gather_with_errors(seat.member.wake() for seat in seats))
+        await self._all(lambda member: member.wake())
+        self.roster.go_on()
         self._state = "awake"
 
     def stats(self) -> EngineStats:
         total = EngineStats()
-        for seat in self._seats:
+        for seat in self.roster.seats:
             total = add_stats(total, seat.member.stats(), separate=True)
         synced = {"sync_bytes": self._sync_bytes, "sync_seconds": self._sync_seconds}
-        return replace(add_stats(total, self._departed_stats), peak_running=self._peak, **synced)
+        return replace(add_stats(total, self.roster.departed), peak_running=self._peak, **synced)
 
     async def close(self) -> None:
         self._state = "closed"
-        self._failure = EngineError("the engine was closed")
-        self._changed.set()
-        for task in self._starting:
-            task.cancel()
-        await gather_with_errors(self._starting)
-        for seat in list(self._seats):
-            self._remove(seat)
-        await gather_with_errors(self._ending)
+        await self.roster.close()
         await self._plane.close()
 
-    async def _seat_for(self, beginning: Sequence[int]) -> _Seat:
+    async def _seat_for(self, beginning: Sequence[int], but: Seat | None) -> Seat | None:
         """The engine that has read the longest prefix, among those not much busier than the least
-        busy one."""
-        seats = self._seats or await self._all_ready()
+        busy one; None if there was none until ``interrupt``.
+
+        Args:
+            but: an engine that is asked only if there is no other.
+        """
+        interrupts = self._interrupts
+        seats = self.roster.seats
+        if not seats:
+            with paused():
+                seats = await self.roster.ready(lambda: interrupts == self._interrupts)
+        if not seats:
+            return None
+        seats = [seat for seat in seats if seat is not but] or seats
         least = min(seat.running for seat in seats)
         known = {seat: seat.prefixes.known(beginning) for seat in seats}
         more = {seat: SIBLINGS if known[seat] == len(beginning) else 1 for seat in seats}
         free = [seat for seat in seats if seat.running <= SLACK * least + more[seat]]
         return max(free, key=lambda seat: (known[seat], -seat.running, -seat.number))
 
-    async def _ask(self, seat: _Seat, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def _ask(self, seat: Seat, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         seat.running += 1
         try:
             done = await timed(
@@ -209,117 +202,78 @@ class EnginePool:
         seat.prefixes.add(blocks([*prompt_ids, *done.token_ids]))
         return done
 
-    async def _all_ready(self) -> list[_Seat]:
-        """All engines; starts those that are missing."""
-        while self._failure is None:
-            missing = self._size - len(self._seats)
-            if not missing:
-                return self._seats
-            for _ in range(missing - len(self._starting)):
-                _go(self._add(), self._starting)
-            self._changed.clear()
-            await self._changed.wait()
-        raise self._failure
+    async def _load_all(self) -> None:
+        """Give the published weights to all engines.
 
-    async def _each(
-        self, ask: Callable[[Sequence[_Seat]], Awaitable[list[Any]]], *, tries: int = 1
-    ) -> None:
-        """Ask all engines, including replacements for lost ones.
-
-        An engine that fails in a round in which another is lost may have failed because of it, and
-        is asked again.
+        An engine that fails in a round with others may have failed because of them: they are
+        offered the weights again, the last time one by one. Then an engine that fails is as good
+        as lost, if another one has them.
         """
-        done: set[_Seat] = set()
-        while seats := [seat for seat in await self._all_ready() if seat not in done]:
-            answers = dict(zip(seats, await ask(seats), strict=True))
-            failures = [answer for answer in answers.values() if isinstance(answer, Exception)]
-            lost = {seat: a for seat, a in answers.items() if isinstance(a, EngineLostError)}
-            if failures and not lost:
+        tries = OFFERS
+        while seats := self._behind(await self.roster.ready()):
+            if tries == 1:
+                answers = [(await self._give([seat]))[0] for seat in seats]
+                self._lose(seats, answers)
+                continue
+            answers = await self._give(seats)
+            self._lose(seats, [a if isinstance(a, EngineLostError) else None for a in answers])
+            failures = [answer for answer in answers if isinstance(answer, Exception)]
+            if failures and not any(isinstance(failure, EngineLostError) for failure in failures):
                 tries -= 1
-                if not tries:
-                    raise failures[0]
                 await asyncio.sleep(PAUSE)
-            for seat, error in lost.items():
-                self._replace(seat, error)
-            done |= {seat for seat, answer in answers.items() if not isinstance(answer, Exception)}
 
-    async def _load(self, seats: Sequence[_Seat]) -> list[Any]:
-        for seat in seats:  # prefixes cached with older weights cannot be used
-            seat.prefixes = Prefixes()
-        return await self._give([seat.member for seat in seats])
+    def _behind(self, seats: Sequence[Seat]) -> list[Seat]:
+        """Engines without the published weights."""
+        return [seat for seat in seats if seat.publication != self._publications]
 
-    async def _give(self, members: Sequence[Member]) -> list[Any]:
-        """Offer the published weights; a member that fails does not keep the others waiting."""
-        version = self._published_version
-        offers = await self._plane.offer(len(members))
-        assert version is not None, "nothing was published"
+    async def _give(self, seats: Sequence[Seat]) -> list[Any]:
+        """Offer the published weights; an engine that fails does not keep the others waiting."""
+        async with self.moving:
+            version = self._published_version
+            assert version is not None, "nothing was published"
+            publication = self._publications
+            offers = await self._plane.offer(len(seats))
 
-        async def take(member: Member, offer: Offer) -> None:
-            try:
-                await member.take(version, offer)
-            except Exception:
-                await self._plane.withdraw(offers)
-                raise
-            self._sync_bytes += offer.get("bytes", 0)
+            async def take(seat: Seat, offer: Offer) -> None:
+                seat.prefixes = Prefixes()  # cached with older weights, they cannot be used
+                try:
+                    await seat.member.take(version, offer)
+                except Exception:
+                    await self._plane.withdraw(offers)
+                    raise
+                seat.publication = publication
+                self._sync_bytes += offer.get("bytes", 0)
 
-        return await gather_with_errors(take(*pair) for pair in zip(members, offers, strict=True))
+            return await gather_with_errors(take(*pair) for pair in zip(seats, offers, strict=True))
 
-    async def _add(self) -> None:
-        """Start one more engine, and give it the weights of the others."""
-        number = next(self._numbers)
-        member = None
-        seat = None
-        try:
-            member = await self._start(number)
-            async with self._publishing:
-                if self._published_version is not None:
-                    [failure] = await self._give([member])
-                    if failure:
-                        raise failure
-            seat = _Seat(number, member)
-            self._seats.append(seat)
-            if self._timeline:
-                self._timeline.enter(engine_lane(number))
-        except EngineLostError as lost:
-            self._spend_restart(lost)
-        except Exception as error:
-            self._failure = error
-        finally:
-            self._changed.set()
-            if member is not None and seat is None:
-                await member.close()
+    async def _join(self, seat: Seat) -> None:
+        """Give an engine that has started the weights of the others."""
+        if self._publications:
+            [failure] = await self._give([seat])
+            if failure:
+                raise failure
 
-    def _replace(self, seat: _Seat, lost: EngineLostError) -> None:
-        """Replace a lost engine, once."""
-        if seat not in self._seats:
-            return
-        self._remove(seat)
-        if self._state != "closed":
-            self._spend_restart(lost)
-            self._report(f"{lost}: starting another; its unanswered requests are repeated")
+    async def _all(self, ask: Callable[[Member], Awaitable[None]]) -> None:
+        """Ask all engines; one that fails is as good as lost, if another one does not."""
+        seats = list(self.roster.seats)
+        self._lose(seats, await gather_with_errors(ask(seat.member) for seat in seats))
 
-    def _remove(self, seat: _Seat) -> None:
-        self._seats.remove(seat)
-        if self._timeline:
-            self._timeline.leave(engine_lane(seat.number))
-        self._departed_stats = add_stats(self._departed_stats, seat.member.stats())
-        _go(seat.member.close(), self._ending)
+    def _lose(self, seats: Sequence[Seat], answers: Sequence[Any]) -> None:
+        """Remove engines that failed.
 
-    def _spend_restart(self, lost: EngineLostError) -> None:
-        if self._restarts_left:
-            self._restarts_left -= 1
-            _go(self._add(), self._starting)
-        else:
-            self._failure = EngineError(f"{lost}, once too often (system.engine_restarts)")
-            self._changed.set()
+        Raises:
+            Exception: none is left, and one of them failed without being lost.
+        """
+        failed = {s: a for s, a in zip(seats, answers, strict=True) if isinstance(a, Exception)}
+        alive = [error for error in failed.values() if not isinstance(error, EngineLostError)]
+        if alive and failed.keys() >= set(self.roster.seats):
+            raise alive[0]
+        for seat, error in failed.items():
+            if isinstance(error, EngineLostError):
+                self.roster.lose(seat, error)
+            else:
+                self._give_up(seat, error)
 
-
-def _go(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
-    task = asyncio.create_task(work)
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
-
-
-async def gather_with_errors(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """The results in order; a failed call's result is its exception."""
-    return await asyncio.gather(*calls, return_exceptions=True)
+    def _give_up(self, seat: Seat, error: Exception) -> None:
+        """Replace an engine that is there, but fails where others do not."""
+        self.roster.lose(seat, EngineLostError(f"{seat.member.name} is given up: {error}"))

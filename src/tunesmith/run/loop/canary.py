@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,6 +41,8 @@ class Canary:
     tolerance: float
     way: str
     """How the weights reach the engine, in words."""
+    quiet: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
+    """The context in which no engine is given weights: the trainer computes in it."""
 
     async def check(self, version: int) -> Metrics:
         """The metric ``canary``: the largest difference of a log-probability.
@@ -60,7 +63,7 @@ class Canary:
             if set(done.versions) != {version}:
                 other = f"version {done.versions[-1]} of the weights, not with {version}"
                 raise EngineError(f"{name} samples with {other}")
-        differences = self._differences(list(written.values()))
+        differences = await self._differences(list(written.values()))
         largest = {name: float(own.max()) for name, own in zip(written, differences, strict=True)}
         for name, difference in largest.items():
             if not difference <= self.tolerance:
@@ -74,7 +77,7 @@ class Canary:
         written = [done for done in answers if done and done.token_ids]
         if not written:  # the engine has died meanwhile
             return
-        mean = float(np.concatenate(self._differences(written)).mean())
+        mean = float(np.concatenate(await self._differences(written)).mean())
         if not mean <= self.tolerance:
             raise EngineError(
                 f"engine and trainer disagree: after version {version} of the weights went "
@@ -94,7 +97,7 @@ class Canary:
         except EngineLostError:
             return None
 
-    def _differences(self, written: Sequence[Completion]) -> list[NDArray[np.float64]]:
+    async def _differences(self, written: Sequence[Completion]) -> list[NDArray[np.float64]]:
         """How far each token's log-probability is from the trainer's, for each completion."""
         prompt = list(self.prompt_ids)
         samples: list[Sample] = []
@@ -103,4 +106,6 @@ class Canary:
             samples.append(Sample([*prompt, *done.token_ids], mask))
         batch = Batch.of(samples)
         sampled = np.concatenate([done.logprobs for done in written])
-        return batch.split(np.abs(self.learner.score(batch) - sampled))
+        async with self.quiet():
+            scores = self.learner.score(batch)
+        return batch.split(np.abs(scores - sampled))

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeVar
 
-from tunesmith.errors import EngineError, EpisodeError, UserError
+from tunesmith.errors import EngineError, EpisodeError, NoEngineError, UserError
 from tunesmith.learn.environments.base import Environment, Generate
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.records.timeline import REWARD, ROLLOUTS, Timeline
-from tunesmith.run.loop.gate import DEADLINE
+from tunesmith.run.engines.deadline import DEADLINE
 from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
@@ -83,7 +83,7 @@ class Collector:
         try:
             async with deadline:
                 await environment.play(rollout, self._generate(sampling, deadline))
-        except UserError:
+        except (UserError, NoEngineError):
             raise
         except EngineError as error:
             rollout.fail(Status.ENGINE_FAILED, str(error))

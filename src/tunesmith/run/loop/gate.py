@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import replace
 
 from tunesmith.run.engines.base import RolloutEngine
+from tunesmith.run.engines.deadline import paused
 from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.types import Completion, Sampling
-
-DEADLINE: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=None)
-"""The deadline of the rollout that calls the engine, in any task. ``Collector`` sets it."""
 
 
 class Gate:
@@ -79,18 +75,9 @@ class Gate:
         """Wait while requests are held; the rollout's deadline is paused."""
         if self._open.is_set():
             return
-        deadline = DEADLINE.get()
-        now = asyncio.get_running_loop().time
-        due = deadline and deadline.when()
-        since = now()
-        if deadline is not None and due is not None:
-            _move(deadline, None)
-        try:
+        with paused():
             while not self._open.is_set():  # it may be held again before this task wakes up
                 await self._open.wait()
-        finally:
-            if deadline is not None and due is not None:
-                _move(deadline, due + now() - since)
 
     async def _ask(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self._running += 1
@@ -101,11 +88,6 @@ class Gate:
             self._running -= 1
             if not self._running:
                 self._idle.set()
-
-
-def _move(deadline: asyncio.Timeout, due: float | None) -> None:
-    with suppress(RuntimeError):  # the rollout has ended before its request
-        deadline.reschedule(due)
 
 
 def remaining(sampling: Sampling, written: int) -> Sampling:

@@ -264,8 +264,8 @@ class Session:
             self.stopped = True
 
     def keep(self) -> str:
-        """After a signal: save the last complete step. Returns a message that says what was
-        kept."""
+        """After a signal, or without engines: save the last complete step. Returns a message that
+        says what was kept."""
         newest = self.checkpoints.newest()
         kept = f"the newest checkpoint is {newest}" if newest else NONE_YET
         if interrupts.torn():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.timeline import Timeline
 from tunesmith.run.engines.base import Member, RolloutEngine
 from tunesmith.run.engines.http.engine import Served, SglangEngine
+from tunesmith.run.engines.http.server import LET_GO, PATIENCE
 from tunesmith.run.engines.local.engine import end_of_sequence_ids
 from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.placement.base import EngineSpec, PoolSize, Report, WeightSource
@@ -52,16 +52,23 @@ class ServedSpec(EngineSpec):
     ) -> RolloutEngine:
         assert source.model is not None, "servers are compared with it"
         served = make_served(source.model, self.path)
-        used = Counter[str]()
+        patience = PATIENCE if len(self.urls) == 1 else LET_GO
 
-        async def start(_: int) -> Member:
-            # A lost server may be back, perhaps restarted by hand.
-            url = min(self.urls, key=lambda url: used[url])
-            used[url] += 1
-            leave = partial(used.subtract, [url])
-            return SglangEngine(
-                url, served, max_running=self.max_running, report=report, on_close=leave
+        async def start(number: int) -> Member:
+            """A lost server may be back, perhaps restarted by hand."""
+            engine = SglangEngine(
+                self.urls[number],
+                served,
+                max_running=self.max_running,
+                patience=patience,
+                report=report,
             )
+            try:
+                await engine.check()
+            except BaseException:
+                await engine.close()
+                raise
+            return engine
 
         return EnginePool(
             start,

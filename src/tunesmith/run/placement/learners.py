@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -148,4 +149,6 @@ def make_canary(
             return {member.name: member for member in engine.members}
         return {"the engine": engine}
 
-    return Canary(engines, learner, prompt_ids[:40], sampling, TOLERANCES[devices.dtype], way)
+    tolerance = TOLERANCES[devices.dtype]
+    quiet = (lambda: engine.moving) if isinstance(engine, EnginePool) else nullcontext
+    return Canary(engines, learner, prompt_ids[:40], sampling, tolerance, way, quiet)

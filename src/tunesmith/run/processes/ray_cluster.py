@@ -15,6 +15,7 @@ from tunesmith.errors import (
     ClusterError,
     ConfigError,
     EngineError,
+    NoPlaceError,
     TunesmithError,
     about,
     boundary,
@@ -47,6 +48,7 @@ class RayCluster(Starter):
         super().__init__()
         self._group = group
         self._bundles = bundles
+        self._machines = machines
         self._order = by_machine(machines)
         self._connected = connected
         self._numbers = count(1)
@@ -95,6 +97,7 @@ class RayCluster(Starter):
 
         Raises:
             EngineError: all places are taken and the cluster has no other room.
+            NoPlaceError: the machines of an engine's free places are gone.
         """
         import ray
 
@@ -105,6 +108,8 @@ class RayCluster(Starter):
         rooms = [
             i for i in self._order if self._taken(i, role) < self._bundles[i].roles.count(role)
         ]
+        if role == "rollout" and rooms:
+            rooms = self._with_machine(rooms)
         # Each process of a reward model has a different place; consecutive trainer ranks share one.
         if role == "reward":
             rooms.sort(key=lambda i: self._taken(i, role))
@@ -117,6 +122,26 @@ class RayCluster(Starter):
         # More requests than an engine runs may queue, and pings have to get through.
         actor = made.options(max_concurrency=1 << 14, **options).remote(os.getcwd(), gpus)
         return RayActor(actor, f"the {NAMES[role]}'s actor ({next(self._numbers)})", lost), bundle
+
+    def _with_machine(self, rooms: Sequence[int]) -> list[int]:
+        """The bundles whose machine is there: where it is gone, Ray looks for another one.
+
+        Raises:
+            NoPlaceError: there is none.
+        """
+        machines = _machines(self._group)
+        alive = {node["NodeID"] for node in _alive()}
+        for i in rooms:
+            if machines.get(i) != self._machines[i]:  # its GPUs may have other names
+                self._dealt.pop(i, None)
+        self._machines = {**self._machines, **machines}
+        placed = [i for i in rooms if machines.get(i) in alive]
+        if not placed:
+            needed = _in_words(self._bundles[rooms[0]].resources)
+            raise NoPlaceError(
+                f"the engine's machine has left the cluster, and no other one has {needed} free"
+            )
+        return placed
 
     def _gpus(self, bundle: int, role: Role) -> list[str] | None:
         """The bundle's GPUs that the next process of a role sees; None: those that Ray assigns."""

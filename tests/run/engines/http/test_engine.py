@@ -343,6 +343,37 @@ def test_a_server_that_dies_in_the_middle_is_a_lost_engine(path: Path, model: Ca
         asyncio.run(run(server))
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_server_that_falls_silent_is_a_lost_engine(
+    path: Path, model: CausalLM, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """One that works for long and answers other questions meanwhile is not."""
+    monkeypatch.setattr("tunesmith.run.engines.http.server.SILENCE", 0.2)
+    monkeypatch.setattr("tunesmith.run.engines.http.server.PROBE", 0.02)
+
+    async def run(server: Sglang) -> None:
+        engine = sglang_engine(server.url, model)
+        await engine.load_weights(0)
+
+        async def hang(request: web.Request, _: Any) -> web.StreamResponse | None:
+            if request.path == "/generate":
+                await asyncio.sleep(0.6)
+            elif not answers:
+                await asyncio.sleep(60)
+            return None
+
+        server.trouble = hang
+        if answers:
+            assert (await engine.generate(PROMPT, FREE)).token_ids
+        else:
+            with pytest.raises(EngineLostError, match=f"{server.url} has been silent"):
+                await engine.generate(PROMPT, FREE)
+        await engine.close()
+
+    with serving(Sglang(path)) as server:
+        asyncio.run(run(server))
+
+
 async def loads_nothing(request: web.Request, body: Any) -> web.StreamResponse | None:
     """Trouble of a server that cannot read new weights."""
     if request.path == "/update_weights_from_disk":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.support.http_engine_servers import Sglang, serving
 from tests.support.http_servers import unused_url
@@ -24,7 +26,9 @@ from tunesmith.plan.rules.checks import check
 from tunesmith.run.offline.generate import run_generate
 from tunesmith.run.placement import run_rl
 from tunesmith.run.placement.base import WeightSource
+from tunesmith.run.placement.http_engines import ServedSpec
 from tunesmith.run.placement.specs import engine_spec
+from tunesmith.types import Sampling
 
 
 @pytest.fixture
@@ -100,6 +104,49 @@ def test_a_server_that_is_not_there_ends_the_command_at_once(
         run_generate(None, [*generate_settings(tmp_path, model), *said])
 
 
+def test_one_of_several_servers_that_is_not_there_ends_the_command_at_once(
+    tmp_path: Path, model: Path, servers: list[Sglang], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tunesmith.run.engines.http.engine.START_PATIENCE", 0.1)
+    missing = unused_url().removesuffix("/reward")
+    said = f"system.engine_urls=['{servers[0].url}', '{missing}']"
+    with pytest.raises(UserError, match=f"{missing} cannot be used"):
+        run_rl(None, [*rl_settings(tmp_path, model), "system.engine=sglang", said])
+
+
+async def test_a_server_that_is_lost_joins_again_when_it_is_back(
+    model: Path, servers: list[Sglang], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests go to the other one; back under its address, it gets the newest weights."""
+    monkeypatch.setattr("tunesmith.run.engines.http.engine.START_PATIENCE", 0.05)
+    monkeypatch.setattr("tunesmith.run.placement.http_engines.LET_GO", 0.1)
+    monkeypatch.setattr("tunesmith.run.engines.roster.RETRY", 0.05)
+    lost, other = servers
+    spec = ServedSpec([lost.url, other.url], str(model), 8)
+    reports: list[str] = []
+    pool = spec.around(WeightSource(CausalLM.load(model)), reports.append, None)
+    await pool.load_weights(1)
+
+    async def refuse(*_: Any) -> web.StreamResponse | None:
+        return web.Response(status=503)
+
+    lost.trouble = refuse
+    prompts = [[11 + i] * 20 for i in range(6)]
+    sampling = Sampling(max_new_tokens=4)
+    done = await asyncio.gather(*(pool.generate(prompt, sampling) for prompt in prompts))
+    assert all(completion.versions == [1] * 4 for completion in done)
+    await pool.load_weights(2)
+    assert lost.weight_version.endswith("-version-1")
+    assert other.weight_version.endswith("-version-2")
+    lost.trouble = None
+    lost.restart()
+    async with asyncio.timeout(60):
+        while not any("2 of 2 engines" in text for text in reports):
+            await asyncio.sleep(0.01)
+    assert lost.weight_version.endswith("-version-2")
+    await pool.close()
+
+
 HERE = 'system.engine_urls=["http://127.0.0.1:30000"]'
 FAR = 'system.engine_urls=["http://node7:30000"]'
 
@@ -154,4 +201,4 @@ def test_how_often_servers_may_be_lost_can_be_said(tmp_path: Path, model: Path) 
     check(config)
     plan = open_plan(config, Facts(read_hardware()))
     pool: Any = engine_spec(plan).around(WeightSource(CausalLM.load(model)), print, None)
-    assert pool._restarts_left == 2
+    assert pool.roster.restarts_left == 2

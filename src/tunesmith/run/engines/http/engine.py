@@ -86,7 +86,6 @@ class SglangEngine:
         max_running: limit of concurrent requests.
         patience: seconds for which it may be unreachable.
         report: receives messages for the user.
-        on_close: called when the engine is closed.
     """
 
     def __init__(
@@ -97,12 +96,10 @@ class SglangEngine:
         max_running: int = 256,
         patience: float = PATIENCE,
         report: Callable[[str], None] = print,
-        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._server = SglangServer(url, patience)
         self._served = served
         self._report = report
-        self._on_close = on_close
         self._longest_prompt = served.context - 1
         self._longest = served.context
         self._places = asyncio.Semaphore(max_running)
@@ -174,7 +171,7 @@ class SglangEngine:
     async def take(self, version: int, offer: Offer) -> None:
         """Load the weights of a file offer; requests in flight continue with them. Raises
         EngineError."""
-        await self._open()
+        await self.check()
         async with self._loading:
             self._offered = version, offer
             await self._load()
@@ -195,7 +192,6 @@ class SglangEngine:
         return EngineStats(**self._counted, peak_running=self._peak)
 
     async def close(self) -> None:
-        self._on_close()
         self._state = "closed"
         work = [*self._running, *([self._checked] if self._checked else [])]
         for task in work:
@@ -204,7 +200,7 @@ class SglangEngine:
         await self._server.close()
 
     async def _serve(self, request: _Request) -> None:
-        await self._open()
+        await self.check()
         prompt = len(request.prompt_ids)
         if not 0 < prompt <= self._longest_prompt:
             raise UserError(
@@ -217,7 +213,7 @@ class SglangEngine:
                 await self._complete(request)
         self._counted["sampled_tokens"] += len(request.token_ids)
 
-    async def _open(self) -> None:
+    async def check(self) -> None:
         """Once, before anything else: check that the server answers and serves this model. Raises
         UserError."""
         self._checked = self._checked or asyncio.create_task(self._check_server())

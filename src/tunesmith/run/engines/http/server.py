@@ -6,8 +6,9 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +22,18 @@ T = TypeVar("T")
 
 PATIENCE = 300.0
 """Seconds for which a server may be unreachable, for example while it restarts."""
+LET_GO = 30.0
+"""The same where other servers can take its requests meanwhile."""
 CONNECT = 10.0
 """Seconds to establish a connection."""
 ANSWER = 3600.0
 """Seconds that one completion may take."""
 UPDATE = 1800.0
 """Seconds that loading weights may take."""
+PROBE = 30.0
+SILENCE = 120.0
+"""Seconds between questions to a server that works on a long request, and for which it may leave
+them unanswered: its machine may be gone without a word."""
 ANSWER_BYTES = 1 << 28
 """Size limit of an answer; a token takes some tens of bytes."""
 
@@ -58,6 +65,10 @@ class SglangServer:
         self.url = url.rstrip("/")
         self._patience = patience
         self._session: aiohttp.ClientSession | None = None
+        self._long = 0
+        """Long requests in flight."""
+        self._watch: asyncio.Task[None] | None = None
+        """Ends when the server falls silent during one."""
         self._aborts: set[asyncio.Task[Any]] = set()
 
     async def info(self, name: str, patience: float | None = None) -> dict[str, Any]:
@@ -83,7 +94,7 @@ class SglangServer:
                 "stream": False,
             }
             try:
-                return await self._once("/generate", body)
+                return await self._watched(self._once("/generate", body))
             except asyncio.CancelledError:
                 task = asyncio.create_task(self._once("/abort_request", {"rid": name}, 10.0))
                 self._aborts.add(task)
@@ -108,8 +119,12 @@ class SglangServer:
             "weight_version": tag,
             "flush_cache": True,
         }
-        await self.ask("/pause_generation", {"mode": "abort"}, deadline=UPDATE)
-        answer = await self.ask("/update_weights_from_disk", update, deadline=UPDATE)
+        for path, body in (
+            ("/pause_generation", {"mode": "abort"}),
+            ("/update_weights_from_disk", update),
+        ):
+            once = partial(self._once, path, body, UPDATE)
+            answer = await self._persist(lambda once=once: self._watched(once()))
         current = (await self.info("model_info")).get("weight_version")
         if not answer["success"] or current != tag:
             message = one_line(str(answer.get("message")))
@@ -132,6 +147,39 @@ class SglangServer:
     ) -> Any:
         """The JSON of an answer to a GET, or to a POST of ``body``; None for an empty answer."""
         return await self._persist(lambda: self._once(path, body, deadline), patience)
+
+    async def _watched(self, request: Coroutine[Any, Any, T]) -> T:
+        """The answer to a long request. Raises EngineLostError if the server falls silent."""
+        self._long += 1
+        watch = self._watch
+        if watch is None or watch.done():
+            watch = self._watch = asyncio.create_task(self._until_silent())
+        work = asyncio.create_task(request)
+        try:
+            await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            raise EngineLostError(f"the server {self.url} has been silent for {SILENCE:g} s")
+        finally:
+            self._long -= 1
+            if not self._long:
+                watch.cancel()
+                self._watch = None
+            work.cancel()
+            await asyncio.wait([work])
+
+    async def _until_silent(self) -> None:
+        heard = time.monotonic()
+        while time.monotonic() - heard < SILENCE:
+            try:
+                await self._once("/model_info", None, SILENCE)
+            except (EngineLostError, aiohttp.ClientError, OSError):
+                pass
+            except (EngineError, Unavailable):  # an answer, too
+                heard = time.monotonic()
+            else:
+                heard = time.monotonic()
+            await asyncio.sleep(PROBE)
 
     async def close(self) -> None:
         await asyncio.gather(*self._aborts, return_exceptions=True)
