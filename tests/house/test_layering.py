@@ -38,6 +38,7 @@ LAYOUT = ("forest", "openmp")
 ADAPTER_ROOMS = ("engines", "trainers", "weights")
 SHARED = (
     "base",
+    "deadline",
     "directories",
     "flat",
     "links",
@@ -248,7 +249,7 @@ def adapter(module: tuple[str, ...]) -> tuple[str, str] | None:
 # Modules beside an adapter that serve one adapter only, by the adapter they belong to.
 PARTS = {
     ("trainers", "optimizer"): "torch",
-    ("engines", "routing"): "pool",
+    ("engines", "roster"): "pool",
 }
 
 

@@ -104,6 +104,31 @@ def test_each_of_several_engines_is_told_and_one_that_left_is_not(hand: Hand) ->
         {
             "idle/trainer": 1, "idle/engine": 0.6, "idle/engine/0": 0.2, "idle/engine/2": 1,
             "engine_tokens_per_second": 10, "engine_tokens_per_second/0": 10,
+            "idle/engine/min": 0.2, "idle/engine/max": 1,
+            "engine_tokens_per_second/min": 10, "engine_tokens_per_second/max": 10,
+        }
+    )  # fmt: skip
+
+
+def test_each_rank_computes_or_waits_for_others(hand: Hand) -> None:
+    """Of 10 s ranks compute 6 s: the first one all the time, the second one 4 s of it; 1 s of both
+    lies in a checkpoint, which does not count."""
+    timeline = Timeline(now=hand)
+    start = hand.time
+    hand.time += 11
+    timeline.add("rank 0", "forward_backward", start, start + 6)
+    timeline.add("rank 0", "save", start + 10, start + 11)
+    timeline.add("rank 1", "forward_backward", start, start + 3)
+    timeline.add("rank 1", "step", start + 5, start + 6)
+    timeline.add("rank 1", "save", start + 10, start + 11)
+    timeline.add("loop", "checkpoint", start + 10, start + 11)
+    metrics = timeline.finish_step(1)
+    assert {name: value for name, value in metrics.items() if "rank" in name} == pytest.approx(
+        {
+            "rank_busy": 0.5, "rank_busy/min": 0.4, "rank_busy/max": 0.6,
+            "rank_busy/0": 0.6, "rank_busy/1": 0.4,
+            "rank_waiting": 0.1, "rank_waiting/min": 0.0, "rank_waiting/max": 0.2,
+            "rank_waiting/0": 0.0, "rank_waiting/1": 0.2,
         }
     )  # fmt: skip
 

@@ -16,8 +16,12 @@ class SeenGpus:
     """As much of an ``EngineHost`` as is needed; the GPUs are its completions'
     ``finish_reason``."""
 
-    async def ask(self, method: str, *args: Any) -> tuple[Any, EngineStats]:
+    async def ask(self, method: str, *args: Any) -> tuple[None, EngineStats]:
         del method, args
+        return None, EngineStats()
+
+    async def generate(self, *args: Any) -> tuple[Completion, EngineStats]:
+        del args
         seen: Any = os.environ["CUDA_VISIBLE_DEVICES"]
         return Completion([], [], [], seen), EngineStats()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,23 @@ TRAINER_WAITS = {"rollout": "the rollouts", "sync": "the engines to take the wei
 
 def engine_lane(number: int) -> str:
     return f"engine {number}"
+
+
+def rank_lane(number: int) -> str:
+    return f"rank {number}"
+
+
+def by_member(name: str, values: Mapping[int, float]) -> dict[str, float]:
+    """The least and the greatest of several members' values, and each of them.
+
+    Example:
+        >>> by_member("rank_busy", {0: 0.5, 2: 0.25})
+        {'rank_busy/min': 0.25, 'rank_busy/max': 0.5, 'rank_busy/0': 0.5, 'rank_busy/2': 0.25}
+    """
+    if not values:
+        return {}
+    ends = {f"{name}/min": min(values.values()), f"{name}/max": max(values.values())}
+    return ends | {f"{name}/{number}": value for number, value in values.items()}
 
 
 class Timeline:
@@ -117,10 +134,11 @@ class Timeline:
         ``steps``.
 
         Returns:
-            ``idle/trainer``, ``idle/engine`` (the mean of all; also ``idle/engine/0``, ... if there
-            are several), ``engine_tokens_per_second`` (likewise; per second with at least one
-            request), ``waiting/reward`` and ``waiting/environment`` if these were active, and
-            ``.../mean`` and ``.../max`` of every level.
+            ``idle/trainer``, ``idle/engine`` (the mean of all; also ``by_member`` if there are
+            several), ``engine_tokens_per_second`` (likewise; per second with at least one request),
+            ``rank_busy`` and ``rank_waiting`` (likewise) of ranks that have spans,
+            ``waiting/reward`` and ``waiting/environment`` if these were active, and ``.../mean``
+            and ``.../max`` of every level.
 
         Raises:
             StorageError: the trace cannot be written.
@@ -183,12 +201,40 @@ def activity_metrics(step: FinishedStep, engines: Sequence[str]) -> dict[str, fl
         metrics["idle/engine"] = 1 - total / (seconds * len(engines))
     if total:
         metrics["engine_tokens_per_second"] = sum(tokens.values()) / total
-    for lane in engines if len(engines) > 1 else ():
-        number = lane.removeprefix("engine ")
-        metrics[f"idle/engine/{number}"] = 1 - worked[lane] / seconds
-        if worked[lane]:
-            metrics[f"engine_tokens_per_second/{number}"] = tokens[lane] / worked[lane]
+    if len(engines) > 1:
+        idle = {_number(lane): 1 - worked[lane] / seconds for lane in engines}
+        rates = {_number(lane): tokens[lane] / worked[lane] for lane in engines if worked[lane]}
+        metrics |= by_member("idle/engine", idle) | by_member("engine_tokens_per_second", rates)
+    metrics |= _ranks(step, excluded, seconds)
     return metrics | _waiting(step, [TRAINER, *engines], excluded, seconds)
+
+
+def _number(lane: str) -> int:
+    return int(lane.rpartition(" ")[2])
+
+
+def _ranks(step: FinishedStep, excluded: Sequence[Interval], seconds: float) -> dict[str, float]:
+    """Shares of the time in which each rank of the trainer computed, and in which others did and it
+    did not."""
+    work: dict[int, list[Interval]] = {}
+    for span in step.spans:
+        if span.lane.startswith("rank "):
+            work.setdefault(_number(span.lane), []).append(_ends(span))
+    if not work:
+        return {}
+
+    def share(spans: Iterable[Interval]) -> float:
+        outside = covered(excluded, step.start, step.stop)
+        return (covered([*spans, *excluded], step.start, step.stop) - outside) / seconds
+
+    together = share(span for spans in work.values() for span in spans)
+    busy = {number: share(work[number]) for number in sorted(work)}
+    waiting = {number: together - own for number, own in busy.items()}
+    metrics: dict[str, float] = {}
+    for name, values in (("rank_busy", busy), ("rank_waiting", waiting)):
+        metrics[name] = sum(values.values()) / len(values)
+        metrics |= by_member(name, values)
+    return metrics
 
 
 def _waiting(

@@ -162,10 +162,28 @@ CASES: dict[str, tuple[dict[str, Column], dict[str, Any]]] = {
     "slow_evaluation": ({"seconds/eval": 6}, {}),
     "too_many_threads": ({}, {"facts": {"threads_per_core": 4.0}, "system.threads": 8}),
     "drafts_rejected": ({"draft_acceptance": 0.1}, {}),
+    "engines_lost": ({"engines": lambda n: 4 - (n > 20)}, {}),
+    "slow_engine": (
+        {f"idle/engine/{n}": 0.4 for n in range(3)}
+        | {f"engine_tokens_per_second/{n}": 900 + 900 * (n != 1) for n in range(3)},
+        {},
+    ),
+    "uneven_engines": ({"idle/engine/0": 0.1, "idle/engine/1": 0.8}, {}),
+    "slow_rank": (
+        {f"rank_busy/{n}": 0.6 if n == 2 else 0.3 for n in range(4)}
+        | {f"rank_waiting/{n}": 0.0 if n == 2 else 0.3 for n in range(4)},
+        {"system.max_tokens_per_microbatch": 8192},
+    ),
     "memory_retries": ({"memory_retries": once(0, 7, 1)}, {}),
     "host_memory_grows": ({"memory/host_peak": rising(2e9, 9e9)}, {}),
     "kv_unused": ({"kv_used": 0.02}, {}),
 }
+
+
+def test_an_engine_with_few_requests_is_not_called_slow(tmp_path: Path) -> None:
+    columns: dict[str, Column] = {"idle/engine/0": 0.3, "idle/engine/1": 0.6}
+    columns |= {"engine_tokens_per_second/0": 1800, "engine_tokens_per_second/1": 900}
+    assert found(write_run(tmp_path, columns)) == {}
 
 
 YIELD = {

@@ -37,9 +37,11 @@ from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.records.metrics import read_metrics
+from tunesmith.run.engines.base import Member
 from tunesmith.run.engines.far import FarEngine
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.engines.pool import EnginePool
+from tunesmith.run.loop.gate import Gate
 from tunesmith.run.placement import engines
 from tunesmith.run.placement.planes import file_plane, published
 from tunesmith.run.weights.base import Offer, Plane
@@ -148,6 +150,41 @@ def test_the_others_go_on_without_one_that_is_not_replaced(bench: Bench) -> None
 
     bench.runner.run(run())
     assert "1 of 2 engines" in bench.said[-1]
+
+
+def test_partial_rollouts_keep_the_tokens_of_a_lost_engine(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine continues after them; their log-probabilities are those of the model."""
+    monkeypatch.setattr("tunesmith.run.engines.far.PROGRESS", 0.005)
+
+    async def start(_: int) -> Member:
+        return await FarEngine.start(spawn(), bench.spec.build, keeps=True)
+
+    async def run() -> None:
+        pool = EnginePool(start, bench.gloo(), size=2, restarts=0, report=bench.said.append)
+        await pool.load_weights(5)
+        gate = Gate(pool, partial=True)
+        sampling = replace(FREE, max_new_tokens=200, ignore_eos=True)
+        writing = asyncio.create_task(gate.generate([11, 12], sampling))
+        members: Any = pool.members
+        while not (busy := [member for member in members if member.unfinished]):
+            await asyncio.sleep(0)
+        [lost] = busy
+        [known] = lost.unfinished.values()
+        while not known.token_ids:
+            await asyncio.sleep(0.001)
+        os.kill(lost.far.pid(), signal.SIGKILL)
+        done = await asyncio.wait_for(writing, 600)
+        kept = len(known.token_ids)
+        assert 0 < kept < 200 and done.token_ids[:kept] == known.token_ids
+        assert len(done.token_ids) == 200 and done.versions == [5] * 200
+        assert done.logprobs == pytest.approx(bench.score([11, 12], done.token_ids), abs=1e-4)
+        [other] = pool.members
+        assert other.stats().sampled_tokens == 200 - kept
+        await pool.close()
+
+    bench.runner.run(run())
 
 
 def test_the_last_death_fails_what_waits(bench: Bench) -> None:

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.pool_bench import complete
 from tests.support.seen_gpus import SeenGpus, ended, never, refused
 from tests.support.tiny import save_model
 from tunesmith.config.commands import GenerateConfig, RFTConfig
@@ -188,7 +189,7 @@ async def test_a_process_sees_its_own_gpus_and_leaves_them_to_its_successor() ->
         return sorted([(await m.generate([1], Sampling(1))).finish_reason for m in members])
 
     await pool.generate([1], Sampling(1))
-    await pool.load_weights(1)  # until all are there
+    await pool.load_weights(1)
     assert await seen() == ["3,4", "GPU-1f,0"]
     for version, how in ((2, signal.SIGKILL), (3, signal.SIGKILL)):
         first = pool.members[0]
@@ -197,6 +198,7 @@ async def test_a_process_sees_its_own_gpus_and_leaves_them_to_its_successor() ->
         with pytest.raises(EngineLostError):
             await first.generate([1], Sampling(1))
         await pool.load_weights(version)
+        await complete(pool, 2)
         assert await seen() == ["3,4", "GPU-1f,0"]
     await pool.close()
 

@@ -32,4 +32,8 @@ def test_two_engines_have_two_lanes(tmp_path: Path) -> None:
         assert line["idle/engine"] == pytest.approx(sum(shares) / 2) and all(
             0 < s < 1 for s in shares
         )
+        assert line["engines"] == 2 and line["weight_age"] == 0
+        for name in ("engine_running", "engine_waiting", "kv_used"):
+            assert line[f"{name}/min"] <= line[f"{name}/0"] <= line[f"{name}/max"]
+        assert line["engine_running/min"] >= 1
         assert line["engine_tokens_per_second/0"] > 0 and line["engine_tokens_per_second/1"] > 0

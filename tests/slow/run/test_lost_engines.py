@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.slow.run.test_ray_runs import Run
+from tests.support.held_runs import Run
 
 APART: dict[str, Any] = {
     "train__steps": 5,

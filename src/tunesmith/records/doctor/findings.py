@@ -10,6 +10,7 @@ from tunesmith.records.doctor import (
     data,
     gradients,
     held_out,
+    imbalance,
     memory,
     nothing_learned,
     policy,
@@ -26,7 +27,7 @@ from tunesmith.records.doctor.signs import Signs
 
 LEARNED = 0.2
 """Rise of the reward, in standard deviations, above which a run has learned something."""
-_TOPICS = (gradients, rewards, updates, data, policy, held_out, speed, memory)
+_TOPICS = (gradients, rewards, updates, data, policy, held_out, speed, imbalance, memory)
 RULES = [*chain.from_iterable(topic.RULES for topic in _TOPICS)]
 """In the order in which findings of a severity are listed."""
 

@@ -149,13 +149,16 @@ function timeBody() {
       make("td", {}, swatch(COLOURS[n % COLOURS.length]), ` ${name}`), make("td", { class: "number" }, duration(seconds)),
       make("td", { class: "number" }, total ? `${((seconds / total) * 100).toFixed(1)}%` : "–"),
       make("td", {}, bar(seconds / (total || 1)))));
-    const idle = Object.keys(run.curves.metrics).filter((name) => name.startsWith("idle/"));
+    const idle = Object.keys(run.curves.metrics).filter((name) => name.startsWith("idle/") && !/\/(min|max)$/.test(name));
+    const ranks = Object.keys(run.curves.metrics).filter((name) => /^rank_(busy|waiting)\/\d+$/.test(name));
+    const shares = (title, names, label) => names.length ? lineChart(title, names.map((name, n) => ({ name: label(name), colour: COLOURS[n % COLOURS.length], x: run.curves.step, mean: run.curves.metrics[name].mean })), { unit: "share", weight: view.weight }) : null;
     return [
       make("h2", {}, `${run.name}: where the time went`),
       rows.length ? make("table", {}, ...rows) : make("p", { class: "faint" }, "No step is complete yet."),
       run.curves.step.length && phases.length ? stackedChart("Seconds of a step by phase", run.curves.step,
         phases.map((name) => ({ name, colour: COLOURS[Object.keys(run.seconds).indexOf(name) % COLOURS.length], values: run.curves.metrics[`seconds/${name}`].mean }))) : null,
-      idle.length ? lineChart("Idle share by actor", idle.map((name, n) => ({ name: name.slice(5), colour: COLOURS[n % COLOURS.length], x: run.curves.step, mean: run.curves.metrics[name].mean })), { unit: "share", weight: view.weight }) : null,
+      shares("Idle share by actor", idle, (name) => name.slice(5)),
+      shares("Computing and waiting, by rank of the trainer", ranks, (name) => name.replace("rank_", "").replace("/", " of rank ")),
       Object.keys(planned).length ? table("Seconds planned for a step", Object.entries(planned).map(([name, seconds]) => [name, duration(seconds)])) : null,
       make("h2", {}, `${run.name}: who did what in a step`),
       ...run.traces.map((trace) => timelineChart(trace)),

@@ -44,6 +44,8 @@ def _timeline(steps: Table, row: int) -> JsonObject:
     inside = sum(s for name, s in phases.items() if name not in OUTSIDE_STEPS)
     for name, share in sorted(line.items()):
         kind, _, lane = name.partition("/")
+        if lane.endswith(("/min", "/max")):
+            continue
         if lane.startswith("engine") and kind == "idle" and share < 1:
             busy = round((1 - share) * inside, 6)
             lanes[lane.replace("/", " ")] = [["requests in flight", round(begin, 6), busy, None]]

@@ -22,6 +22,12 @@ class EngineStats:
     decode_steps: int = 0
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    steps: int = 0
+    """Steps that decoded or prefilled."""
+    running_requests: int = 0
+    """Requests that had a place, added up over the steps."""
+    waiting_requests: int = 0
+    """The same for those that had none."""
     preemptions: int = 0
     drafted_tokens: int = 0
     """Tokens that speculative decoding drafted and verified; ``accepted_tokens`` of them were
@@ -135,6 +141,17 @@ class Member(Sampler, Protocol):
     async def take(self, version: int, offer: Offer) -> None:
         """Load offered weights; requests in flight continue with them."""
         ...
+
+
+class RunningEngine(Protocol):
+    """One of several engines, with its number from 0."""
+
+    number: int
+    member: Member
+    publication: int
+    """Counts the weights that it was given; 0: none."""
+    version: int
+    """The version of these weights."""
 
 
 def check_sampling(sampling: Sampling) -> None:

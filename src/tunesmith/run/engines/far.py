@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
+from functools import partial
+from itertools import count
 from typing import Any
 
 from tunesmith.errors import EngineError, EngineLostError, TunesmithError, boundary
 from tunesmith.learn.usercode.far import STARTING, Far
 from tunesmith.run.engines.base import EngineStats, RolloutEngine
+from tunesmith.run.engines.partial import FOLLOWER, PartialCompletion, Tokens
 from tunesmith.run.weights.base import Offer
 from tunesmith.types import Completion, Sampling
 
 CLOSING = 10.0
 """Seconds that an engine has to close before its process is killed."""
+PROGRESS = 10.0
+"""Seconds between questions for the tokens of unfinished completions."""
 
 TakeWeights = Callable[[Offer], Awaitable[None]]
 """Puts offered weights where the engine reads them; other requests are answered meanwhile."""
@@ -27,11 +32,31 @@ class EngineHost:
 
     engine: RolloutEngine
     take_weights: TakeWeights
+    unfinished: dict[int, PartialCompletion] = field(default_factory=dict[int, PartialCompletion])
+    """By the numbers of their requests."""
 
     async def ask(self, method: str, *args: object) -> tuple[Any, EngineStats]:
         """Call a method of the engine."""
         with boundary(EngineError, "the engine failed", Exception):
             return await getattr(self.engine, method)(*args), self.engine.stats()
+
+    async def generate(
+        self, number: int, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> tuple[Completion, EngineStats]:
+        FOLLOWER.set(partial(self.unfinished.__setitem__, number))
+        try:
+            return await self.ask("generate", prompt_ids, sampling)
+        finally:
+            self.unfinished.pop(number, None)
+
+    async def progress(self, known: Mapping[int, int]) -> tuple[dict[int, Tokens], EngineStats]:
+        """The new tokens of unfinished completions, of which so many are known."""
+        new = {
+            number: self.unfinished[number].beyond(count)
+            for number, count in known.items()
+            if number in self.unfinished
+        }
+        return new, self.engine.stats()
 
     async def take(self, version: int, offer: Offer) -> tuple[None, EngineStats]:
         with boundary(EngineError, "cannot take new weights", Exception):
@@ -40,15 +65,30 @@ class EngineHost:
 
 
 class FarEngine:
-    """A ``Member`` of an ``EnginePool``: an ``EngineHost`` in another process."""
+    """A ``Member`` of an ``EnginePool``: an ``EngineHost`` in another process.
 
-    def __init__(self, far: Far) -> None:
+    Args:
+        keeps: if the engine is lost, a request ends with the tokens that are known of it,
+            ``finish_reason="abort"``; others are lost with the engine.
+    """
+
+    def __init__(self, far: Far, *, keeps: bool = False) -> None:
         self.far = far
         self._stats = EngineStats()
+        self._keeps = keeps
+        self._numbers = count()
+        self.unfinished: dict[int, PartialCompletion] = {}
+        """What is known of the requests in flight."""
+        self._following: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
-        cls, far: Far, make: Callable[[], EngineHost], timeout: float = STARTING
+        cls,
+        far: Far,
+        make: Callable[[], EngineHost],
+        timeout: float = STARTING,
+        *,
+        keeps: bool = False,
     ) -> FarEngine:
         """Build the engine in its process.
 
@@ -69,14 +109,25 @@ class FarEngine:
             ):  # a restart would exit again
                 raise EngineError(str(error)) from None
             raise
-        return cls(far)
+        return cls(far, keeps=keeps)
 
     @property
     def name(self) -> str:
         return self.far.name
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        return await self._ask("ask", "generate", list(prompt_ids), sampling)
+        number = next(self._numbers)
+        known = self.unfinished[number] = PartialCompletion()
+        if self._keeps and (self._following is None or self._following.done()):
+            self._following = asyncio.create_task(self._follow())
+        try:
+            return await self._ask("generate", number, list(prompt_ids), sampling)
+        except EngineLostError:
+            if known.token_ids:
+                return known.completion("abort")
+            raise
+        finally:
+            del self.unfinished[number]
 
     async def interrupt(self) -> None:
         await self._ask("ask", "interrupt")
@@ -94,9 +145,24 @@ class FarEngine:
         return self._stats
 
     async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
         with suppress(TunesmithError, TimeoutError):
             await asyncio.wait_for(self.far.call_async("ask", "close"), CLOSING)
         await asyncio.to_thread(self.far.close)
+
+    async def _follow(self) -> None:
+        """Ask for new tokens as long as there are requests."""
+        while self.unfinished:
+            await asyncio.sleep(PROGRESS)
+            known = {number: len(done.token_ids) for number, done in self.unfinished.items()}
+            try:
+                new: dict[int, Tokens] = await self._ask("progress", known)
+            except EngineError:  # the requests notice, too
+                return
+            for number, tokens in new.items():
+                if number in self.unfinished:
+                    self.unfinished[number].extend(tokens)
 
     async def _ask(self, method: str, *args: object) -> Any:
         result, stats = await self.far.call_async(method, *args)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from tunesmith.types import Completion, FinishReason, Sampling
 
 Decode = Callable[[Sequence[int]], str]
+Tokens = tuple[list[int], list[float], list[int]]
+"""Token ids, their log-probabilities and their versions."""
 
 INCOMPLETE = "\ufffd"
 """What a tokenizer decodes instead of part of a character."""
@@ -23,6 +26,34 @@ class PartialCompletion:
 
     def completion(self, reason: FinishReason) -> Completion:
         return Completion(self.token_ids, self.logprobs, self.versions, reason)
+
+    def beyond(self, count: int) -> Tokens:
+        """The tokens after the first ones; another thread may be adding some."""
+        end = len(self.versions)  # a token's version is added last
+        return (
+            self.token_ids[count:end],
+            self.logprobs[count:end],
+            self.versions[count:end],
+        )
+
+    def extend(self, tokens: Tokens) -> None:
+        token_ids, logprobs, versions = tokens
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.versions += versions
+
+
+FOLLOWER: ContextVar[Callable[[PartialCompletion], None] | None] = ContextVar(
+    "follower", default=None
+)
+"""Gets the unfinished completion of a request that is made in its context."""
+
+
+def follow(completion: PartialCompletion) -> None:
+    """Show an unfinished completion to whoever follows its request."""
+    follower = FOLLOWER.get()
+    if follower is not None:
+        follower(completion)
 
 
 class StopStrings:

@@ -15,9 +15,9 @@ from tunesmith.run.engines.base import EngineStats, Member, add_stats, check_sam
 from tunesmith.run.engines.deadline import paused
 from tunesmith.run.engines.roster import (
     PATIENCE,
+    EngineSeat,
     Prefixes,
     Roster,
-    Seat,
     Start,
     blocks,
     gather_with_errors,
@@ -102,7 +102,7 @@ class EnginePool:
         self._running += 1
         self._peak = max(self._peak, self._running)
         beginning = blocks(prompt_ids)
-        suspect: tuple[Seat, EngineError] | None = None
+        suspect: tuple[EngineSeat, EngineError] | None = None
         try:
             while True:
                 seat = await self._seat_for(beginning, but=suspect and suspect[0])
@@ -170,7 +170,9 @@ class EnginePool:
         await self.roster.close()
         await self._plane.close()
 
-    async def _seat_for(self, beginning: Sequence[int], but: Seat | None) -> Seat | None:
+    async def _seat_for(
+        self, beginning: Sequence[int], but: EngineSeat | None
+    ) -> EngineSeat | None:
         """The engine that has read the longest prefix, among those not much busier than the least
         busy one; None if there was none until ``interrupt``.
 
@@ -191,7 +193,9 @@ class EnginePool:
         free = [seat for seat in seats if seat.running <= SLACK * least + more[seat]]
         return max(free, key=lambda seat: (known[seat], -seat.running, -seat.number))
 
-    async def _ask(self, seat: Seat, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def _ask(
+        self, seat: EngineSeat, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> Completion:
         seat.running += 1
         try:
             done = await timed(
@@ -222,11 +226,11 @@ class EnginePool:
                 tries -= 1
                 await asyncio.sleep(PAUSE)
 
-    def _behind(self, seats: Sequence[Seat]) -> list[Seat]:
+    def _behind(self, seats: Sequence[EngineSeat]) -> list[EngineSeat]:
         """Engines without the published weights."""
         return [seat for seat in seats if seat.publication != self._publications]
 
-    async def _give(self, seats: Sequence[Seat]) -> list[Any]:
+    async def _give(self, seats: Sequence[EngineSeat]) -> list[Any]:
         """Offer the published weights; an engine that fails does not keep the others waiting."""
         async with self.moving:
             version = self._published_version
@@ -234,7 +238,7 @@ class EnginePool:
             publication = self._publications
             offers = await self._plane.offer(len(seats))
 
-            async def take(seat: Seat, offer: Offer) -> None:
+            async def take(seat: EngineSeat, offer: Offer) -> None:
                 seat.prefixes = Prefixes()  # cached with older weights, they cannot be used
                 try:
                     await seat.member.take(version, offer)
@@ -242,11 +246,12 @@ class EnginePool:
                     await self._plane.withdraw(offers)
                     raise
                 seat.publication = publication
+                seat.version = version
                 self._sync_bytes += offer.get("bytes", 0)
 
             return await gather_with_errors(take(*pair) for pair in zip(seats, offers, strict=True))
 
-    async def _join(self, seat: Seat) -> None:
+    async def _join(self, seat: EngineSeat) -> None:
         """Give an engine that has started the weights of the others."""
         if self._publications:
             [failure] = await self._give([seat])
@@ -258,7 +263,7 @@ class EnginePool:
         seats = list(self.roster.seats)
         self._lose(seats, await gather_with_errors(ask(seat.member) for seat in seats))
 
-    def _lose(self, seats: Sequence[Seat], answers: Sequence[Any]) -> None:
+    def _lose(self, seats: Sequence[EngineSeat], answers: Sequence[Any]) -> None:
         """Remove engines that failed.
 
         Raises:
@@ -274,6 +279,6 @@ class EnginePool:
             else:
                 self._give_up(seat, error)
 
-    def _give_up(self, seat: Seat, error: Exception) -> None:
+    def _give_up(self, seat: EngineSeat, error: Exception) -> None:
         """Replace an engine that is there, but fails where others do not."""
         self.roster.lose(seat, EngineLostError(f"{seat.member.name} is given up: {error}"))

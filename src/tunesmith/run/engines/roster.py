@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count, takewhile
 from typing import Any
@@ -69,7 +69,7 @@ def blocks(token_ids: Sequence[int]) -> list[int]:
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class EngineSeat:
     """A running engine."""
 
     number: int
@@ -77,6 +77,8 @@ class Seat:
     running: int = 0
     publication: int = 0
     """Which of the pool's publications of weights it has; 0: none."""
+    version: int = 0
+    """The version of these weights."""
     prefixes: Prefixes = field(default_factory=Prefixes)
 
 
@@ -95,7 +97,7 @@ class Roster:
     def __init__(
         self,
         start: Start,
-        join: Callable[[Seat], Awaitable[None]],
+        join: Callable[[EngineSeat], Awaitable[None]],
         *,
         size: int,
         restarts: int,
@@ -112,7 +114,7 @@ class Roster:
         self._given_up = 0
         """Places that stay empty."""
         self.restarts_left = restarts * size
-        self.seats: list[Seat] = []
+        self.seats: list[EngineSeat] = []
         self.departed = EngineStats()
         """The counters of engines that have left."""
         self._changed = asyncio.Event()
@@ -125,7 +127,7 @@ class Roster:
         self._opening: set[int] | None = None
         """Places whose first engine is starting; None: nothing was asked of the engines yet."""
         self._none_since = 0.0
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Future[None]] = set()
         self._failure: Exception | None = None
 
     async def opened(self) -> None:
@@ -141,7 +143,7 @@ class Roster:
                 self._fill(number)
         await self._until(lambda: not self._opening)
 
-    async def ready(self, wanted: Callable[[], bool] = lambda: True) -> list[Seat]:
+    async def ready(self, wanted: Callable[[], bool] = lambda: True) -> list[EngineSeat]:
         """The running engines, at least one; if all are lost, waits for one, as long as it is
         ``wanted``.
 
@@ -166,7 +168,7 @@ class Roster:
         """Have those who wait in ``ready`` look whether they still want to."""
         self._changed.set()
 
-    def lose(self, seat: Seat, lost: EngineLostError) -> None:
+    def lose(self, seat: EngineSeat, lost: EngineLostError) -> None:
         """Remove a lost engine, once, and fill its place."""
         if seat not in self.seats:
             return
@@ -182,7 +184,8 @@ class Roster:
         what = "starting another" if replaced else "it is not replaced (system.engine_restarts)"
         if not self._closed:
             repeated = f"its {unanswered} unanswered requests are repeated"
-            self._report(f"{lost}: {what}; {repeated}, {self._others()}")
+            text = f"{lost}: {what}; {repeated}, {self._others()}"
+            self._report(f"engine {seat.number} is lost: {text}")
 
     async def close(self) -> None:
         self._failure = EngineError("the engine was closed")
@@ -239,7 +242,7 @@ class Roster:
         seat = None
         try:
             member = await self._start(number)
-            joining = Seat(number, member)
+            joining = EngineSeat(number, member)
             await self._join(joining)
             seat = joining
             self.seats.append(seat)
@@ -299,7 +302,7 @@ class Roster:
         self._failure = self._failure or error
         self._changed.set()
 
-    def _remove(self, seat: Seat) -> None:
+    def _remove(self, seat: EngineSeat) -> None:
         self.seats.remove(seat)
         if self._timeline:
             self._timeline.leave(engine_lane(seat.number))
@@ -308,8 +311,8 @@ class Roster:
         self._changed.set()
 
 
-def _go(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
-    task = asyncio.create_task(work)
+def _go(work: Awaitable[None], tasks: set[asyncio.Future[None]]) -> None:
+    task = asyncio.ensure_future(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
 

@@ -21,7 +21,7 @@ from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.loader import Loader, State
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.plan import Plan
-from tunesmith.run.engines.base import RolloutEngine
+from tunesmith.run.engines.base import RolloutEngine, RunningEngine
 from tunesmith.run.loop.canary import Canary
 from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.critic import Critic
@@ -52,6 +52,8 @@ class RLParts:
     evaluation: EvaluationPlan | None
     gate: Gate | None = None
     """Between collector and engine, if rollouts are played ahead."""
+    engines: Callable[[], Sequence[RunningEngine]] | None = None
+    """The engines that are running now; None: a single one in this process."""
     canary: Canary | None = None
     """Compares sampler and trainer after each sync, if they do not share their weights."""
     objective: Objective | None = None

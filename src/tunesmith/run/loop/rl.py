@@ -15,6 +15,7 @@ from tunesmith.run.loop.parts import RLParts
 from tunesmith.run.loop.rollouts import RolloutSource
 from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.run.loop.session import Session
+from tunesmith.run.loop.utilisation import Utilisation
 from tunesmith.run.trainers.base import Metrics
 from tunesmith.types import RolloutGroup
 
@@ -22,6 +23,7 @@ from tunesmith.types import RolloutGroup
 async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None:
     """Train until the configured step; evaluate and save on the way. Closes ``rollouts`` and the
     engine."""
+    use = Utilisation(parts.engines)
     try:
         # At the start; or after a resume, if a signal prevented it.
         await _evaluate_and_save(parts, session, rollouts)
@@ -42,7 +44,8 @@ async def run(parts: RLParts, session: Session, rollouts: RolloutSource) -> None
             if every and (session.step + 1) % every == 0:
                 interrupts.commit()  # a signal waits until the step is counted
                 parts.backend.refresh_reference()
-            session.finish_step(metrics | learned | compared, groups)
+            metrics |= learned | compared | use.metrics(session.step)
+            session.finish_step(metrics, groups)
             await _evaluate_and_save(parts, session, rollouts)
         if session.checkpoints.newest() is None:
             session.save()

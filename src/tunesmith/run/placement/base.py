@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -81,6 +81,13 @@ class Trained:
     """The peak rates of its devices."""
     source: WeightSource = WeightSource()
 
+    def record_ranks(self, timeline: Timeline | None) -> None:
+        """Record on a timeline what each rank does, if there are several."""
+        from tunesmith.run.trainers.ranked import RankedBackend
+
+        if isinstance(self.backend, RankedBackend) and len(self.backend.replicas) > 1:
+            self.backend.timeline = timeline
+
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
@@ -88,6 +95,9 @@ class PoolSize:
 
     engines: int = 1
     restarts: int = 3
+    keeps: bool = False
+    """Whether the known tokens of a lost engine's requests are kept, and the rest is sampled by
+    another one (``rollout.partial``); otherwise all are sampled again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +137,10 @@ class EngineSpec(ABC):
         directory = Path(self.weights)
         files = weight_files(directory) if self.weights and directory.is_dir() else []
         return STARTING + sum(file.stat().st_size for file in files) / READING
+
+    def keeping(self) -> Self:
+        """The same with ``PoolSize.keeps``."""
+        return replace(self, pool=replace(self.pool, keeps=True))
 
     def with_own_gpus(self) -> Self:
         """The same for a process that sees only its own GPUs."""

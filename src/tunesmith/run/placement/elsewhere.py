@@ -82,7 +82,8 @@ class Elsewhere(Placement):
                 far = await asyncio.to_thread(
                     self.starter.spawn, "rollout", EngineLostError, spec.python
                 )
-                return await FarEngine.start(far, spec.build, spec.patience)
+                keeps = spec.pool.keeps
+                return await FarEngine.start(far, spec.build, spec.patience, keeps=keeps)
 
         return EnginePool(
             start,

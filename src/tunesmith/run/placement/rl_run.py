@@ -13,7 +13,9 @@ from tunesmith.learn.algorithms.kl import KLController
 from tunesmith.learn.algorithms.objective import DistillationObjective
 from tunesmith.learn.environments.loading import EnvironmentSet
 from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.plan.plan import Plan
 from tunesmith.records.timeline import Timeline
+from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.loop import rl
 from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.curriculum import Curriculum
@@ -21,7 +23,7 @@ from tunesmith.run.loop.evaluate import EvaluationPlan
 from tunesmith.run.loop.gate import Gate
 from tunesmith.run.loop.parts import RLParts
 from tunesmith.run.loop.rollouts import AsyncRollouts, RolloutSource, SyncRollouts
-from tunesmith.run.placement.base import Report
+from tunesmith.run.placement.base import EngineSpec, Report
 from tunesmith.run.placement.engines import make_sampling
 from tunesmith.run.placement.environments import make_environments
 from tunesmith.run.placement.event_loop import event_loop, outside_event_loop
@@ -86,7 +88,8 @@ async def make_parts(
     rollout = said.rollout
     tokenizer = run.tokenizer
     trained = placement.trainer(trainer_spec(plan))
-    engine = placement.engine(engine_spec(plan), trained.source, report, timeline)
+    trained.record_ranks(timeline)
+    engine = placement.engine(_engine_spec(plan), trained.source, report, timeline)
     async with AsyncExitStack() as on_failure:
         on_failure.push_async_callback(engine.close)
         learner = make_learner(
@@ -104,6 +107,7 @@ async def make_parts(
             plan=plan,
             algorithm=algorithm,
             engine=engine,
+            engines=(lambda: engine.roster.seats) if isinstance(engine, EnginePool) else None,
             gate=gate,
             sampling=sampling,
             tasks=_tasks(run, algorithm),
@@ -127,6 +131,13 @@ async def make_parts(
         )
         on_failure.pop_all()
     return parts
+
+
+def _engine_spec(plan: Plan[RLConfig]) -> EngineSpec:
+    spec = engine_spec(plan)
+    rollout = plan.said.rollout
+    # A gate continues what a lost engine has begun.
+    return spec.keeping() if rollout.max_staleness and rollout.partial else spec
 
 
 def _evaluation(run: RLRun, sampling: Sampling, rewards: RewardSet) -> EvaluationPlan | None:

@@ -30,6 +30,7 @@ from tunesmith.learn.data.preference import Comparison, Solution
 from tunesmith.learn.data.prepare import Prepared
 from tunesmith.learn.rewards.stats import STATS_FILE
 from tunesmith.plan.length import draws
+from tunesmith.records.timeline import Timeline
 from tunesmith.run.loop import preference, supervised
 from tunesmith.run.loop.learner import Learner
 from tunesmith.run.loop.parts import SupervisedParts
@@ -54,7 +55,8 @@ def train_on_data(
     """The run from ``checkpoint`` on, or from the beginning."""
     with open_session(run, checkpoint, TRAINING_DATA[type(run.config)].metric) as session:
         with session.phase("setup"):
-            parts = make_parts(run, placement, session.note, checkpoint)
+            timeline = session.recorder.timeline
+            parts = make_parts(run, placement, session.note, checkpoint, timeline)
             session.start(parts, parts.describe)
         with kept_on_interrupt(run, session):
             supervised.run(parts, session)
@@ -70,6 +72,7 @@ class Setup(Generic[T]):
     report: Report
     checkpoint: Path | None
     """The one to resume from."""
+    timeline: Timeline | None = None
 
     def learner(
         self,
@@ -80,9 +83,11 @@ class Setup(Generic[T]):
     ) -> Learner:
         """A learner with its model loaded. Args: spec: if it is not the run's as it is."""
         plan = self.run.plan
+        trained = self.placement.trainer(spec or trainer_spec(plan))
+        trained.record_ranks(self.timeline)
         return make_learner(
             plan,
-            self.placement.trainer(spec or trainer_spec(plan)),
+            trained,
             self.report,
             aggregation,
             policy_rate(plan, len(self.run.train)),
@@ -129,10 +134,14 @@ class Setup(Generic[T]):
 
 
 def make_parts(
-    run: OpenRun[Any, Any], placement: Placement, report: Report, checkpoint: Path | None = None
+    run: OpenRun[Any, Any],
+    placement: Placement,
+    report: Report,
+    checkpoint: Path | None = None,
+    timeline: Timeline | None = None,
 ) -> SupervisedParts[Any]:
     """Load the model and build everything else that the command needs."""
-    return _MAKERS[type(run.config)](Setup(run, placement, report, checkpoint))
+    return _MAKERS[type(run.config)](Setup(run, placement, report, checkpoint, timeline))
 
 
 def _sft(setup: Setup[Sample]) -> SupervisedParts[Sample]:

@@ -16,6 +16,7 @@ from tunesmith.learn.algorithms.objective import Objective
 from tunesmith.learn.data.batch import Floats
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.learn.usercode.far import Far, gather, submit_all
+from tunesmith.records.timeline import Timeline, rank_lane
 from tunesmith.run.trainers.base import Metrics, Quantity
 
 REFERENCE_DIRECTORY = "reference"
@@ -47,6 +48,8 @@ class RankedBackend:
         self.cost: CostModel = self.first.get("backend.cost")
         self.optimizer_steps: int = self.first.get("backend.optimizer_steps")
         self._reference_is_new = False
+        self.timeline: Timeline | None = None
+        """Gets a span for each call of a rank, in the rank's lane."""
 
     @property
     def first(self) -> Far:
@@ -82,8 +85,8 @@ class RankedBackend:
         result per share."""
         shares = [packing.for_rank(rank, self.ranks, columns=columns) for rank in range(self.ranks)]
         answers = self._together(
-            replica.submit(name, shares[rank // self.sequence], *args, **kwargs)
-            for rank, replica in enumerate(self.replicas)
+            self._submit(rank, name, shares[rank // self.sequence], *args, **kwargs)
+            for rank in range(len(self.replicas))
         )
         return answers[:: self.sequence]
 
@@ -152,7 +155,23 @@ class RankedBackend:
 
     def _each(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method on all at once; returns the result of the first."""
-        return self._gather(replica.submit(name, *args, **kwargs) for replica in self.replicas)[0]
+        ranks = range(len(self.replicas))
+        return self._gather(self._submit(rank, name, *args, **kwargs) for rank in ranks)[0]
+
+    def _submit(self, rank: int, name: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a method of one replica, and record how long it takes."""
+        answer = self.replicas[rank].submit(name, *args, **kwargs)
+        timeline = self.timeline
+        if timeline is None:
+            return answer
+        started = timeline.now()
+        what = name.rpartition(".")[2]
+
+        def ended(_: object) -> None:
+            timeline.add(rank_lane(rank), what, started, timeline.now())
+
+        answer.add_done_callback(ended)
+        return answer
 
 
 def _sum(parts: Sequence[Metrics]) -> Metrics:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,13 +148,13 @@ class SglangServer:
         """The JSON of an answer to a GET, or to a POST of ``body``; None for an empty answer."""
         return await self._persist(lambda: self._once(path, body, deadline), patience)
 
-    async def _watched(self, request: Coroutine[Any, Any, T]) -> T:
+    async def _watched(self, request: Awaitable[T]) -> T:
         """The answer to a long request. Raises EngineLostError if the server falls silent."""
         self._long += 1
         watch = self._watch
         if watch is None or watch.done():
             watch = self._watch = asyncio.create_task(self._until_silent())
-        work = asyncio.create_task(request)
+        work = asyncio.ensure_future(request)
         try:
             await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
             if work.done():

@@ -29,7 +29,7 @@ from tunesmith.run.engines.local.requests import LocalRequest, Uniforms
 from tunesmith.run.engines.local.runner import Runner, probe, text_config
 from tunesmith.run.engines.local.scheduler import Scheduler
 from tunesmith.run.engines.local.speculation import Speculation, check_assistant
-from tunesmith.run.engines.partial import stop_strings, stop_token_ids
+from tunesmith.run.engines.partial import follow, stop_strings, stop_token_ids
 from tunesmith.run.engines.step_thread import StepThread
 from tunesmith.types import Completion, FinishReason, Sampling
 
@@ -119,6 +119,7 @@ class LocalEngine:
         """See ``RolloutEngine``. Raises UserError, EngineError."""
         request = self._request(tuple(prompt_ids), sampling)
         self._in_flight.add(request)
+        follow(request)
         self._thread.post(lambda: self._scheduler.waiting.append(request))
         try:
             return await asyncio.wrap_future(request.done)
@@ -270,7 +271,9 @@ class LocalEngine:
                 drawn = self._runner.draw(logits, batch.requests)
                 ended = batch.append(batch.requests, *drawn, self.version)
             used = (self._pool.blocks - self._pool.free) * self._pool.block_size
-            self._meter.count(batch, used, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            places = self._scheduler
+            self._meter.count(batch, used, seconds, len(places.running), len(places.waiting))
             self._scheduler.release(list(ended))
         _deliver(ended)
         if ended:

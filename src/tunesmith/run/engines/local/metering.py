@@ -17,11 +17,15 @@ class Meter:
     limits: PeakRates | None
     counted: EngineStats = field(default_factory=EngineStats)
 
-    def count(self, batch: StepBatch, kv_slots: int, seconds: float) -> None:
+    def count(
+        self, batch: StepBatch, kv_slots: int, seconds: float, running: int, waiting: int
+    ) -> None:
         """Count a step whose tokens were appended, before any request is released.
 
         Args:
             kv_slots: slots of the KV memory in use.
+            running: requests that have a place, also those that a prefill keeps waiting.
+            waiting: requests that have none.
         """
         rows = batch.requests
         if batch.prefill is None:
@@ -47,6 +51,9 @@ class Meter:
             step,
             sampled_tokens=batch.sampled,
             peak_running=len(rows),
+            steps=1,
+            running_requests=running,
+            waiting_requests=waiting,
             peak_kv_bytes=kv_slots * self.cost.kv_bytes,
             attainable_seconds=self.cost.seconds(limits, tokens, read, pairs) if limits else 0.0,
         )

@@ -21,7 +21,7 @@ from typing import Any
 from tunesmith.errors import EngineError, EngineLostError, UserError, boundary
 from tunesmith.learn.data.tokens import decode
 from tunesmith.run.engines.base import EngineStats, add_stats, check_sampling
-from tunesmith.run.engines.partial import PartialCompletion, StopStrings, stop_strings
+from tunesmith.run.engines.partial import PartialCompletion, StopStrings, follow, stop_strings
 from tunesmith.run.engines.step_thread import StepThread, promise
 from tunesmith.run.engines.vllm import KIND
 from tunesmith.run.engines.vllm.start import VllmSettings, kv_bytes, start
@@ -61,6 +61,9 @@ class _Tally:
             self.step = replace(
                 self.step,
                 decode_steps=1,
+                steps=1,
+                running_requests=scheduler_stats.num_running_reqs,
+                waiting_requests=scheduler_stats.num_waiting_reqs,
                 sampled_tokens=iteration_stats.num_generation_tokens,
                 prefilled_tokens=prompts.computed,
                 reused_prompt_tokens=prompts.cached_tokens,
@@ -116,6 +119,7 @@ class VllmEngine:
         across = stop_strings(prompt_ids, sampling, self._decode) if sampling.continued else None
         name = str(next(self._numbers))
         request = _Request(across)
+        follow(request)
         self._requests[name] = request
         self._peak = max(self._peak, len(self._requests))
         prompt = list(prompt_ids)
