@@ -389,8 +389,7 @@ def test_the_formula_counts_as_the_weights_do(
     path = save_model(tmp_path / "model", family, hidden_size=64, head_dim=16, **options)
     facts = read_model_facts(path)
     assert facts is not None and facts.parameters is not None
-    estimate = hub.estimated_parameters(json.loads((path / "config.json").read_text()), facts)
-    assert estimate == pytest.approx(facts.parameters, rel=0.01)
+    assert facts.estimated == pytest.approx(facts.parameters, rel=0.01)
 
 
 @pytest.mark.parametrize(("gpu", "memory"), [(None, 22 * GB), (None, 24 * GB), (A10G, 500 * GB)])
@@ -493,9 +492,7 @@ def test_experts_are_counted_under_each_familys_name() -> None:
         "n_shared_experts": 1,
     }
     facts = facts_of(config)
-    assert facts is not None and hub.estimated_parameters(config, facts) == pytest.approx(
-        671e9, rel=0.06
-    )
+    assert facts is not None and facts.estimated == pytest.approx(671e9, rel=0.06)
 
 
 def test_weights_in_a_second_layout_are_not_counted(tmp_path: Path) -> None:

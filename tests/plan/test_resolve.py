@@ -493,7 +493,9 @@ def test_model_facts_without_torch(tmp_path: Path) -> None:
     shapes = {"a": (3, 4), "b": (5,), "c": ()}
     weights = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    assert read_model_facts(tmp_path) == ModelFacts(3 * 4 + 5 + 1, 2, 32, 64, 4, 2, 8, 300, 512)
+    assert read_model_facts(tmp_path) == ModelFacts(
+        3 * 4 + 5 + 1, 2, 32, 64, 4, 2, 8, 300, 512, estimated=37792
+    )
     for rope in (
         {
             "original_max_position_embeddings": 64,
@@ -514,7 +516,8 @@ def test_model_facts_without_torch(tmp_path: Path) -> None:
     )
     (tmp_path / "model.safetensors").unlink()
     gpt2 = read_model_facts(tmp_path)
-    assert gpt2 == ModelFacts(None, 2, 32, 128, 4, 4, 8, 9, None)
+    assert gpt2 is not None
+    assert gpt2 == ModelFacts(None, 2, 32, 128, 4, 4, 8, 9, None, estimated=gpt2.estimated)
     (tmp_path / "config.json").write_text("{}")
     assert read_model_facts(tmp_path) is None
     (tmp_path / "config.json").write_text("{")

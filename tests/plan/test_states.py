@@ -77,7 +77,7 @@ def test_facts_are_those_of_the_module(model_type: str, tmp_path: Any) -> None:
         ),
         (
             {"model_type": "bamba", "attn_layer_indices": [1]},
-            ["conv", "attention", "conv", "conv", "conv"],
+            ["mamba", "attention", "mamba", "mamba", "mamba"],
         ),
         (
             {"model_type": "lfm2", "full_attn_idxs": [0, 4]},

@@ -11,7 +11,6 @@ from tunesmith.config.commands import KINDS, OfflineDistillConfig
 from tunesmith.config.load import load_config
 from tunesmith.guide.simulate.dry_run import DryPhase, dry_run
 from tunesmith.guide.simulate.threads import FIRST
-from tunesmith.plan.facts.hub import estimated_parameters
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import facts_of
 from tunesmith.plan.facts.run import Facts
@@ -64,8 +63,8 @@ def resolved(
         (directory / "frozen" / "config.json").write_text(json.dumps(frozen))
         theirs = facts_of(frozen)
         assert theirs is not None
-        others = estimated_parameters(frozen, theirs)
-    model = replace(model, parameters=estimated_parameters(shape, model))
+        others = theirs.estimated
+    model = replace(model, parameters=model.estimated)
     there = machine(spec)
     facts = Facts(
         there,

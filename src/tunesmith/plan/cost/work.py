@@ -433,7 +433,7 @@ def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> 
     return {
         "operations": prompts * cost_of(model).prefix(int(prompt)) / 3 / ranks,
         "bytes read": steps * (weights + together * (read + 2 * model.state_bytes)) / ranks,
-        "operations of decoding": steps * together * 2 * (model.parameters or 0) / ranks,
+        "operations of decoding": steps * together * 2 * model.active / ranks,
         "bytes read again": prefills * weights / ranks,
         "passes": steps * (GRAPH_LAYERS if graphs else model.layers),
         "waits": 2 * steps * model.layers * (ranks > 1),
@@ -443,7 +443,7 @@ def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> 
 
 def cost_of(model: ModelFacts) -> CostModel:
     return CostModel.of_decoder(
-        parameters=(model.parameters or 0) - model.outside_layers,
+        parameters=model.active - model.outside_layers,
         layers=model.attention_layers,
         heads=model.heads,
         head_dim=model.head_dim,

@@ -43,6 +43,12 @@ class Family:
     """Attention applies the configuration's soft cap."""
     one_window: bool = False
     """All layers have the configuration's window; otherwise each attention module has its own."""
+    gated: bool = True
+    """Feed-forward networks have three matrices: gate, up and down; otherwise up and down."""
+    output_gate: bool = False
+    """Queries have a gate beside them, for the outputs of attention."""
+    learned_positions: bool = False
+    """There is an embedding of positions."""
     rotary_by_kind: bool = False
     """Local and global layers have different rotary tables."""
 

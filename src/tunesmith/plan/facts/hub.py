@@ -19,7 +19,6 @@ PATIENCE = 5.0
 """Seconds to wait for the hub, after which the run continues without the model's size."""
 CONFIG = "config.json"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def known_model_facts(path: str) -> ModelFacts | None:
@@ -37,8 +36,7 @@ def known_model_facts(path: str) -> ModelFacts | None:
     facts = read_model_facts(directory)
     if facts is None or facts.parameters is not None:
         return facts
-    config: dict[str, Any] = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    return replace(facts, parameters=estimated_parameters(config, facts))
+    return replace(facts, parameters=facts.estimated)
 
 
 def known_parameters(path: str) -> int | None:
@@ -77,20 +75,7 @@ def _hub_facts(name: str) -> ModelFacts | None:
         )
     elif (file.parent / WEIGHTS).exists():
         parameters = count_parameters(file.parent)
-    return replace(facts, parameters=parameters or estimated_parameters(config, facts))
-
-
-def estimated_parameters(config: dict[str, Any], facts: ModelFacts) -> int:
-    """Parameters of a Llama-shaped decoder, including any experts but not biases and routers."""
-    config = config.get("text_config") or config
-    hidden = facts.hidden_size
-    attention = 2 * hidden * (facts.query_width + facts.key_width)
-    experts = next((n for name in _EXPERTS if (n := config.get(name))), 1) + (
-        config.get("n_shared_experts") or 0
-    )
-    inner = config.get("moe_intermediate_size") or facts.intermediate_size
-    layer = attention + 3 * hidden * inner * experts + 2 * hidden
-    return facts.layers * layer + facts.outside_layers + hidden
+    return replace(facts, parameters=parameters or facts.estimated)
 
 
 def _file(name: str, file: str) -> Path | None:

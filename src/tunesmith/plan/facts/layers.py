@@ -25,9 +25,11 @@ def layer_kinds(config: Written, layers: int) -> Sequence[str]:
     family = config.get("model_type")
     if family == "falcon_h1":
         return ["hybrid"] * layers
-    attending = config.get("attn_layer_indices", config.get("full_attn_idxs"))
-    if family in ("bamba", "lfm2", "lfm2_moe") and isinstance(attending, list):
-        return ["attention" if i in attending else "conv" for i in range(layers)]
+    if family == "bamba":
+        attending = config.get("attn_layer_indices") or ()
+        return ["attention" if i in attending else "mamba" for i in range(layers)]
+    if family in ("lfm2", "lfm2_moe") and isinstance(config.get("full_attn_idxs"), list):
+        return ["attention" if i in config["full_attn_idxs"] else "conv" for i in range(layers)]
     if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"):
         every = config.get("full_attention_interval", 4)
         return ["attention" if (i + 1) % every == 0 else "mamba" for i in range(layers)]
@@ -43,6 +45,8 @@ class Mixer(NamedTuple):
     """Numbers of the inputs of its convolution that it keeps per sequence."""
     memory: int = 0
     """Numbers that its recurrence remembers per sequence."""
+    out: int = 0
+    """Inputs of its output projection."""
 
 
 NO_MIXER = Mixer()
@@ -53,8 +57,8 @@ def mixer_of(config: Written, hidden: int) -> Mixer:
     if "linear_num_value_heads" in config:
         return _delta_net(config)
     if "conv_L_cache" in config:
-        return Mixer(3 * hidden, (config["conv_L_cache"] - 1) * hidden)
-    if _first(config, "mamba_n_heads", "mamba_num_heads"):
+        return Mixer(3 * hidden, (config["conv_L_cache"] - 1) * hidden, out=hidden)
+    if first(config, "mamba_n_heads", "mamba_num_heads"):
         return _state_space(config, hidden)
     return NO_MIXER
 
@@ -65,19 +69,20 @@ def _delta_net(config: Written) -> Mixer:
     values = heads * config["linear_value_head_dim"]
     channels = 2 * config["linear_num_key_heads"] * key + values
     window = (config["linear_conv_kernel_dim"] - 1) * channels
-    return Mixer(channels + values + 2 * heads, window, key * values)
+    return Mixer(channels + values + 2 * heads, window, key * values, values)
 
 
 def _state_space(config: Written, hidden: int) -> Mixer:
-    heads = _first(config, "mamba_n_heads", "mamba_num_heads")
-    size = _first(config, "mamba_d_head", "mamba_head_dim")
+    heads = first(config, "mamba_n_heads", "mamba_num_heads")
+    size = first(config, "mamba_d_head", "mamba_head_dim")
     inner = heads * size or config.get("mamba_expand", 2) * hidden  # a size may be "auto"
-    state = _first(config, "mamba_d_state", "ssm_state_size")
-    groups = _first(config, "mamba_n_groups", "n_groups") or 1
+    state = first(config, "mamba_d_state", "ssm_state_size")
+    groups = first(config, "mamba_n_groups", "n_groups") or 1
     channels = inner + 2 * groups * state
-    window = ((_first(config, "mamba_d_conv", "conv_kernel") or 4) - 1) * channels
-    return Mixer(channels + inner + heads, window, inner * state)
+    window = ((first(config, "mamba_d_conv", "conv_kernel") or 4) - 1) * channels
+    return Mixer(channels + inner + heads, window, inner * state, inner)
 
 
-def _first(config: Written, *names: str) -> int:
+def first(config: Written, *names: str) -> int:
+    """The first of these entries that is a whole number; 0 if none is."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), 0)

@@ -13,6 +13,7 @@ from tunesmith.errors import ModelError, boundary
 from tunesmith.plan.facts.families import family
 from tunesmith.plan.facts.layers import ATTENDING, CARRYING, NO_MIXER, Mixer, layer_kinds, mixer_of
 from tunesmith.plan.facts.model_files import check_files, count_parameters
+from tunesmith.plan.facts.parameters import Sizes, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,10 @@ class ModelFacts:
     """Only part of each head's dimensions is rotated."""
     attending: int | None = None
     """Layers that keep keys and values; None: all do."""
+    estimated: int = 0
+    """Parameters by the formulas of ``facts.parameters``."""
+    idle: int = 0
+    """Parameters of experts that a token does not pass through."""
     carrying: int = 0
     """Layers that carry a state from token to token."""
     mixer: Mixer = NO_MIXER
@@ -71,6 +76,11 @@ class ModelFacts:
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
         """Bytes of one token's keys and values in all layers."""
         return 2 * self.attention_layers * self.key_width * bytes_per_number
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token passes through, of those that are known."""
+        return max(0, (self.parameters or 0) - self.idle)
 
     @property
     def attention_layers(self) -> int:
@@ -114,7 +124,7 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
         return None
     tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     carrying = sum(kind in CARRYING for kind in kinds)
-    return ModelFacts(
+    facts = ModelFacts(
         parameters=None,
         layers=layers,
         hidden_size=hidden,
@@ -133,6 +143,17 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
         mixer=mixer_of(config, hidden),
         head_norms=family(config.get("model_type")).head_norms or bool(config.get("use_qk_norm")),
     )
+    sizes = Sizes(
+        kinds,
+        hidden,
+        facts.intermediate_size,
+        facts.query_width,
+        facts.key_width,
+        facts.mixer,
+        facts.outside_layers,
+    )
+    counted = count(config, sizes, family(facts.family))
+    return replace(facts, estimated=counted.total, idle=counted.idle)
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,0 +1,114 @@
+"""How many parameters a decoder has, and how many of them a token passes through, from its
+configuration: for models without files to count in.
+
+Biases and the norms within attention are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tunesmith.plan.facts.families import Family
+from tunesmith.plan.facts.layers import CARRYING, Mixer, Written, first
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_k")
+SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
+ALONE = ("mlp", "moe")
+"""Kinds of layers that are only a feed-forward network, in families that have these."""
+
+
+class Sizes(NamedTuple):
+    """Those that ``ModelFacts`` has too."""
+
+    layers: Sequence[str]
+    """The kind of each."""
+    hidden: int
+    inner: int
+    queries: int
+    keys: int
+    mixer: Mixer
+    outside: int
+    """Parameters of embedding and head."""
+
+
+class Counts(NamedTuple):
+    total: int
+    idle: int
+    """Parameters of experts that a token does not pass through."""
+
+
+def count(config: Written, sizes: Sizes, family: Family) -> Counts:
+    """The parameters of a decoder with these sizes."""
+    total = sizes.outside + _positions(config, sizes, family) + sizes.hidden
+    idle = 0
+    apart = not set(ALONE).isdisjoint(sizes.layers)
+    for index, kind in enumerate(sizes.layers):
+        total += sizes.hidden if apart else 2 * sizes.hidden
+        if kind not in ALONE:
+            total += sum(_mixing(kind, sizes, family))
+        if apart and kind not in ALONE:
+            continue
+        sparse = kind == "moe" if apart else _is_sparse(config, index)
+        whole = (
+            _experts(config, sizes, family) if sparse else Counts(_dense(config, sizes, family), 0)
+        )
+        total += whole.total
+        idle += whole.idle
+    return Counts(total, idle)
+
+
+def _positions(config: Written, sizes: Sizes, family: Family) -> int:
+    learned = first(config, "max_position_embeddings", "n_positions")
+    return learned * sizes.hidden if family.learned_positions else 0
+
+
+def _mixing(kind: str, sizes: Sizes, family: Family) -> Iterator[int]:
+    """Of the attention and of the mixer with a state that a layer has."""
+    if kind in CARRYING:
+        mixer = sizes.mixer
+        yield sizes.hidden * (mixer.width + mixer.out) + mixer.window
+    if kind not in CARRYING or kind == "hybrid":
+        gate = sizes.queries if family.output_gate else 0
+        yield sizes.hidden * (2 * sizes.queries + 2 * sizes.keys + gate)
+
+
+def _dense(config: Written, sizes: Sizes, family: Family) -> int:
+    inner = first(config, "shared_intermediate_size") or sizes.inner
+    if first(config, "block_multiple_of") and config.get("block_auto_adjust_ff_dim", True):
+        multiple = config["block_multiple_of"]
+        scaled = int(config.get("block_ffn_dim_multiplier", 1.0) * (2 * inner // 3))
+        inner = -(-scaled // multiple) * multiple
+    return _matrices(family) * sizes.hidden * inner
+
+
+def _experts(config: Written, sizes: Sizes, family: Family) -> Counts:
+    hidden = sizes.hidden
+    experts = first(config, *EXPERTS)
+    inner = first(config, "moe_intermediate_size") or sizes.inner
+    width = first(config, "moe_latent_size") or hidden
+    each = _matrices(family) * width * inner
+    shared = first(config, *SHARED) or (
+        first(config, "n_shared_experts", "moe_num_shared_experts")
+        * (first(config, "moe_shared_expert_intermediate_size") or inner)
+    )
+    total = experts * (each + hidden) + _matrices(family) * hidden * shared
+    return Counts(total, (experts - first(config, *CHOSEN)) * each)
+
+
+def _is_sparse(config: Written, layer: int) -> bool:
+    """Whether the feed-forward network of a layer is a mixture of experts."""
+    if not first(config, *EXPERTS):
+        return False
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        return kinds[layer] in ("sparse", "moe")
+    dense = first(config, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+    step = first(config, "decoder_sparse_step", "moe_layer_interval") or 1
+    alone: Sequence[int] = config.get("mlp_only_layers") or ()
+    return layer >= dense and (layer + 1) % step == 0 and layer not in alone
+
+
+def _matrices(family: Family) -> int:
+    return 3 if family.gated else 2
