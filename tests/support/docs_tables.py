@@ -12,12 +12,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.support.hardware_table import GPUS, rows
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as SCORED,
+)
+
+from tests.support import tiny
+from tests.support.families import SPECIAL
+from tests.support.hardware_table import GPUS
+from tests.support.hardware_table import rows as hardware_rows
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
 from tunesmith.config.presets import NEEDS, PRESETS
 from tunesmith.guide.explain.settings import settings_of
 from tunesmith.plan.facts.families import OURS, REFUSED
+from tunesmith.plan.facts.layers import first
+from tunesmith.plan.facts.model import facts_of
+from tunesmith.plan.facts.parameters import EXPERTS
 from tunesmith.plan.layout.profiles import SYSTEM_PROFILES, ProfileValue
 from tunesmith.records.catalogue import CATALOGUE
 from tunesmith.records.doctor.answers import ROUND, RUN
@@ -97,13 +108,28 @@ def metrics(kind: str) -> str:
 
 def hardware() -> str:
     """What fits which GPU."""
-    return _table(("model", "training", "takes", "in host memory", *GPUS), rows())
+    return _table(("model", "training", "takes", "in host memory", *GPUS), hardware_rows())
 
 
 def families() -> str:
-    names = sorted(OURS)
-    rows = [[f"`{name}`" for name in names[place : place + 4]] for place in range(0, len(names), 4)]
-    return _table(("", "", "", ""), [[*row, *[""] * (4 - len(row))] for row in rows])
+    """What each family's layers are, and what follows for it."""
+    rows: list[list[str]] = []
+    for name in sorted(OURS):
+        config: Any = AutoConfig.for_model(name, **{**tiny.SMALL, **SPECIAL.get(name, {})})
+        written = config.to_dict()
+        facts = facts_of(written)
+        assert facts is not None, name
+        rows.append(
+            [
+                f"`{name}`",
+                "lean" if facts.lean else "modules",
+                "✓" if first(written, *EXPERTS) else "",
+                "" if facts.carrying else "✓",
+                "✓" if name in SCORED else "",
+            ]
+        )
+    titles = ("`model_type`", "layers", "experts", "shared sequences, draft models", "score head")
+    return _table(titles, rows)
 
 
 def families_refused() -> str:
