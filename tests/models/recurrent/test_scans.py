@@ -22,6 +22,7 @@ LENGTHS = st.lists(st.integers(1, 11), min_size=1, max_size=5)
 @pytest.fixture(autouse=True)
 def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_rule, "CHUNK", 4)
+    monkeypatch.setattr(delta_rule, "CHUNK_BY_CHANNEL", 3)
     monkeypatch.setattr(state_space, "CHUNK", 4)
 
 
@@ -69,7 +70,7 @@ def delta_rule_by_token(
     for tokens, state in by_sequence(lengths, q.new_zeros(HEADS, q.shape[2], v.shape[2]), start):
         for t in tokens:
             query, key = (x[t].unsqueeze(-1) for x in unit)
-            state = state * g[t].exp()[:, None, None]
+            state = state * g[t].exp().view(HEADS, -1, 1)
             answer = (key * state).sum(1)
             state = state + key * ((v[t] - answer) * b[t].unsqueeze(-1)).unsqueeze(1)
             outputs.append((query * state).sum(1) * q.shape[2] ** -0.5)
@@ -104,12 +105,13 @@ def state_space_by_token(
 
 
 @settings(max_examples=15)
-@given(LENGTHS, st.booleans())
-def test_the_gated_delta_rule(lengths: list[int], continues: bool) -> None:
+@given(LENGTHS, st.booleans(), st.booleans())
+def test_the_gated_delta_rule(lengths: list[int], continues: bool, by_channel: bool) -> None:
     torch.manual_seed(0)
     count = sum(lengths)
     inputs = [draw(count, HEADS, 3), draw(count, HEADS, 3), draw(count, HEADS, 5)]
-    decay = torch.rand(count, HEADS, dtype=torch.float64).neg().requires_grad_()
+    sizes = (count, HEADS, 3) if by_channel else (count, HEADS)
+    decay = torch.rand(*sizes, dtype=torch.float64).neg().requires_grad_()
     beta = torch.rand(count, HEADS, dtype=torch.float64).mul(2).requires_grad_()
     start = draw(len(lengths), HEADS, 3, 5) if continues else None
     same(

@@ -3,6 +3,8 @@
 With keys and queries of length 1, a state ``M [K, V]`` decays, forgets what it would answer to the
 new key and learns the new value: ``M ← α (M − β k (kᵀ M)) + β k vᵀ``, and answers ``qᵀ M``. Within
 a chunk, the updates are one triangular system (section 3.3 there); states pass from chunk to chunk.
+In Kimi's delta attention (arXiv:2510.26692, equation 1), each channel of the keys has a decay of its
+own.
 
 Shape legend: ``T`` tokens, ``S`` sequences, ``H`` heads, ``K`` key size, ``V`` value size, ``N``
 chunks, ``c`` tokens of a chunk.
@@ -18,6 +20,8 @@ from torch import Tensor
 from tunesmith.models.recurrent.chunks import Chunks
 
 CHUNK = 64
+CHUNK_BY_CHANNEL = 16
+"""Decays by channel are compared token by token, ``[c, c, K]``."""
 _EPS = 1e-6  # as flash-linear-attention and transformers
 
 
@@ -36,30 +40,31 @@ def gated_delta_rule(
     Args:
         query, key: ``[T, H, K]``, of any length.
         value: ``[T, H, V]``.
-        log_decay: ``log α``, ``[T, H]``.
+        log_decay: ``log α``, ``[T, H]``, or by channel ``[T, H, K]``.
         beta: ``[T, H]``.
         lengths: of the ``S`` sequences.
         start: the states at their starts; None: zero.
     """
     wide = torch.promote_types(value.dtype, torch.float32)
-    chunks = Chunks(lengths, CHUNK, value.device)
+    by_channel = log_decay.dim() == 3
+    chunks = Chunks(lengths, CHUNK_BY_CHANNEL if by_channel else CHUNK, value.device)
+    log_decay = log_decay if by_channel else log_decay.unsqueeze(-1)
     q, k, v, g, b = (
-        chunks.cut(x.to(wide)).transpose(1, 2) for x in (query, key, value, log_decay, beta)
+        chunks.cut(x.to(wide)).transpose(1, 2)
+        for x in (query, key, value, log_decay, beta.unsqueeze(-1))
     )  # [N, H, c, ...]
     q = _unit(q) * q.shape[-1] ** -0.5
     k = _unit(k)
     passed = g.cumsum(2)
-    decay = decay_between(passed)
-    scaled = k * b.unsqueeze(-1)
     # Each update sees the ones before it; the diagonal of the system is one.
-    system = (scaled @ k.transpose(-1, -2)) * decay
-    known = torch.cat([v * b.unsqueeze(-1), scaled * passed.exp().unsqueeze(-1)], -1)
+    system = _products(k * b, k, passed)
+    known = torch.cat([v * b, k * b * passed.exp()], -1)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     new, seen = solved.split([v.shape[-1], k.shape[-1]], -1)
-    within = (q @ k.transpose(-1, -2)) * decay
-    reading = q * passed.exp().unsqueeze(-1)
-    writing = (k * (passed[..., -1:] - passed).exp().unsqueeze(-1)).transpose(-1, -2)
-    remaining = passed[..., -1].exp()[..., None, None]
+    within = _products(q, k, passed)
+    reading = q * passed.exp()
+    writing = (k * (passed[..., -1:, :] - passed).exp()).transpose(-1, -2)
+    remaining = passed[..., -1, :].exp().unsqueeze(-1)
 
     def advance(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
         update = new[at] - seen[at] @ state
@@ -73,6 +78,20 @@ def gated_delta_rule(
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
+
+
+def _products(rows: Tensor, columns: Tensor, passed: Tensor) -> Tensor:
+    """``[..., c, c]``: products of each token with the ones up to it, of which the decays between
+    the two leave a part.
+
+    Args:
+        rows, columns: ``[..., c, K]``.
+        passed: sums of ``log α`` up to each token, ``[..., c, 1 or K]``.
+    """
+    if passed.shape[-1] == 1:
+        return (rows @ columns.transpose(-1, -2)) * decay_between(passed.squeeze(-1))
+    decay = decay_between(passed.transpose(-1, -2))  # [..., K, c, c]
+    return torch.einsum("...ik,...jk,...kij->...ij", rows, columns, decay)
 
 
 def decay_between(passed: Tensor) -> Tensor:

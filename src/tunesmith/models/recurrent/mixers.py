@@ -43,6 +43,7 @@ class PackedPass:
         return {
             "causal_conv1d_fn": self._convolve,
             "torch_chunk_gated_delta_rule": self._delta_rule,
+            "chunk_kimi_delta_attention": self._delta_rule,
             "mamba2_chunk_scan": self._state_space,
             "mamba2_split_conv1d_scan_combined": _nothing,
         }
@@ -83,7 +84,7 @@ class PackedPass:
     def _delta_rule(
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: object
     ) -> tuple[Tensor, None]:
-        """``[1, T, H, K or V]`` each, ``[1, T, H]`` the last two."""
+        """``[1, T, H, K or V]`` each, ``[1, T, H]`` the last two, or the decays by channel."""
         out = self._run(gated_delta_rule, query[0], key[0], value[0], g[0], beta[0])
         return out.unsqueeze(0), None
 
