@@ -3,8 +3,8 @@
 With keys and queries of length 1, a state ``M [K, V]`` decays, forgets what it would answer to the
 new key and learns the new value: ``M ← α (M − β k (kᵀ M)) + β k vᵀ``, and answers ``qᵀ M``. Within
 a chunk, the updates are one triangular system (section 3.3 there); states pass from chunk to chunk.
-In Kimi's delta attention (arXiv:2510.26692, equation 1), each channel of the keys has a decay of its
-own.
+In Kimi's delta attention (arXiv:2510.26692, equation 1), each channel of the keys has a decay of
+its own.
 
 Shape legend: ``T`` tokens, ``S`` sequences, ``H`` heads, ``K`` key size, ``V`` value size, ``N``
 chunks, ``c`` tokens of a chunk.
