@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -24,9 +26,13 @@ from tunesmith.errors import ConfigError
 from tunesmith.learn.environments.base import Generate
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
+from tunesmith.run.engines.base import EngineStats, add_stats
+from tunesmith.run.loop import rollouts
 from tunesmith.run.loop.buffer import Buffer, Started
 from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.gate import Gate
+from tunesmith.run.loop.groups import engine_metrics
+from tunesmith.run.loop.rollouts import SyncRollouts
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 
@@ -349,3 +355,49 @@ async def test_an_interruption_draws_no_token_twice() -> None:
     )
     assert asked_for == [([9], 0, 8), ([9, 1, 1], 2, 6), ([9, 1, 1, 3, 3], 4, 4)]
     assert done.token_ids == [1, 1, 3, 3, 5, 5]
+
+
+async def test_a_step_counts_the_bytes_of_the_sync_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which has ended when the step's groups are played; an evaluation's are not the step's."""
+
+    class Counting(FakeEngine):
+        counted = EngineStats()
+
+        def stats(self) -> EngineStats:
+            return self.counted
+
+        async def load_weights(self, version: int) -> None:
+            more = EngineStats(sync_bytes=version, sync_seconds=2.0 * version)
+            self.counted = add_stats(self.counted, more)
+
+    async def play(*_: object) -> list[Any]:
+        engine.counted = add_stats(engine.counted, EngineStats(sampled_tokens=5))
+        return [SimpleNamespace(task=None)]
+
+    engine = Counting()
+    fakes: dict[str, Any] = {
+        "play": play,
+        "prompts_of": lambda *_: 1,
+        "update_trainer_state": lambda *_: None,
+        "check_failures": lambda *_: None,
+        "select_learnable": lambda _, groups: groups,
+        "step_metrics": lambda *given: engine_metrics(given[-1]),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(rollouts, name, fake)
+    said = SimpleNamespace(rollout=SimpleNamespace(oversample=1.0))
+    plan = SimpleNamespace(devices=SimpleNamespace(hybrid=False), said=said, training=None)
+    parts: Any = SimpleNamespace(engine=engine, plan=plan, tasks=MagicMock(), collector=None)
+    parts.tasks.__len__.return_value = 1
+    session: Any = SimpleNamespace(step=3)
+    source = SyncRollouts(parts, session)
+    for step, seen in ((3, 3.0), (4, 4.0)):
+        session.step = step
+        await source.sync()
+        _, metrics = await source.next()
+        assert (metrics["sync_bytes"], metrics["sync_bytes_per_second"]) == (seen, 0.5)
+        assert metrics["sampled_tokens"] == 5.0
+        async with source.evaluating():
+            pass

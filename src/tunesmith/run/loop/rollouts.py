@@ -37,10 +37,15 @@ class SyncRollouts:
 
     parts: RLParts
     session: Session
+    _synced: EngineStats = field(default_factory=EngineStats, init=False)
+    """What the engine counted in the last sync."""
 
     async def sync(self) -> None:
         """Give the engine the trainer's weights, with the session's step as their version."""
-        await hand_device_to_engine(self.parts, self.parts.engine.load_weights, self.session.step)
+        engine = self.parts.engine
+        before = engine.stats()
+        await hand_device_to_engine(self.parts, engine.load_weights, self.session.step)
+        self._synced = engine.stats().since(before)
 
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
         """Play and reward the groups of the session's step.
@@ -65,7 +70,12 @@ class SyncRollouts:
             check_failures(parts, played)
             kept += select_learnable(parts, groups)
         parts.tasks.settle([group.task for group in played])
-        metrics = step_metrics(parts, played, kept[:wanted], parts.engine.stats().since(counted))
+        stats = replace(
+            parts.engine.stats().since(counted),
+            sync_bytes=self._synced.sync_bytes,
+            sync_seconds=self._synced.sync_seconds,
+        )
+        metrics = step_metrics(parts, played, kept[:wanted], stats)
         return kept[:wanted], metrics | {"groups_kept": len(kept) / len(played)}
 
     @asynccontextmanager
