@@ -3,8 +3,11 @@ benchmarks.stepping --help``, in an environment with vLLM.
 
 Plain vLLM is its ``AsyncLLM``, which ``vllm serve`` runs, without HTTP. Each arm is a process with a
 model of 0.1 billion parameters; they take turns, and the idle one waits for a line. In half of the
-rounds weights are replaced ten times while requests are in flight, by each arm's own way. Our arm
-then recomputes the log-probability of every token with the weights of its version.
+rounds weights are replaced ten times while requests are in flight, by each arm's own way: plain vLLM
+reads files with the same tensors, tied ones under both names. Our arm then recomputes the
+log-probability of every token with the weights of its version, and tells how long it worked outside
+vLLM's steps. The two arms of a round are compared with each other, because other work on the
+machine slows both; the CPU's seconds hardly depend on it.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+import psutil
+
 from benchmarks.run import machine
 from benchmarks.workload import SMALL, Workload, build_model
 
 RESULTS = Path(__file__).with_name("results") / "stepping-cpu-2-core.json"
 WORKLOAD = Workload(prompts=4, group=4, prompt_tokens=64, median=24, longest=48, model=SMALL)
+NEW = "new"
+"""The directory of the weights that plain vLLM reads."""
 LOADS = 10
 CONTEXT = 256
 KV_BYTES = 1 << 28
@@ -45,6 +52,10 @@ class Arm(Protocol):
     async def write(self, number: int, prompt: list[int], length: int) -> Any: ...
 
     async def load(self, version: int) -> None: ...
+
+    def steps(self) -> float:
+        """Seconds in vLLM's steps since the start; 0: nobody counts them."""
+        ...
 
     def wrong(self, prompts: Sequence[list[int]], completions: Sequence[Any]) -> int:
         """Tokens whose version is not that of the weights that drew them."""
@@ -92,8 +103,12 @@ class Plain:
     async def load(self, version: int) -> None:
         del version
         await self._vllm.pause_generation(mode="keep", clear_cache=False)
-        await self._vllm.collective_rpc("reload_weights", kwargs={"weights_path": self._model})
+        new = {"weights_path": f"{self._model}/{NEW}"}
+        await self._vllm.collective_rpc("reload_weights", kwargs=new)
         await self._vllm.resume_generation()
+
+    def steps(self) -> float:
+        return 0.0
 
     def wrong(self, prompts: Sequence[list[int]], completions: Sequence[Any]) -> int:
         del prompts, completions
@@ -136,6 +151,10 @@ class Ours:
         self._scale(version)
         await self._engine.load_weights(version)
 
+    def steps(self) -> float:
+        stats = self._engine.stats()
+        return stats.prefill_seconds + stats.decode_seconds
+
     def wrong(self, prompts: Sequence[list[int]], completions: Sequence[Any]) -> int:
         self._scale(0)
         return sum(map(self._wrong, prompts, completions))
@@ -174,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory() as directory:
         build_model(Path(directory), SMALL, CONTEXT)
+        write_new(Path(directory))
         records = compare(directory, given.rounds)
     results = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -189,6 +209,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def write_new(model: Path) -> None:
+    """The weights that our arm hands over, as files for the other."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    (model / NEW).mkdir()
+    state = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    save_file(
+        {name: each.clone() for name, each in state.items()}, model / NEW / "model.safetensors"
+    )
+
+
 def compare(model: str, rounds: int) -> list[dict[str, Any]]:
     """The rounds of both arms in turn, after one that warms up. In a round with new weights, these
     come within the time that the requests took without."""
@@ -198,8 +231,9 @@ def compare(model: str, rounds: int) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for number in range(rounds):
         apart = 0.0
+        turns = [*arms.items()][:: -1 if number % 2 else 1]
         for loads in (0, LOADS):
-            for arm, process in arms.items():
+            for arm, process in turns:
                 found = _ask(process, {"loads": loads, "apart": apart})
                 print(f"{arm}, {loads} loads: {found}", file=sys.stderr, flush=True)
                 records.append({"round": number, "arm": arm, **found})
@@ -253,34 +287,55 @@ async def once(arm: Arm, loads: int, apart: float) -> dict[str, Any]:
         for number, (prompt, length) in enumerate(zip(asked, lengths, strict=True))
     ]
     in_flight = 0
+    loading = 0.0
+    steps = arm.steps()
+    cpu = cpu_seconds()
     for version in range(1, loads + 1):
         await asyncio.sleep(apart)
+        started = time.perf_counter()
         await arm.load(version)
+        loading += time.perf_counter() - started
         in_flight += not all(each.done() for each in writing)
     completions = await asyncio.gather(*writing)
     seconds = time.perf_counter() - began
-    wrong = arm.wrong(asked, completions) if loads else 0
-    return {"seconds": seconds, "loads": loads, "in_flight": in_flight, "wrong": wrong}
+    return {
+        "seconds": seconds,
+        "cpu": cpu_seconds() - cpu,
+        "loads": loads,
+        "loading": loading,
+        "steps": arm.steps() - steps,
+        "in_flight": in_flight,
+        "wrong": arm.wrong(asked, completions) if loads else 0,
+    }
+
+
+def cpu_seconds() -> float:
+    """Of this process and those that it has started."""
+    own = psutil.Process()
+    times = [each.cpu_times() for each in (own, *own.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each arm, without and with new weights: the least and the median seconds, and the speed
-    beside plain vLLM's by the least seconds, because other work on the machine only adds."""
+    """For each arm, without and with new weights: seconds, and the speed beside plain vLLM's, as the
+    median over rounds in which both did the same."""
     keys = dict.fromkeys((r["loads"], r["arm"]) for r in records)
-    seconds = {
-        key: [r["seconds"] for r in records if (r["loads"], r["arm"]) == key] for key in keys
-    }
+    own = {key: [r for r in records if (r["loads"], r["arm"]) == key] for key in keys}
     return [
         {
             "arm": arm,
             "loads": loads,
-            "least": min(seconds[loads, arm]),
-            "median": median(seconds[loads, arm]),
-            "ratio": min(seconds[loads, "plain"]) / min(seconds[loads, arm]),
-            "wrong": sum(r["wrong"] for r in records if (r["loads"], r["arm"]) == (loads, arm)),
-            "in_flight": min(
-                r["in_flight"] for r in records if (r["loads"], r["arm"]) == (loads, arm)
+            "least": min(r["seconds"] for r in own[loads, arm]),
+            "median": median(r["seconds"] for r in own[loads, arm]),
+            "ratio": median(
+                plain["seconds"] / r["seconds"]
+                for plain, r in zip(own[loads, "plain"], own[loads, arm], strict=True)
             ),
+            "loading": median(r["loading"] for r in own[loads, arm]),
+            "steps": median(r["steps"] for r in own[loads, arm]),
+            "cpu": median(r["cpu"] for r in own[loads, arm]),
+            "wrong": sum(r["wrong"] for r in own[loads, arm]),
+            "in_flight": min(r["in_flight"] for r in own[loads, arm]),
         }
         for loads, arm in keys
     ]
@@ -293,14 +348,16 @@ def table(results: Mapping[str, Any]) -> str:
         f"{results['tokens']} tokens a round; {results['date']}",
         "",
         "| engine | new weights in a round | with requests in flight | least s | median s | "
-        "speed ÷ plain | wrong versions |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "of it, loading | in steps | CPU s | speed ÷ plain | wrong versions |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in results["arms"]:
         wrong = row["wrong"] if row["loads"] and row["arm"] == "ours" else ""
+        steps = f"{row['steps']:.2f}" if row["arm"] == "ours" else ""
         lines.append(
             f"| {row['arm']} | {row['loads']} | {row['in_flight']} | {row['least']:.2f} | "
-            f"{row['median']:.2f} | {row['ratio']:.2f} | {wrong} |"
+            f"{row['median']:.2f} | {row['loading']:.2f} | {steps} | {row['cpu']:.2f} | "
+            f"{row['ratio']:.2f} | {wrong} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -139,6 +139,7 @@ async def sync(plane: Plane, taker: asyncio.subprocess.Process, version: int) ->
         "seconds": ended - started,
         "publish_seconds": published - started,
         "take_seconds": ended - published,
+        "bytes": offer["bytes"],
     }
 
 

@@ -30,6 +30,7 @@ from benchmarks import (
 )
 from benchmarks.workload import QWEN3, WORKLOADS, build_model
 from tests.support import forks
+from tests.support.tiny import save_model
 from tunesmith.costs import PeakRates
 
 
@@ -380,7 +381,8 @@ def test_the_weight_planes_figures() -> None:
 
 
 def test_speeds_beside_plain_vllm() -> None:
-    """By hand: the least seconds of each arm, with and without new weights."""
+    """By hand: seconds of each arm, with and without new weights, and the median of the rounds'
+    ratios."""
     from benchmarks import stepping
 
     rows = [
@@ -395,13 +397,23 @@ def test_speeds_beside_plain_vllm() -> None:
     ]
     plain, ours, plain_loading, loading = stepping.summarise(
         [
-            {"loads": n, "arm": arm, "seconds": s, "wrong": wrong, "in_flight": n}
+            {
+                "loads": n,
+                "arm": arm,
+                "seconds": s,
+                "loading": n / 10,
+                "steps": s / 2,
+                "cpu": s / 4,
+                "wrong": wrong,
+                "in_flight": n,
+            }
             for n, arm, s, wrong in rows
         ]
     )
     assert (plain["ratio"], plain_loading["ratio"]) == (1.0, 1.0)
-    assert (ours["least"], ours["median"], ours["ratio"], ours["wrong"]) == (2.0, 3.5, 2.0, 0)
-    assert (loading["least"], loading["ratio"], loading["wrong"]) == (8.0, 0.75, 3)
+    assert (ours["least"], ours["median"], ours["ratio"], ours["wrong"]) == (2.0, 3.5, 1.9, 0)
+    assert (loading["least"], loading["ratio"], loading["wrong"]) == (8.0, 0.875, 3)
+    assert (loading["loading"], loading["steps"]) == (1.0, 4.25)
     assert (ours["in_flight"], loading["in_flight"]) == (0, 10)
 
 
@@ -414,6 +426,31 @@ def test_weights_reach_another_process_and_are_timed(tmp_path: Path) -> None:
     records = asyncio.run(sync.run(["tiny"], 1, tmp_path))
     assert [r["plane"] for r in records] == [sync.COPY, "memory", "disk", "gloo", "ipc"]
     assert all(r["seconds"] > 0 for r in records) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_bytes_of_new_weights_are_counted_where_they_are_taken(tmp_path: Path) -> None:
+    """By hand for a tiny model: every plane takes the same, an adapter's two matrices alone."""
+    import asyncio
+
+    from benchmarks import sync_bytes
+    from tunesmith.plan.cost.price import adapter_numbers
+    from tunesmith.plan.facts.model import read_model_facts
+
+    path = save_model(tmp_path)
+    facts = read_model_facts(path)
+    assert facts is not None and facts.parameters is not None
+    rows = asyncio.run(sync_bytes.measure(path))
+    contents = ("full", "merged", "adapter", "adapter for vLLM")
+    taken = {name: [row["bytes"] for row in rows if row["content"] == name] for name in contents}
+    adapter = 4 * adapter_numbers(facts, sync_bytes.RANK)
+    headers = 20_000  # of files, which also name and check each tensor
+    for name in contents:
+        bare = adapter if name.startswith("adapter") else 2 * facts.parameters
+        assert len(taken[name]) == 4
+        assert all(bare <= found < bare + headers for found in taken[name]), name
+    recorded = json.loads(sync_bytes.RESULTS.read_text(encoding="utf-8"))
+    assert sync_bytes.table(recorded) in sync_bytes.PAGE.read_text(encoding="utf-8")
 
 
 def test_the_page_has_what_was_recorded_of_tuning() -> None:
