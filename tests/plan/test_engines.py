@@ -3,6 +3,7 @@ is installed where the tests run plays no part."""
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,10 @@ from tests.support.machine_facts import CPU, SMALL
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, ModelError
 from tunesmith.plan.cost.memory import planned_devices
-from tunesmith.plan.cost.seconds import step_seconds
+from tunesmith.plan.cost.seconds import TO_THE_HOST, step_seconds
+from tunesmith.plan.facts.adapter import SavedAdapter, read_adapter
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import ModelFacts
@@ -315,3 +317,80 @@ def test_gpus_that_processes_share_on_ray_have_no_link() -> None:
     said = ("system.cluster=ray", "system.placement={actor={gpus=0.5},rollout={gpus=0.5}}")
     apart = plan(RLConfig, "H100-80GB", *said, model=SMALL, fast=None)
     assert apart.devices.weight_plane == "gloo"
+
+
+SYNC = "system.adapter_sync"
+
+
+@pytest.mark.parametrize(
+    ("on", "said", "sync", "reserved"),
+    [
+        ("8xH100-80GB", ("lora.rank=8",), "adapter", 8),
+        ("8xH100-80GB", ("lora.rank=17",), "adapter", 32),
+        ("H100-80GB", ("lora.rank=16", "system.engine_process=true"), "adapter", 16),
+        ("H100-80GB", ("lora.rank=16",), "adapter", 16),  # in the trainer's process
+        ("8xH100-80GB", ("lora.rank=600",), "merged", 0),  # vLLM reserves at most 512
+        ("8xH100-80GB", ("lora.rank=8", "system.engine=local"), "adapter", 0),
+        ("cpu", ("lora.rank=8", "system.engine=vllm"), "merged", 0),  # it is slow there
+        ("cpu", ("lora.rank=8", "system.engine=vllm", f"{SYNC}=adapter"), "adapter", 8),
+        ("8xH100-80GB", ("lora.rank=8", f"{SYNC}=merged"), "merged", 0),
+    ],
+)
+def test_an_adapter_reaches_engines_alone_where_they_take_it(
+    on: str, said: tuple[str, ...], sync: str, reserved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tunesmith.plan.rules.vllm.vllm_lacking", lambda: None)
+    small = replace(SMALL, family="llama", head_dim=32)
+    model = small if on == "cpu" else replace(QWEN_7B, family="qwen2")
+    found = plan(RLConfig, on, *said, model=model)
+    assert found.devices.adapter_sync == sync
+    assert found.vllm.adapter_rank == found.reserved_rank == reserved
+    assert bool(found.vllm.adapter_modules) == bool(reserved)
+
+
+def test_targets_are_those_of_the_adapter(tmp_path: Path) -> None:
+    qwen = replace(QWEN_7B, family="qwen2")
+    said = ("lora.rank=8", 'lora.targets=["q_proj", "mlp.down_proj"]')
+    found = plan(RLConfig, "H100-80GB", *said, model=qwen)
+    assert found.vllm.adapter_modules == ("q_proj", "down_proj")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    for targets, modules in ((("o_proj",), 1), (None, 7)):
+        saved = SavedAdapter(24, targets)
+        path = f"lora.path={tmp_path}"
+        found = plan(RLConfig, "H100-80GB", path, model=qwen, adapter=saved).vllm
+        assert (found.adapter_rank, len(found.adapter_modules)) == (32, modules)
+
+
+def test_an_adapter_that_vllm_does_not_take_is_merged_with_the_reason_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tunesmith.plan.rules.vllm.vllm_lacking", lambda: None)
+    rare = replace(QWEN_7B, family="helium")
+    found = plan(RLConfig, "H100-80GB", "lora.rank=8", model=rare)
+    [reason] = [each.reason for each in found.reasons if each.key == SYNC]
+    assert found.settings[SYNC] == "merged" and "helium" in reason
+    adapter = (f"{SYNC}=adapter", "system.engine=vllm")
+    for rank, model in ((8, rare), (600, replace(QWEN_7B, family="qwen2"))):
+        with pytest.raises(ConfigError, match=SYNC):
+            plan(RLConfig, "H100-80GB", f"lora.rank={rank}", *adapter, model=model)
+
+
+def test_a_saved_adapter_is_read_before_anything_loads(tmp_path: Path) -> None:
+    assert read_adapter(None) is None and read_adapter(tmp_path) is None
+    written = {"r": 4, "rank_pattern": {"q_proj": 9}, "target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(written))
+    assert read_adapter(tmp_path) == SavedAdapter(9, ("q_proj", "v_proj"))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "target_modules": ".*proj"}))
+    assert read_adapter(tmp_path) == SavedAdapter(4, None)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"adapter_config\.json"):
+        read_adapter(tmp_path)
+
+
+def test_a_base_that_makes_room_for_the_trainer_goes_to_the_host_and_back() -> None:
+    said = ("lora.rank=8", "system.engine_process=true", "system.hybrid=true")
+    found = plan(RLConfig, "H100-80GB", *said, model=replace(QWEN_7B, family="qwen2"))
+    base = 2 * (QWEN_7B.parameters or 0)
+    assert found.devices.adapter_sync == "adapter" and found.devices.weight_plane == "ipc"
+    assert step_seconds(found)["new weights"] == pytest.approx(2 * base / TO_THE_HOST, rel=0.05)

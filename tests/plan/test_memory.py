@@ -114,6 +114,9 @@ def test_parts_of_a_price_by_hand() -> None:
         price(SMALL, Layout(2, engines=1, kv_bytes=10**9)).training
         == turns.training + 2 * n + 10**9
     )
+    alone = price(SMALL, Layout(2, lora_rank=8, engines=1, turns=True, reserved_rank=16))
+    assert alone.engine == 2 * n + 2 * 2 * lora and alone.training == adapter.training
+    assert alone.host == adapter.host + int(1.1 * 2 * n)  # the base, while the policy trains
     assert price(SMALL, Layout(2, trains=False)).peak == 2 * n
     assert price(SMALL, Layout(2, tokens=10)).activations == 10 * activation_bytes(SMALL, Layout(2))
 

@@ -18,12 +18,41 @@ It is loaded whenever settings are read, so that its module imports what is slow
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from tunesmith.config.doors import Door
 from tunesmith.config.section import OneOf
 from tunesmith.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Which adapters an engine takes alone."""
+
+    ranks: tuple[int, ...] = ()
+    """The ranks for which it reserves memory, in rising order; empty: the adapter's own."""
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """The linear modules of each family (``model_type``) whose adapters it takes; empty: of
+    all."""
+    slow_on_cpu: bool = False
+    """On a CPU it samples much slower with an adapter beside the base."""
+
+    def reserved(self, rank: int) -> int | None:
+        """The rank for which it reserves memory; None: it takes no adapter of this rank."""
+        return next((size for size in self.ranks if size >= rank), None) if self.ranks else rank
+
+    def problem(self, family: str | None, rank: int | None) -> str | None:
+        """Why it does not take an adapter."""
+        if self.modules and family not in self.modules:
+            return f"no adapter of a model of type {family or 'unknown'} has been tried alone"
+        if not self.ranks:
+            return None
+        if rank is None:
+            return "nothing is known of the adapter's rank"
+        if self.reserved(rank) is None:
+            return f"it takes adapters of at most rank {self.ranks[-1]}, and this one has {rank}"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +68,10 @@ class EngineKind:
     files of weights."""
     third_party: bool = False
     """It does not compute with the trainer's model: it always has its own copy of the weights,
-    takes them whole and under the names of the model's files (no adapters, no quantised base), and
-    uses the same rotary frequencies for all lengths. It also has its own formats of weights and of
-    keys and values."""
+    takes them under the names of the model's files (no quantised base), and uses the same rotary
+    frequencies for all lengths. It also has its own formats of weights and of keys and values."""
+    adapters: Adapters | None = None
+    """The adapters that it takes alone, onto the same base; None: it takes whole weights."""
     spans_devices: bool = False
     """One engine may be several ranks, each with a device of its own (``system.vllm`` has their
     numbers)."""

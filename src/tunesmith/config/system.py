@@ -165,8 +165,8 @@ class SystemSection(Section):
     weight_copy: Literal["gpu", "host"] | None = None
     """Where the trainer keeps the copy of its weights that ``weight_plane = "nccl"`` sends."""
     adapter_sync: Literal["adapter", "merged"] | None = None
-    """How an adapter reaches engine processes: alone, for the same base, or merged into full
-    weights."""
+    """How an adapter reaches engines with their own weights: alone, for the same base, or merged
+    into full weights."""
     hybrid: Open[bool] = None
     """Engine and trainer take turns on a device: the engine frees its memory while the policy
     trains, and state needed only by the optimizer step is in host memory while the engine samples.

@@ -86,6 +86,20 @@ class LoraAdapter:
                 yield name, tensor
 
     @torch.no_grad()
+    def saved_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The trained weights under their names in an adapter's file, on their device; the scale of
+        each module is part of its B, so that ``alpha`` is the rank."""
+        scales = {
+            name: part.scaling[TRAINED]
+            for name, part in self.peft.get_base_model().named_modules()
+            if isinstance(part, LoraLayer)
+        }
+        for name, tensor in self.own_weights():
+            owner, _, factor = name.partition(".lora_")
+            scaled = tensor * scales[owner] if factor[0] == "B" else tensor
+            yield f"base_model.model.{name.replace(f'.{TRAINED}.', '.')}", scaled
+
+    @torch.no_grad()
     def merged_weights(self, *, in_host_memory: bool = True) -> Iterator[tuple[str, Tensor]]:
         """The weights of the base with the adapter merged in, under the base's names; the module is
         not changed.

@@ -132,3 +132,7 @@ class Vllm:
     prefix_caching: bool = False
     max_length: int | None = None
     """Tokens of its longest sequence; None: the model's context, or what fits the KV cache."""
+    adapter_rank: int = 0
+    """The rank that it reserves memory for; 0: it takes whole weights."""
+    adapter_modules: tuple[str, ...] = ()
+    """The last names of the modules that an adapter changes."""

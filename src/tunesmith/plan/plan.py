@@ -143,6 +143,24 @@ class Plan(Generic[C]):
         return self.free_memory // (1 if self.devices.on_gpu else self.devices.trainer_ranks)
 
     @property
+    def adapter_rank(self) -> int | None:
+        """The highest rank of the adapter's modules; None: there is none, or nothing is known of
+        the one that the run continues."""
+        saved = self.facts.adapter
+        return self.said.lora.rank or (saved.rank if saved else None)
+
+    @property
+    def reserved_rank(self) -> int:
+        """The rank of adapters for which engines reserve memory beside their own weights; 0: they
+        take whole weights, or the adapter is part of the model."""
+        devices = self.devices
+        adapters = devices.engine.adapters
+        alone = devices.engine.third_party and devices.adapter_sync == "adapter"
+        if not (adapters and alone and self.kind.adapter and self.adapter_rank):
+            return 0
+        return adapters.reserved(self.adapter_rank) or 0
+
+    @property
     def engines_elsewhere(self) -> bool:
         """Whether engines have GPUs of their own."""
         return self.devices.engines_elsewhere(self.gpus)

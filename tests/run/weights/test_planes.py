@@ -360,6 +360,22 @@ def test_an_adapter_alone_is_small(adapted: tuple[CausalLM, CausalLM]) -> None:
     assert found.keys() == trained
 
 
+def test_an_adapter_under_the_names_of_its_file_holds_its_scale(
+    adapted: tuple[CausalLM, CausalLM], tmp_path: Path
+) -> None:
+    """As peft saves it, but for B, which is multiplied by alpha / rank = 2."""
+    _, model = adapted
+    assert model.adapter is not None
+    model.adapter.save(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    found = dict(published(model, merged=False, as_stored=True)())
+    assert found.keys() == saved.keys()
+    for name, tensor in found.items():
+        assert tensor.equal(saved[name] * (2 if ".lora_B." in name else 1))
+    sizes = {name: tensor.nbytes for name, tensor in published(model, merged=False)()}
+    assert sum(sizes.values()) == sum(tensor.nbytes for tensor in found.values())
+
+
 APART = {"system.engine_process": "true"}
 ALIKE = {"system.engine_process": "false"}
 

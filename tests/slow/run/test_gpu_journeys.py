@@ -80,6 +80,13 @@ JOURNEYS = [
     pytest.param("rl", ["algorithm.name=ppo", "system.engine=local"], id="ppo-local"),
     pytest.param("rl", ["system.engine=vllm"], id="rl-vllm", marks=VLLM),
     pytest.param("rl", ["system.engine=vllm", "system.hybrid=true"], id="vllm-hybrid", marks=VLLM),
+    pytest.param("rl", ["system.engine=vllm", "lora.rank=4"], id="vllm-adapter", marks=VLLM),
+    pytest.param(
+        "rl",
+        ["system.engine=vllm", "lora.rank=4", "system.engine_process=true", "system.hybrid=true"],
+        id="vllm-adapter-ipc",
+        marks=VLLM,
+    ),
     pytest.param("sft", ["system.trainer_ranks=2", "system.zero_stage=3"], id="fsdp", marks=TWO),
     pytest.param(
         "rl",

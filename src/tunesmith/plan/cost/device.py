@@ -85,6 +85,9 @@ class Layout:
     keeps_base: bool = (
         False  # with ``turns``, engines keep their weights: only the adapter's are sent again
     )
+    reserved_rank: int = 0
+    """The rank of adapters for which engines have room beside their weights, which with ``turns``
+    are in host memory while the policy trains; 0: they get whole weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def layout_of(plan: AnyPlan) -> Layout:
         # A run that samples before it trains holds the model in both phases.
         holds_model=kind.trains or devices.loads_model,
         trains=kind.trains,
-        lora_rank=(said.lora.rank or USUAL_RANK) if kind.adapter else None,
+        lora_rank=(plan.adapter_rank or USUAL_RANK) if kind.adapter else None,
         quantize=said.model.quantize,
         offload=memory.offload_optimizer,
         offload_parameters=memory.offload_parameters,
@@ -88,6 +88,7 @@ def layout_of(plan: AnyPlan) -> Layout:
         prepared=plan.engines_here * _prepared(plan),
         turns=devices.hybrid or kind.in_turn,
         keeps_base=kind.rl and kind.adapter and not devices.engine.third_party,
+        reserved_rank=plan.reserved_rank,
         published=_bytes_to_send(plan, plan.facts.model) if plan.facts.model else 0,
     )
 
@@ -111,7 +112,7 @@ def _bytes_to_send(plan: AnyPlan, model: ModelFacts) -> int:
         return 2 * bucket
     whole = copy_bytes(model, devices.bytes_per_number)
     if devices.adapter_sync == "adapter":
-        whole = 4 * adapter_numbers(model, plan.said.lora.rank or USUAL_RANK)
+        whole = 4 * adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
     return whole if senders == 1 else whole // senders + 2 * bucket
 
 

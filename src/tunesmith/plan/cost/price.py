@@ -33,14 +33,17 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     weights and some gradients on their way to host memory, which holds the rest.
     """
     numbers = model.parameters or 0
-    wide = layout.bytes_per_number == 4
-    copy = copy_bytes(model, layout.bytes_per_number, layout.quantize)
+    size = layout.bytes_per_number
+    wide = size == 4
+    copy = copy_bytes(model, size, layout.quantize)
     beside: dict[str, Any] = {
         "kv": layout.kv_bytes,
         "turns": layout.turns,
         "keeps_base": layout.keeps_base,
     }
-    beside["engine"] = layout.engines * copy // layout.ranks + layout.prepared
+    engines = layout.engines * copy // layout.ranks
+    room = layout.engines * size * adapter_numbers(model, layout.reserved_rank)
+    beside["engine"] = engines + layout.prepared + room
     beside["published"] = layout.published
     others = layout.frozen_parameters * layout.bytes_per_number
     references = layout.references * copy // layout.shards
@@ -51,6 +54,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     beside |= {"teaches": layout.teaches} | (away if layout.offload_frozen else {})
     frozen = 0 if layout.offload_frozen else references + others
     pinned = int(PINNED * (references + others)) if layout.offload_frozen else 0
+    pinned += int(PINNED * engines) if layout.turns and layout.reserved_rank else 0
     if not layout.trains:
         return Price(weights=copy * layout.holds_model, frozen=frozen, **beside)
     if layout.zero_stage:

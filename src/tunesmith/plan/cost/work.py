@@ -289,7 +289,9 @@ def _beside_training(
     """What passes between host and GPU outside the training passes."""
     layout = step.layout
     if plan.memory.offload_optimizer:
-        kept = replace(layout, offload_frozen=False, offload_parameters=False, tokens=0)
+        kept = replace(
+            layout, offload_frozen=False, offload_parameters=False, tokens=0, reserved_rank=0
+        )
         host = step.batches * price(model, kept).host
         yield (
             "optimizer step on the host",
@@ -324,14 +326,12 @@ def _new_weights(plan: AnyPlan, model: ModelFacts) -> Amounts:
     plane = devices.weight_plane or ("gloo" if devices.cluster == "ray" else "memory")
     if not devices.engines_apart:
         plane = "ipc"  # an engine in the trainer's process copies from GPU memory to GPU memory
-    alone = (
-        plan.kind.adapter
-        and (devices.adapter_sync or "adapter") == "adapter"
-        and not devices.engine.third_party
-    )
-    sent = copy_bytes(model, devices.bytes_per_number)
-    if alone:
-        sent = 4 * adapter_numbers(model, plan.said.lora.rank or USUAL_RANK)
+    copy = copy_bytes(model, devices.bytes_per_number)
+    # A base that engines keep is in host memory while the trainer has the GPU.
+    kept = 2 * copy / devices.ranks_per_engine * (devices.hybrid and plan.reserved_rank > 0)
+    sent = copy
+    if plan.kind.adapter and devices.adapter_sync == "adapter":
+        sent = 4 * adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
     through_host = plane == "nccl" and devices.weight_copy != "gpu"
     several = devices.shards > (plan.gpus or devices.shards)
     links = "bytes between machines" if several else "bytes between GPUs"
@@ -339,7 +339,7 @@ def _new_weights(plan: AnyPlan, model: ModelFacts) -> Amounts:
         f"bytes by {plane}": sent,
         # Ranks that shard the weights gather them first.
         links: sent * (devices.shards - 1) / devices.shards * (devices.zero_stage == 3),
-        "bytes over PCIe": sent / devices.publishing_ranks * through_host,
+        "bytes over PCIe": sent / devices.publishing_ranks * through_host + kept,
     }
 
 
@@ -368,7 +368,7 @@ def _read_again(plan: AnyPlan, model: ModelFacts, micro: int, tokens: float) -> 
     said = plan.said
     number = plan.devices.bytes_per_number
     trained = (
-        adapter_numbers(model, said.lora.rank or USUAL_RANK)
+        adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
         if plan.kind.adapter
         else model.parameters or 0
     )
@@ -395,7 +395,7 @@ def _exchanged(plan: AnyPlan, model: ModelFacts, micro: int) -> dict[str, float]
     among = 0.0
     within = 0.0
     if plan.kind.adapter:
-        among = 8 * adapter_numbers(model, plan.said.lora.rank or USUAL_RANK) * (ranks - 1) / ranks
+        among = 8 * adapter_numbers(model, plan.adapter_rank or USUAL_RANK) * (ranks - 1) / ranks
         within = (0, micro, micro, 2 * micro)[stage] * gathered
     elif stage == 0:
         among = 2 * summed * (ranks - 1) / ranks

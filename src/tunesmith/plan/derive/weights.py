@@ -1,16 +1,21 @@
-"""How weights reach the engines: where the trainer keeps a copy of them, and how it is sent."""
+"""How weights reach the engines: whether an adapter alone, where the trainer keeps a copy of them,
+and how it is sent."""
 
 from __future__ import annotations
 
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
 
 PLANE = "system.weight_plane"
+SYNC = "system.adapter_sync"
 
 
 def with_plane(plan: Plan[C]) -> Plan[C]:
-    """The plan with the way of new weights from GPU to GPU, if its processes have one and none was
-    said; layouts are compared with it."""
-    if plan.said.system.weight_plane is not None:
+    """The plan with what is sent to its engines, and the way from GPU to GPU if they have one, as
+    far as nothing was said; layouts are compared with them."""
+    system = plan.said.system
+    if system.adapter_sync is None and plan.kind.adapter:
+        plan = plan.with_devices(adapter_sync=_usual_sync(plan)[0])
+    if system.weight_plane is not None:
         return plan
     return plan.with_devices(weight_plane=_between_gpus(plan))
 
@@ -31,24 +36,38 @@ def _between_gpus(plan: AnyPlan) -> str | None:
 
 
 def with_weights(plan: Plan[C], reasons: Reasons) -> Plan[C]:
-    """The plan with the way of new weights, if engines in other processes need them, and the place
-    of the copy that NCCL sends: host memory, if nothing is known of a GPU's."""
+    """The plan with what is sent to engines with their own weights, the way of new weights if they
+    are in other processes, and the place of the copy that NCCL sends: host memory, if nothing is
+    known of a GPU's."""
     devices = plan.devices
+    system = plan.said.system
     plane = devices.weight_plane
     sync = devices.adapter_sync
     copy = devices.weight_copy
     if devices.engines_apart:
-        said = plan.said.system.weight_plane
-        plane = reasons.fill(PLANE, said, *_usual_plane(plan))
-        if plan.kind.adapter:
-            whole = devices.engine.third_party
-            why = "the engines have the same base, and the adapter is small"
-            why = f"{devices.engine.title} takes whole weights" if whole else why
-            usual = "merged" if whole else "adapter"
-            sync = reasons.fill("system.adapter_sync", sync, usual, why)
+        plane = reasons.fill(PLANE, system.weight_plane, *_usual_plane(plan))
+    if devices.weights_apart and not devices.engine.served and plan.kind.adapter:
+        sync = reasons.fill(SYNC, system.adapter_sync, *_usual_sync(plan))
     if plane == "nccl":
         copy = reasons.fill("system.weight_copy", copy, "host", "the model's size is not known")
     return plan.with_devices(weight_plane=plane, adapter_sync=sync, weight_copy=copy)
+
+
+def _usual_sync(plan: AnyPlan) -> tuple[str, str]:
+    """Whether an adapter is sent alone or merged into the weights, and why."""
+    engine = plan.devices.engine
+    adapters = engine.adapters
+    family = plan.facts.model.family if plan.facts.model else None
+    if adapters is None:
+        return "merged", f"{engine.title} takes whole weights"
+    problem = adapters.problem(family, plan.adapter_rank)
+    if problem:
+        return "merged", f"{engine.title}: {problem}"
+    if adapters.slow_on_cpu and not plan.devices.on_gpu:
+        return "merged", f"on a CPU {engine.title} is slow with an adapter beside the base"
+    if engine.third_party:
+        return "adapter", "it is small, and none of its small changes is rounded away by a sum"
+    return "adapter", "the engines have the same base, and the adapter is small"
 
 
 def _usual_plane(plan: AnyPlan) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tunesmith.plan.facts.adapter import SavedAdapter
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.measured import Tuned
 from tunesmith.plan.facts.model import ModelFacts
@@ -31,6 +32,8 @@ class Facts:
 
     hardware: Hardware
     model: ModelFacts | None = None
+    adapter: SavedAdapter | None = None
+    """The one that the run continues, if it is on this machine."""
     train_size: int | None = None
     eval_size: int | None = None
     longest: int | None = None

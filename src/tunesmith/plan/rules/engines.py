@@ -15,6 +15,7 @@ from tunesmith.types import altering
 # fmt: off
 
 PLANE = "system.weight_plane"
+SYNC = "system.adapter_sync"
 TURNS = "system.hybrid"
 CLUSTER = "system.cluster"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -129,12 +130,20 @@ def weights_through_mapped_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def weights_as_engines_take_them(s: Situation[RunConfig]) -> Iterator[Problem]:
-    if s.devices.adapter_sync == "adapter" and s.engine.third_party:
-        yield s.clash("system.adapter_sync",
-            f'is for system.engine = "local": "{s.engine.name}" takes whole weights', ENGINE)
+    alone = s.devices.adapter_sync == "adapter"
+    if alone and s.engine.adapters is None:
+        yield s.clash(SYNC,
+            f'with {s.said(ENGINE)}, which takes whole weights; set "merged", or leave it out',
+            ENGINE)
+    elif alone and s.plan and s.engine.adapters:
+        family = s.model.family if s.model else None
+        problem = s.engine.adapters.problem(family, s.plan.adapter_rank)
+        if problem:
+            yield s.clash(SYNC,
+                f'with {s.said(ENGINE)}: {problem}; set "merged", or leave it out', ENGINE)
     if s.config.model.quantize and (s.engine.third_party or s.devices.adapter_sync == "merged"):
         yield s.clash("model.quantize",
-            "with engines that take whole weights: they would not compute with the quantised "
+            "with engines that do not quantise the base: they would not compute with the quantised "
             "weights that the adapter is trained on, so the samples would come from another "
             'policy. Set system.engine = "local" (and system.adapter_sync = "adapter"), or leave '
             "out model.quantize", ENGINE, "system.adapter_sync")
@@ -207,8 +216,11 @@ unread(RunConfig, "system.ray_address system.ray_runtime_env system.placement",
        'with system.cluster = "none"; set "ray", or leave it out')
 unread(RunConfig, "system.engine_process", lambda s: s.config.system.cluster == "ray",
        'with system.cluster = "ray", where engines are actors; leave it out', harmless=(False,))
-unread(RunConfig, "system.weight_plane system.adapter_sync", lambda s: s.engines_apart is False,
+unread(RunConfig, "system.weight_plane", lambda s: s.engines_apart is False,
        "with the engine in the trainer's process; set system.engine_process = true, or leave it "
+       "out")
+unread(RunConfig, "system.adapter_sync", lambda s: s.weights_apart is False,
+       "with the engine in the trainer's process, which samples with the trained weights; leave it "
        "out")
 unread(RunConfig, "system.weight_copy", lambda s: s.devices.weight_plane != "nccl",
        'without system.weight_plane = "nccl"; set that, or leave it out')

@@ -14,7 +14,6 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import Problem, closest
-from tunesmith.plan.parts import Vllm
 from tunesmith.plan.plan import C, Plan, Reasons
 from tunesmith.plan.rules.rule import rule
 from tunesmith.plan.rules.situation import ENGINE, Situation, more
@@ -48,6 +47,9 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "pipeline_parallel_size": "system.vllm.pipeline_parallel_size",
     "quantization": "system.vllm.quantization",
     "cudagraph_capture_sizes": "system.vllm.cuda_graph_sizes",
+    "enable_lora": "system.adapter_sync",
+    "max_lora_rank": "lora.rank",
+    "lora_target_modules": "lora.targets",
 }
 """vLLM's engine arguments that have a key in a run file."""
 _OF_SAMPLING = "only [rollout] and [sampling] set how tokens are sampled"
@@ -275,7 +277,9 @@ def vllm_lacking() -> str | None:
 
 
 def with_vllm(plan: Plan[C], reasons: Reasons) -> Plan[C]:
-    """The plan with prefix caching, compilation and the longest sequence, if vLLM is the engine."""
+    """The plan with prefix caching, compilation, the longest sequence and memory for an adapter, if
+    vLLM is the engine."""
+    plan = _with_adapter(plan)
     said = plan.said
     vllm = said.system.vllm
     if plan.devices.engine.name != "vllm":
@@ -303,4 +307,21 @@ def with_vllm(plan: Plan[C], reasons: Reasons) -> Plan[C]:
         else "CUDA graphs save kernel launches"
     )
     eager = reasons.fill("system.vllm.eager", vllm.eager, on_cpu, why)
-    return replace(plan, vllm=Vllm(eager, caches, length))
+    return replace(plan, vllm=replace(plan.vllm, eager=eager, prefix_caching=caches,
+                                      max_length=length))
+
+
+def _with_adapter(plan: Plan[C]) -> Plan[C]:
+    """The plan with what an engine that takes adapters alone has to know of the run's."""
+    adapters = plan.devices.engine.adapters
+    model = plan.facts.model
+    if not (plan.reserved_rank and adapters and model):
+        return plan
+    saved = plan.facts.adapter
+    modules = saved.targets if saved else plan.said.lora.targets
+    if not isinstance(modules, tuple):
+        modules = adapters.modules.get(str(model.family), ())
+    ends = tuple(name.rpartition(".")[2] for name in modules)
+    return replace(
+        plan, vllm=replace(plan.vllm, adapter_rank=plan.reserved_rank, adapter_modules=ends)
+    )

@@ -25,6 +25,7 @@ from tunesmith.learn.rewards.loading import check_rewards
 from tunesmith.models.directory import check_model, lacks_template
 from tunesmith.models.embedding_rows import added_without_row, check_texts, texts_in
 from tunesmith.plan.devices import Devices
+from tunesmith.plan.facts.adapter import read_adapter
 from tunesmith.plan.facts.hardware import Hardware, read_hardware
 from tunesmith.plan.facts.hub import known_model_facts, known_parameters
 from tunesmith.plan.facts.measured import read_tuned
@@ -204,6 +205,7 @@ def facts_of_run(
     return Facts(
         machine,
         model,
+        read_adapter(config.lora.path),
         frozen_parameters=frozen,
         ranks_here=here,
         fast_engine=fast_engine(config, machine),

@@ -80,6 +80,8 @@ def vllm_spec(plan: AnyPlan) -> VllmSpec:
         "prefix_caching": plan.vllm.prefix_caching,
         "eager": plan.vllm.eager,
         "max_model_len": plan.vllm.max_length,
+        "adapter_rank": plan.vllm.adapter_rank,
+        "adapter_modules": plan.vllm.adapter_modules,
     }
     return VllmSpec(settings, pool=_pool(plan), python=system.engine_python)
 
@@ -227,7 +229,10 @@ class VllmSpec(EngineSpec):
         from tunesmith.run.engines.vllm.start import VllmSettings
 
         nothing = dict[str, Any]().items
-        weights = published(source.model, as_stored=True) if source.model else nothing
+        merged = not self.settings.get("adapter_rank")
+        weights = nothing
+        if source.model:
+            weights = published(source.model, merged=merged, as_stored=True)
         with long_wait("starting vLLM", report):
             engine = VllmEngine(VllmSettings(**self.settings), weights)
         return TimedEngine(engine, timeline) if timeline else engine

@@ -162,7 +162,11 @@ def _sizes(model: Decoder, *, merged: bool) -> list[int]:
     """Bytes of each published tensor, with tied weights counted once."""
     if model.adapter is not None and not merged:
         return [tensor.nbytes for _, tensor in model.adapter.own_weights()]
-    parameters = {id(p): p.numel() * model.dtype.itemsize for p in model.module.parameters()}
+    parameters = {
+        id(p): p.numel() * model.dtype.itemsize
+        for name, p in model.module.named_parameters()
+        if ".lora_" not in name
+    }
     state = model.module.state_dict()
     buffers = [b.nbytes for name, b in model.module.named_buffers() if name in state]
     return [*parameters.values(), *buffers]
@@ -184,8 +188,9 @@ def published(
     itself.
 
     Args:
-        as_stored: use the names and shapes of the model's files, which third-party engines read;
-            transformers fuses some weights, such as the experts of a mixture.
+        as_stored: use the names and shapes of the model's and the adapter's files, which
+            third-party engines read; transformers fuses some weights, such as the experts of a
+            mixture.
         in_host_memory: put computed weights (gathered from ranks, or summed with an adapter) in
             host memory; if False, they are on the model's device, one at a time.
     """
@@ -193,11 +198,11 @@ def published(
     from tunesmith.models.parallel.shard_files import stored_weights
     from tunesmith.models.parallel.sharding import whole_weights
 
-    if model.adapter is not None:
-        own = model.adapter.own_weights
-        named: NamedTensors = (
-            partial(model.adapter.merged_weights, in_host_memory=in_host_memory) if merged else own
-        )
+    adapter = model.adapter
+    if adapter is not None and not merged:
+        return adapter.saved_weights if as_stored else adapter.own_weights
+    if adapter is not None:
+        named: NamedTensors = partial(adapter.merged_weights, in_host_memory=in_host_memory)
     elif model.sharding is not None:
         named = partial(whole_weights, model.module, model.dtype, in_host_memory=in_host_memory)
     else:

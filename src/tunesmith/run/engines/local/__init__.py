@@ -1,5 +1,10 @@
 """Tunesmith's own engine."""
 
-from tunesmith.config.engines import EngineKind
+from tunesmith.config.engines import Adapters, EngineKind
 
-KIND = EngineKind("local", "Tunesmith's engine", "tunesmith.run.placement.engines:local_spec")
+KIND = EngineKind(
+    "local",
+    "Tunesmith's engine",
+    "tunesmith.run.placement.engines:local_spec",
+    adapters=Adapters(),
+)

@@ -1,12 +1,30 @@
 """vLLM, in the trainer's process or in one of its own."""
 
-from tunesmith.config.engines import EngineKind
+from tunesmith.config.engines import Adapters, EngineKind
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_APART = (*_ATTENTION, "gate_proj", "up_proj", "down_proj")
+_JOINT = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 KIND = EngineKind(
     "vllm",
     "vLLM",
     "tunesmith.run.placement.engines:vllm_spec",
     third_party=True,
+    adapters=Adapters(
+        ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
+        modules={
+            "gemma": _APART,
+            "gemma2": _APART,
+            "gemma3_text": _APART,
+            "llama": _APART,
+            "mistral": _APART,
+            "phi3": _JOINT,
+            "qwen2": _APART,
+            "qwen3": _APART,
+        },
+        slow_on_cpu=True,
+    ),
     spans_devices=True,
     speculates_elsewhere=True,
     fastest_on_gpus=True,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from tunesmith.run.engines.base import EngineStats, add_stats, check_sampling
 from tunesmith.run.engines.partial import PartialCompletion, StopStrings, follow, stop_strings
 from tunesmith.run.engines.step_thread import StepThread, promise
 from tunesmith.run.engines.vllm import KIND
+from tunesmith.run.engines.vllm.new_weights import adapter_request, take_adapter, take_weights
 from tunesmith.run.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.run.weights.base import NamedTensors
 from tunesmith.types import Completion, FinishReason, Sampling
@@ -89,6 +90,10 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings, weights: NamedTensors) -> None:
         self._weights = weights
         self._sleeps = settings.sleeps
+        self._keeps_base = settings.adapter_rank > 0
+        self._take = take_adapter if self._keeps_base else take_weights
+        self._adapter: object = None
+        """Of every request, once there is one."""
         self._thread = StepThread("vllm", self._step, self._fail)
         self._vllm, context = self._thread.run(partial(start, settings))
         self._batches: int = self._vllm.vllm_config.max_concurrent_batches
@@ -128,7 +133,7 @@ class VllmEngine:
         def add() -> None:
             salted = {"prompt_token_ids": prompt, "cache_salt": str(self._loads)}
             with boundary(EngineError, "vLLM refuses the request", Exception):
-                self._vllm.add_request(name, salted, parameters)
+                self._vllm.add_request(name, salted, parameters, lora_request=self._adapter)
 
         try:
             await self._thread.call(add)
@@ -141,15 +146,7 @@ class VllmEngine:
             del self._requests[name]
 
     async def interrupt(self) -> None:
-        requests = dict(self._requests)
-
-        def end() -> None:
-            self._vllm.abort_request(list(requests))
-            for request in requests.values():
-                if not request.done.done():
-                    request.done.set_result(request.completion("abort"))
-
-        await self._between_steps(end)
+        await self._between_steps(partial(self._interrupt, dict(self._requests)))
 
     async def load_weights(self, version: int) -> None:
         def load() -> None:
@@ -158,7 +155,10 @@ class VllmEngine:
             if self._away:
                 self._fetch(["weights"])  # the trainer may keep the KV memory for now
             self._whole = False
-            self._vllm.collective_rpc(partial(_reload, weights=self._weights))
+            self._vllm.collective_rpc(partial(self._take, weights=self._weights))
+            if self._keeps_base and not self._adapter:
+                self._interrupt(dict(self._requests))  # they would go on without the adapter
+                self._adapter = adapter_request()
             self._version = version
             self._discarded = False
             self._whole = True
@@ -166,6 +166,7 @@ class VllmEngine:
         await self._between_steps(load)
 
     async def sleep(self, level: int = 1) -> None:
+        level = 1 if self._keeps_base else level  # an adapter does not bring the base back
         if self._requests:
             raise EngineError(
                 f"{len(self._requests)} requests are in flight: an engine sleeps when they have "
@@ -202,6 +203,12 @@ class VllmEngine:
             self._vllm.engine_core.shutdown()
 
         await self._thread.close(end)
+
+    def _interrupt(self, requests: dict[str, _Request]) -> None:
+        self._vllm.abort_request(list(requests))
+        for request in requests.values():
+            if not request.done.done():
+                request.done.set_result(request.completion("abort"))
 
     async def _between_steps(self, work: Callable[[], None]) -> None:
         """Run ``work`` before the next step.
@@ -332,25 +339,6 @@ class VllmEngine:
             if not request.done.done():
                 request.done.set_exception(error)
         self._vllm.abort_request(list(requests))
-
-
-def _reload(worker: Any, *, weights: NamedTensors) -> None:
-    """On each rank: replace its part of the weights.
-
-    vLLM can begin a reload only if the previous one has ended. So if weights fail to arrive, the
-    reload ends without them, and the error is raised afterwards.
-    """
-    failed: list[Exception] = []
-
-    def arriving() -> Iterator[tuple[str, Any]]:
-        try:
-            yield from weights()
-        except Exception as error:
-            failed.append(error)
-
-    worker.reload_weights(weights_iterator=arriving())
-    if failed:
-        raise failed[0]
 
 
 def _parameters(sampling: Sampling) -> Any:

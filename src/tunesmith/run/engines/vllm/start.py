@@ -50,6 +50,10 @@ class VllmSettings:
     draft_model: str | None = None
     speculative_tokens: int = 4
     trust_remote_code: bool = False
+    adapter_rank: int = 0
+    """The highest rank of an adapter that it takes instead of whole weights; 0: it takes these."""
+    adapter_modules: Sequence[str] = ()
+    """The last names of the modules that the adapter changes; empty: of any."""
     sleeps: bool = False
     """Whether it can release its memory between rollouts, which needs a GPU."""
 
@@ -157,6 +161,9 @@ def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping
             "model": settings.draft_model,
             "num_speculative_tokens": settings.speculative_tokens,
         },
+        "enable_lora": settings.adapter_rank > 0 or None,
+        "max_lora_rank": settings.adapter_rank or None,
+        "lora_target_modules": list(settings.adapter_modules) or None,
         "cudagraph_capture_sizes": settings.cuda_graph_sizes and list(settings.cuda_graph_sizes),
         # Prefixes are cached in whole blocks: the default of 128 would miss most prompts.
         "block_size": BLOCK_TOKENS if on_cpu else None,

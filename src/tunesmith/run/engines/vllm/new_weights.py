@@ -1,0 +1,80 @@
+"""How each rank of a vLLM engine takes new weights: the model's, or an adapter's alone."""
+
+from __future__ import annotations
+
+import atexit
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import gettempdir
+from typing import TYPE_CHECKING, Protocol
+
+from tunesmith.config.reading.files import ADAPTER_CONFIG, WEIGHTS
+from tunesmith.run.weights.base import NamedTensors
+from tunesmith.run.weights.directories import shared_directory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class VllmWorker(Protocol):
+    """What is used of vLLM's worker, one rank of an engine."""
+
+    def reload_weights(self, *, weights_iterator: Iterator[tuple[str, Tensor]]) -> None: ...
+
+    def add_lora(self, lora_request: object) -> bool: ...
+
+
+def take_weights(worker: VllmWorker, *, weights: NamedTensors) -> None:
+    """On each rank: replace its part of the weights.
+
+    vLLM can begin a reload only if the previous one has ended. So if weights fail to arrive, the
+    reload ends without them, and the error is raised afterwards.
+    """
+    failed: list[Exception] = []
+
+    def arriving() -> Iterator[tuple[str, Tensor]]:
+        try:
+            yield from weights()
+        except Exception as error:
+            failed.append(error)
+
+    worker.reload_weights(weights_iterator=arriving())
+    if failed:
+        raise failed[0]
+
+
+def take_adapter(worker: VllmWorker, *, weights: NamedTensors) -> None:
+    """On each rank: replace the adapter, also that of requests in flight.
+
+    vLLM reads it from files, which are then deleted.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights()}
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
+    modules = sorted({name.split(".")[-3] for name in tensors})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
+    directory = _directory(sum(tensor.nbytes for tensor in tensors.values()))
+    save_file(tensors, directory / WEIGHTS)
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    try:
+        worker.add_lora(adapter_request(directory, replaces=True))
+    finally:
+        (directory / WEIGHTS).unlink()
+
+
+@cache
+def _directory(num_bytes: int) -> Path:
+    """Where this process puts adapters of ``num_bytes``: in memory if there is room."""
+    directory = shared_directory(num_bytes)
+    atexit.register(directory.cleanup)
+    return Path(directory.name)
+
+
+def adapter_request(directory: Path | None = None, *, replaces: bool = False) -> object:
+    """What vLLM calls the policy's adapter; its files are read only if it ``replaces`` another."""
+    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+    return LoRARequest("policy", 1, str(directory or gettempdir()), load_inplace=replaces)
