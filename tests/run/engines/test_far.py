@@ -29,6 +29,7 @@ from tests.support.pool_bench import (
     local_spec,
     lose_patience,
 )
+from tests.support.stuck_engine import stuck
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sums, write_lines
 from tunesmith.config.schema import LoraSection
@@ -150,6 +151,22 @@ def test_the_others_go_on_without_one_that_is_not_replaced(bench: Bench) -> None
 
     bench.runner.run(run())
     assert "1 of 2 engines" in bench.said[-1]
+
+
+@pytest.mark.parametrize("limit", ["STUCK", "TAKING"])
+async def test_an_engine_that_answers_but_computes_nothing_is_lost(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr("tunesmith.run.engines.far.PROGRESS", 0.01)
+    monkeypatch.setattr(f"tunesmith.run.engines.far.{limit}", 0.05)
+    engine = await FarEngine.start(spawn(), stuck)
+    with pytest.raises(EngineLostError, match="was killed"):
+        if limit == "STUCK":
+            await asyncio.wait_for(engine.generate([1], FREE), 60)
+        else:
+            await asyncio.wait_for(engine.take(1, {}), 60)
+    assert engine.far.lost
+    await engine.close()
 
 
 def test_partial_rollouts_keep_the_tokens_of_a_lost_engine(

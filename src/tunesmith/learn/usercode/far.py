@@ -125,9 +125,9 @@ class Far(ABC):
         if self.lost:
             raise self._loss()
 
-    def close(self) -> None:
-        """Kill the process, if it has not ended."""
-        self._lose("was closed")
+    def close(self, how: str = "was closed") -> None:
+        """Kill the process, if it has not ended; ``how`` it ended is part of later errors."""
+        self._lose(how)
 
     def _ask(self, do: str, *given: Any) -> PendingResult:
         with self._lock:

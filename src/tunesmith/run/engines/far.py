@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
@@ -20,7 +21,12 @@ from tunesmith.types import Completion, Sampling
 CLOSING = 10.0
 """Seconds that an engine has to close before its process is killed."""
 PROGRESS = 10.0
-"""Seconds between questions for the tokens of unfinished completions."""
+"""Seconds between questions for the progress of unfinished completions."""
+STUCK = 1800.0
+"""Seconds without a step, while there are requests, after which an engine is lost: its process
+answers, but its GPU hangs."""
+TAKING = 1800.0
+"""Seconds that new weights may take."""
 
 TakeWeights = Callable[[Offer], Awaitable[None]]
 """Puts offered weights where the engine reads them; other requests are answered meanwhile."""
@@ -80,6 +86,7 @@ class FarEngine:
         self.unfinished: dict[int, PartialCompletion] = {}
         """What is known of the requests in flight."""
         self._following: asyncio.Task[None] | None = None
+        self._taking = False
 
     @classmethod
     async def start(
@@ -118,7 +125,7 @@ class FarEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         number = next(self._numbers)
         known = self.unfinished[number] = PartialCompletion()
-        if self._keeps and (self._following is None or self._following.done()):
+        if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._follow())
         try:
             return await self._ask("generate", number, list(prompt_ids), sampling)
@@ -133,7 +140,15 @@ class FarEngine:
         await self._ask("ask", "interrupt")
 
     async def take(self, version: int, offer: Offer) -> None:
-        await self._ask("take", version, offer)
+        self._taking = True
+        try:
+            await asyncio.wait_for(self._ask("take", version, offer), TAKING)
+        except TimeoutError:
+            how = f"did not take new weights within {TAKING:g} s and was killed"
+            await asyncio.to_thread(self.far.close, how)
+            self.far.check()
+        finally:
+            self._taking = False
 
     async def sleep(self, level: int = 1) -> None:
         await self._ask("ask", "sleep", level)
@@ -152,13 +167,24 @@ class FarEngine:
         await asyncio.to_thread(self.far.close)
 
     async def _follow(self) -> None:
-        """Ask for new tokens as long as there are requests."""
+        """Ask for progress as long as there are requests."""
+        moved = time.monotonic()
+        steps = self._stats.steps
         while self.unfinished:
             await asyncio.sleep(PROGRESS)
-            known = {number: len(done.token_ids) for number, done in self.unfinished.items()}
+            known: dict[int, int] = {}
+            if self._keeps:
+                known = {number: len(done.token_ids) for number, done in self.unfinished.items()}
             try:
                 new: dict[int, Tokens] = await self._ask("progress", known)
             except EngineError:  # the requests notice, too
+                return
+            if self._taking or self._stats.steps != steps:
+                moved = time.monotonic()
+                steps = self._stats.steps
+            elif time.monotonic() - moved > STUCK:
+                how = f"has computed nothing for {STUCK:g} s and was killed"
+                await asyncio.to_thread(self.far.close, how)
                 return
             for number, tokens in new.items():
                 if number in self.unfinished:
