@@ -86,8 +86,10 @@ def price(model: ModelFacts, layout: Layout) -> Price:
 
 def away_of_layer(model: ModelFacts, layout: Layout) -> int:
     """Bytes of one layer's rows that a rank keeps in host memory, in float32 if trained."""
+    if not layout.offload_parameters:
+        return 0
     wide = replace(layout, bytes_per_number=4) if layout.lora_rank is None else layout
-    return layout.offload_parameters * layer_copy(model, wide) // layout.shards
+    return layer_copy(model, wide) // layout.shards
 
 
 def _on_the_way(model: ModelFacts, layout: Layout, trained: int, blocks: int) -> int:

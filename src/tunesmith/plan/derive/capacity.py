@@ -8,9 +8,17 @@ from dataclasses import replace
 
 from tunesmith.config.values import format_size
 from tunesmith.errors import ConfigError
-from tunesmith.plan.cost.memory import bytes_per_token, layout_of, planned, planned_devices
+from tunesmith.plan.cost.memory import bytes_per_token, fits, layout_of, planned, planned_devices
+from tunesmith.plan.cost.seconds import compared_seconds
 from tunesmith.plan.derive.caps import with_caps
-from tunesmith.plan.derive.savings import with_savings, with_shards, without_savings
+from tunesmith.plan.derive.savings import (
+    Saving,
+    best_choice,
+    fits_somehow,
+    with_savings,
+    with_shards,
+    without_savings,
+)
 from tunesmith.plan.derive.sizes import reserved, with_sizes
 from tunesmith.plan.facts.hardware import Gpu, compilers
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, gpu_of
@@ -81,15 +89,52 @@ def with_capacity(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> Plan[
     Raises:
         ConfigError: the machine has fewer GPUs than trainer ranks.
     """
+    plan = _with_threads(plan, reasons)
+    best = best_choice(plan) if _saves(plan) else None
+    return _with_memory(plan, best, reasons, turns_open=turns_open)
+
+
+def faster_than(plan: Plan[C], seconds: float, *, turns_open: bool) -> Plan[C] | None:
+    """The same as ``with_capacity``, for a plan that fits and with which a step takes less than so
+    many seconds; None if there is none."""
+    plan = _with_threads(plan, Reasons())
+    best = None
+    if _saves(plan):
+        best = best_choice(plan, seconds)
+        if best is None:
+            return None
+    elif not fits_somehow(plan):
+        return None
+    whole = _with_memory(plan, best, Reasons(), turns_open=turns_open)
+    fit = all(fits(whole, *device) for device in planned_devices(whole))
+    return whole if fit and compared_seconds(whole) < seconds else None
+
+
+def _with_threads(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     plan = _with_processes(plan, reasons)
-    said = plan.said.system
-    threads = reasons.fill("system.threads", said.threads, *_threads(plan))
+    threads = reasons.fill("system.threads", plan.said.system.threads, *_threads(plan))
     plan = plan.with_devices(threads=threads)
     if not plan.devices.on_gpu:  # on a GPU it depends on how the weights lie
         plan = _with_compile(plan, reasons)
-    saves = plan.kind.trains and plan.devices.on_gpu and planned(plan) is not None
-    if saves:
-        plan, turns_settled = with_savings(plan, reasons, turns_open=turns_open)
+    return plan
+
+
+def _saves(plan: AnyPlan) -> bool:
+    """Whether the run has ways to save memory on a GPU."""
+    return plan.kind.trains and plan.devices.on_gpu and planned(plan) is not None
+
+
+def _with_memory(
+    plan: Plan[C], best: Saving[C] | None, reasons: Reasons, *, turns_open: bool
+) -> Plan[C]:
+    """The plan with the best choice of what saves memory, and all sizes.
+
+    Args:
+        best: None: nothing fits, or there is nothing to choose.
+    """
+    said = plan.said.system
+    if _saves(plan):
+        plan, turns_settled = with_savings(plan, best, reasons, turns_open=turns_open)
         turns_open = turns_open and not turns_settled
     elif plan.kind.trains:
         plan = without_savings(with_shards(plan, reasons), reasons)

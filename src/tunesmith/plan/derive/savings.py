@@ -4,7 +4,7 @@ all combinations that fit, a run gets the one with the fastest step."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -25,6 +25,7 @@ from tunesmith.plan.cost.memory import (
 from tunesmith.plan.cost.price import copy_bytes
 from tunesmith.plan.cost.seconds import compared_seconds
 from tunesmith.plan.derive.sizes import with_sizes
+from tunesmith.plan.parts import Memory
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, memory_said
 from tunesmith.plan.rules.checks import refused_settings
 
@@ -80,12 +81,27 @@ def _fits(plan: AnyPlan) -> bool:
     return all(fits(plan, *device) for device in devices)
 
 
-def with_savings(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> tuple[Plan[C], bool]:
-    """The fastest choice that fits (see ``best_choice``), without its sizes, and whether it settles
-    that engine and trainer take turns."""
+def _may_have_room(plan: AnyPlan) -> bool:
+    """Whether there is room for what no choice changes: GPUs on which nothing trains, and what
+    engines have on the trainer's."""
+    trainer, *others = planned_devices(plan, least=True)
+    name, own, free = trainer
+    engines = Price(engine=own.engine, kv=own.kv, libraries=own.libraries)
+    fixed = [each for each in others if each[0] != "critic"]
+    return all(fits(plan, *each) for each in [(name, engines, free), *fixed])
+
+
+def with_savings(
+    plan: Plan[C], best: Saving[C] | None, reasons: Reasons, *, turns_open: bool
+) -> tuple[Plan[C], bool]:
+    """The best choice without its sizes, and whether it settles that engine and trainer take turns.
+
+    Args:
+        best: None: nothing fits, and the plan gets what a refusal counts, with nothing in host
+            memory.
+    """
     said = plan.said.system
-    saving, whole = best_choice(plan)
-    chosen = saving.plan
+    chosen = best.plan if best else _lean(next(_options(plan)))[0]
     price = planned(chosen, least=True)
     open_yet = {name: False for name in IN_HOST_MEMORY if getattr(said, name) is None}
     other = planned(chosen.with_memory(**open_yet), least=True)
@@ -98,7 +114,7 @@ def with_savings(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> tuple[
             why = _why(plan, name, what, value, price, other)
             reasons.add(f"system.{name}", value, why)
     turns = chosen.devices.hybrid
-    settled = turns_open and ((whole and plan.kind.rl) or len(_turns(plan)) > 1)
+    settled = turns_open and ((best is not None and plan.kind.rl) or len(_turns(plan)) > 1)
     if settled:
         short = "short for both at once" if turns else "enough for both at once"
         why = f"engine and trainer share the GPU, whose memory is {short}"
@@ -148,23 +164,25 @@ def with_shards(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     return plan
 
 
-def best_choice(plan: Plan[C]) -> tuple[Saving[C], bool]:
-    """The fastest choice that agrees with a run's settings and fits (``fits``), and True; otherwise
-    one with nothing in host memory and without sizes, for the numbers in a refusal, and False."""
-    options = [*_options(plan)]
+def best_choice(plan: Plan[C], within: float = inf) -> Saving[C] | None:
+    """The fastest choice that agrees with a run's settings and fits (``fits``); None if there is
+    none with which a step takes less than ``within`` seconds."""
+    if not _may_have_room(plan):
+        return None
+    options = [*_roomy_options(plan)]
+    bounds = _bounds(options)
+    if min(bounds, default=inf) >= within:
+        return None
     allowed = _allowed(plan)
-    bounds = [_seconds_at_best(each) for each in options]
     best: Saving[C] | None = None
     for bound, place in sorted((bound, place) for place, bound in enumerate(bounds)):
-        if best is not None and bound >= best.seconds:
+        if bound >= within:
             break
-        for choice in _with_activations(options[place]):
-            faster = best is None or choice.seconds < best.seconds
-            if faster and choice.refused <= allowed:
+        for choice in _with_activations(options[place], within):
+            if choice.seconds < within and choice.refused <= allowed:
                 best = choice
-    if best is not None:
-        return best, True
-    return Saving(_lean(options[0])[0]), False
+                within = choice.seconds
+    return best
 
 
 def with_savings_as_said(plan: Plan[C], system: SystemSection | None) -> Plan[C]:
@@ -192,12 +210,44 @@ def _leanest(plan: Plan[C]) -> Iterator[Plan[C]]:
     return (lean for option in _options(plan) for lean in _lean(option))
 
 
+def _roomy_options(plan: Plan[C]) -> Iterator[Plan[C]]:
+    """The options without those that never fit, whatever else is in host memory."""
+    ways = {away: [*_ways(plan, away=away)] for away in (False, True)}
+    roomy: dict[tuple[Any, ...], bool] = {}
+
+    def has_room(memory: Memory, place: int) -> bool:
+        away = memory.offload_parameters
+        key = (away, memory.offload_optimizer, place % len(ways[away]))
+        if key not in roomy:
+            roomy[key] = _trainer_may_have_room(replace(ways[away][place], memory=memory))
+        return roomy[key]
+
+    for memory in _memories(plan):
+        if not has_room(memory, -1):  # the leanest way
+            continue
+        for place, way in enumerate(ways[memory.offload_parameters]):
+            if has_room(memory, place):
+                yield replace(way, memory=memory)
+
+
+def _trainer_may_have_room(plan: AnyPlan) -> bool:
+    """Whether the trainer's GPU has room for the parts that shrink, the more of the others is in
+    host memory, if all of them are; what passes between the two is not counted."""
+    others = dict.fromkeys((ACTIVATIONS, REFERENCE), True)
+    lean = plan.with_memory(checkpointing=True, **others)
+    name, own, free = planned_devices(lean, least=True)[0]
+    return fits(plan, name, replace(own, head=0), free)
+
+
 def fits_somehow(plan: AnyPlan) -> bool:
     """Whether some choice fits."""
     if _nothing_to_choose(plan):
         return _fits(_recomputed(plan, 1.0) if plan.kind.trains else plan)
+    if not _may_have_room(plan):
+        return False
     allowed = _allowed(plan)
-    return any(_fits(each) and Saving(each).refused <= allowed for each in _leanest(plan))
+    choices = (lean for option in _roomy_options(plan) for lean in _lean(option))
+    return any(_fits(each) and Saving(each).refused <= allowed for each in choices)
 
 
 def least_share(plan: AnyPlan) -> float:
@@ -215,22 +265,44 @@ def least_seconds(plan: AnyPlan) -> float:
     return min(map(_seconds_at_best, _ways(plan)))
 
 
+def _bounds(options: Sequence[AnyPlan]) -> list[float]:
+    """``_seconds_at_best`` of each option, which is the same wherever activations are kept."""
+    known: dict[tuple[Any, ...], float] = {}
+    bounds: list[float] = []
+    for option in options:
+        devices = option.devices
+        ways = (devices.shard_size, devices.hybrid, devices.weight_copy)
+        memory = (getattr(option.memory, name) for name in IN_HOST_MEMORY if name != ACTIVATIONS)
+        key = (*ways, *memory)
+        if key not in known:
+            known[key] = _seconds_at_best(option)
+        bounds.append(known[key])
+    return bounds
+
+
 def _seconds_at_best(plan: AnyPlan) -> float:
-    said = plan.said.system
-    free: dict[str, Any] = {"checkpointing": plan.memory.checkpointing}
-    if said.gradient_checkpointing is None:
+    # Fewer activations travel to the host if more layers are recomputed.
+    free: dict[str, Any] = {ACTIVATIONS: False}
+    if plan.said.system.gradient_checkpointing is None:
         free["checkpointing"] = False
+    return compared_seconds(_with_most_tokens(plan.with_memory(**free)))
+
+
+def _with_most_tokens(plan: Plan[C]) -> Plan[C]:
+    """The plan with the largest useful micro-batches, and all keys and values that a GPU has room
+    for, as far as these are open."""
+    said = plan.said.system
+    free: dict[str, Any] = {}
     if said.max_tokens_per_microbatch is None:
-        free["microbatch"] = plan.most_tokens * plan.devices.sequence
+        most = plan.most_tokens * plan.devices.sequence
+        free["microbatch"] = max(most, plan.training.longest or 0)
     model = plan.facts.model if plan.kind.samples and plan.devices.on_gpu else None
     if model and said.vllm.memory_share is None and said.kv_memory is None:
         number = plan.devices.bytes_per_number
         copy = copy_bytes(model, number, plan.said.model.quantize)
         left = plan.free_memory - copy // plan.devices.ranks_per_engine
         free["kv"] = f"{max(1, left)}B"
-    # Fewer activations travel to the host if more layers are recomputed.
-    free[ACTIVATIONS] = False
-    return compared_seconds(plan.with_memory(**free))
+    return plan.with_memory(**free)
 
 
 def lacking_on_the_host(plan: AnyPlan) -> str | None:
@@ -253,6 +325,13 @@ def lacking_on_the_host(plan: AnyPlan) -> str | None:
 def _options(plan: Plan[C]) -> Iterator[Plan[C]]:
     """Shards and what is in host memory, the least first, as far as the settings leave them
     open."""
+    for memory in _memories(plan):
+        ways = _ways(plan, away=memory.offload_parameters)
+        yield from (replace(way, memory=memory) for way in ways)
+
+
+def _memories(plan: AnyPlan) -> Iterator[Memory]:
+    """What is in host memory, the least first."""
     named = [name for name in IN_HOST_MEMORY if name != REFERENCE or plan.devices.keeps_frozen]
     said = {name: getattr(plan.said.system, name) for name in named}
     values = [[False, True] if said[name] is None else [said[name]] for name in named]
@@ -262,14 +341,12 @@ def _options(plan: Plan[C]) -> Iterator[Plan[C]]:
         updated_there = chosen[OPTIMIZER] or plan.kind.adapter or None not in of_updates
         if chosen[PARAMETERS] and not updated_there:
             continue  # weights in host memory are updated there
-        memory = replace(plan.memory, **chosen)
-        ways = _ways(plan, away=chosen[PARAMETERS])
-        yield from (replace(way, memory=memory) for way in ways)
+        yield replace(plan.memory, **chosen)
 
 
 def _ways(plan: Plan[C], *, away: bool = False) -> Iterator[Plan[C]]:
     """Ways in which devices share the model and its copies, as far as the settings leave them
-    open.
+    open; the last one takes the least memory.
 
     Args:
         away: the layers' rows are in host memory.
@@ -306,8 +383,9 @@ def _shard_sizes(plan: AnyPlan, *, away: bool = False) -> list[int | None]:
     return [*fewer, most, ranks] if several else [*fewer, ranks]
 
 
-def _with_activations(plan: Plan[C]) -> Iterator[Saving[C]]:
-    """The choices that fit with different numbers of recomputed layers, from the fewest to all."""
+def _with_activations(plan: Plan[C], within: float) -> Iterator[Saving[C]]:
+    """The choices that fit with different numbers of recomputed layers, from the fewest to all, as
+    far as a step may take less than ``within`` seconds with them."""
     assert plan.facts.model is not None, "it was checked"
     layers = plan.facts.model.layers
     most = plan.most_tokens * plan.devices.sequence
@@ -325,7 +403,10 @@ def _with_activations(plan: Plan[C]) -> Iterator[Saving[C]]:
         first = below + bisect_left(range(below, fitting[0]), True, key=fit)
         counts = sorted({first, *fitting})
     for count in counts:
-        choice = with_sizes(_recomputed(plan, count / layers), Reasons())
+        recomputed = _recomputed(plan, count / layers)
+        if compared_seconds(_with_most_tokens(recomputed)) >= within:
+            continue
+        choice = with_sizes(recomputed, Reasons())
         yield Saving(choice)
         enough = choice.memory.microbatch is not None and choice.memory.microbatch >= most
         if enough and not plan.memory.offload_activations:

@@ -105,6 +105,7 @@ def machine(spec: str) -> Hardware:
     )
 
 
+@cache
 def kind_of(gpu: Gpu) -> GpuKind | None:
     """The table's entry for a GPU listed by ``nvidia-smi``; None if there is none."""
     words = re.sub(r"[^a-z0-9]", "", gpu.name.lower())

@@ -116,8 +116,8 @@ def next_best(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:
 
 
 def _others(config: RunConfig, plan: AnyPlan) -> Iterator[Settings]:
-    """Settings of the fastest other layouts: other processes, or another tradeoff of memory and
-    time."""
+    """Settings of the fastest layouts: other processes, or the same with another tradeoff of memory
+    and time."""
     said = settings(config, given_only=True)
     there = reopened(plan, config.system)
     unread = {
@@ -126,13 +126,17 @@ def _others(config: RunConfig, plan: AnyPlan) -> Iterator[Settings]:
     }
     choices = [*layouts(there)]
     choices = on_all_gpus(there, choices) or choices
-    for _, layout, _ in fastest(there, choices, count=NEXT + 1):
-        yield {
+    found = [
+        {
             key: value
             for key, value in layout.settings.items()
             if key not in unread and not (key == KEYS["engines"] and value == 1)
         }
-    yield from (changes for changes in ELSE if not changes.keys() & said.keys())
+        for _, layout, _ in fastest(there, choices, count=NEXT + 1)
+    ]
+    yield from found
+    for changes in (changes for changes in ELSE if not changes.keys() & said.keys()):
+        yield {**(found[0] if found else {}), **changes}
 
 
 def _layout(plan: AnyPlan) -> Mapping[str, Any]:

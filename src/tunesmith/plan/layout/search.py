@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from tunesmith.config.values import format_size
 from tunesmith.errors import ConfigError
-from tunesmith.plan.cost.memory import fits, planned_devices
+from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.cost.seconds import compared_seconds
-from tunesmith.plan.derive.capacity import with_capacity
+from tunesmith.plan.derive.capacity import faster_than
 from tunesmith.plan.derive.savings import (
-    fits_somehow,
     least_seconds,
     least_share,
     with_savings_as_said,
@@ -65,20 +65,22 @@ def fastest_layout(plan: AnyPlan) -> ProcessLayout | None:
     choices = [*layouts(plan)]
     if len(choices) == 1 and gpus_of_run(plan) == 1:
         return choices[0]
-    first = on_all_gpus(plan, choices)
-    for some in (first, [each for each in choices if each not in first]):
+    for on_all in (True, False):
+        some = [each for each in choices if uses_all_gpus(plan, each) == on_all]
         for _, layout, _ in fastest(plan, some):
             return layout
     return None
 
 
 def on_all_gpus(plan: AnyPlan, choices: Sequence[ProcessLayout]) -> list[ProcessLayout]:
-    """The layouts with more than one process: a run uses all GPUs if it can."""
-    return [
-        each
-        for each in choices
-        if each.engine_process or each.placement is not None or not plan.kind.samples
-    ]
+    """Those of the layouts that use all GPUs, as a run does if it can."""
+    return [each for each in choices if uses_all_gpus(plan, each)]
+
+
+def uses_all_gpus(plan: AnyPlan, layout: ProcessLayout) -> bool:
+    """Whether a layout has more than one process, or nothing is sampled."""
+    alone = not layout.engine_process and layout.placement is None
+    return not alone or not plan.kind.samples
 
 
 def fastest(
@@ -89,15 +91,13 @@ def fastest(
     found: list[tuple[float, int, Plan[C]]] = []
     bounds = [least_seconds(layout.of(plan)) for layout in choices]
     for bound, place in sorted((bound, place) for place, bound in enumerate(bounds)):
-        if len(found) == count and bound >= found[-1][0]:
+        within = found[-1][0] if len(found) == count else inf
+        if bound >= within:
             break
-        possible = fits_somehow(choices[place].of(plan))
-        whole = _with_capacity(plan, choices[place]) if possible else None
-        if whole is None or not all(fits(whole, *device) for device in planned_devices(whole)):
-            continue
-        seconds = compared_seconds(whole)
-        if (len(found) < count or seconds < found[-1][0]) and not any(contradictions(whole)):
-            found = sorted([*found, (seconds, place, whole)], key=lambda each: each[:2])[:count]
+        whole = _faster_than(plan, choices[place], within)
+        if whole is not None and not any(contradictions(whole)):
+            found.append((compared_seconds(whole), place, whole))
+            found = sorted(found, key=lambda each: each[:2])[:count]
     yield from ((seconds, choices[place], whole) for seconds, place, whole in found)
 
 
@@ -131,11 +131,12 @@ def _nearest_layout(plan: AnyPlan) -> ProcessLayout:
     )
 
 
-def _with_capacity(plan: Plan[C], layout: ProcessLayout) -> Plan[C] | None:
-    """The plan with a layout and all that is derived for it; None if that is refused."""
+def _faster_than(plan: Plan[C], layout: ProcessLayout, seconds: float) -> Plan[C] | None:
+    """The plan with a layout and all that is derived for it; None if that is refused, does not fit,
+    or takes ``seconds`` or more."""
     open_yet = layout.hybrid is None and plan.said.system.hybrid is None
     try:
-        return with_capacity(layout.of(plan), Reasons(), turns_open=open_yet)
+        return faster_than(layout.of(plan), seconds, turns_open=open_yet)
     except ConfigError:
         return None
 
