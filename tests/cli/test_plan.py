@@ -149,6 +149,17 @@ def test_the_list_of_what_takes_less_memory_is_the_documents() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "code"),
+    [("kto.beta=0.1", 0), ("dpo.beta=0.1", 2), ("rm.loss=sigmoid", 2)],
+)
+def test_a_micro_batch_holds_both_sequences_of_a_pair(said: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").touch()
+    lengths = ["data.max_tokens=4096", "system.max_tokens_per_microbatch=6000", "lora.rank=16"]
+    run = [str(tmp_path / "run.toml"), f"model.path={SIZED}", "data.train=org/d", said, *lengths]
+    assert planned(*run, "--on", "H100-80GB")[0] == code
+
+
+@pytest.mark.parametrize(
     ("said", "key"),
     [
         (["lora.rank=16", "data.max_tokens=512"], "data.max_tokens"),

@@ -14,15 +14,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.documents import ROOT
+from tunesmith.config.commands import DPOConfig, KTOConfig, RMConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.guide.tune.machine import fit_rates, nonnegative, predictions, shapes
 from tunesmith.guide.tune.probes import Probe, made_up
+from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.cost.seconds import again_seconds, cpu_seconds, phase_seconds, step_seconds
-from tunesmith.plan.cost.work import Work, amounts, work_of
+from tunesmith.plan.cost.work import Work, amounts, step_work, work_of
 from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.measured import rates_file, read_rates
 from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.plan import AnyPlan
+from tunesmith.plan.resolve import resolve
 from tunesmith.run.placement.planning import plan_run
 
 SMALL = ModelFacts(
@@ -204,3 +211,77 @@ def test_a_damaged_file_is_as_none(text: str) -> None:
     measured()
     rates_file(read_hardware())[0].write_text(text)
     assert read_rates(read_hardware(), 4) is None
+
+
+QWEN3 = ModelFacts(
+    parameters=596_049_920,
+    layers=28,
+    hidden_size=1024,
+    intermediate_size=3072,
+    heads=16,
+    kv_heads=8,
+    head_dim=128,
+    vocab_size=151_936,
+    context=40_960,
+    tied=True,
+    family="qwen3",
+    head_norms=True,
+)
+MEASURED = {
+    case["name"]: case["measured"]
+    for case in json.loads(
+        (ROOT / "benchmarks" / "results" / "gpu-nvidia-h100-80gb-hbm3.json").read_text()
+    )["cases"]
+    if "measured" in case
+}
+"""Of ``benchmarks.gpu``, on one H100."""
+
+
+def on_an_h100(kind: Any, longest: int, *said: str, **facts: Any) -> AnyPlan:
+    known = Facts(machine("H100-80GB"), QWEN3, train_size=32, longest=longest, **facts)
+    return resolve(load_config(kind, None, ["model.path=o/m", "data.train=o/d", *said]), known)
+
+
+def test_planned_seconds_and_bytes_are_about_those_measured_on_a_gpu() -> None:
+    """The libraries' memory is planned, and not measured."""
+    rollouts = ("rollout.prompts_per_step=32", "rollout.group_size=8", "rollout.max_new_tokens=512")
+    steps = on_an_h100(RLConfig, 256, *rollouts, 'reward.functions=["math"]')
+    measured = MEASURED["grpo 0.6B, derived engine"]
+    planned = step_seconds(steps)
+    assert 1 <= planned["sampling"] / measured["seconds/rollout"] < 1.25
+    assert 0.9 <= planned["step"] / measured["seconds"] < 1.25
+    sft = on_an_h100(SFTConfig, 16384, "train.batch_size=1")
+    measured = MEASURED["sft 0.6B, 16k"]
+    assert 0.9 <= step_seconds(sft)["step"] / measured["seconds"] < 1.25
+    [(_, price, _)] = planned_devices(sft.with_memory(microbatch=16384))
+    assert 1 <= (price.peak - price.libraries) / measured["memory/device_peak"] < 1.1
+
+
+def test_python_handles_the_tokens_of_steps_without_graphs() -> None:
+    reward = 'reward.functions=["math"]'
+    graphs, none = (
+        step_work(plan, QWEN3, plan.training.samples, 768)["sampling"][0]["tokens handled"]
+        for plan in (
+            on_an_h100(RLConfig, 256, reward, "rollout.max_new_tokens=512", said)
+            for said in ("system.compile=default", "system.compile=false")
+        )
+    )
+    assert graphs == 0 < none
+
+
+def test_a_pair_is_two_sequences() -> None:
+    """It shares a micro-batch, and neither sequence attends to the other."""
+    pairs = on_an_h100(DPOConfig, 1000, together=2000)
+    alone = on_an_h100(KTOConfig, 1000, together=1000)
+    assert pairs.training.longest == 2 * (alone.training.longest or 0)
+    pair, one = (step_work(plan, QWEN3, 8, plan.training.longest or 0) for plan in (pairs, alone))
+    for phase in ("scoring", "training"):
+        assert pair[phase][0]["operations"] == 2 * one[phase][0]["operations"]
+
+
+def test_a_score_model_has_no_vocabulary_head() -> None:
+    scores = on_an_h100(RMConfig, 1000, together=2000)
+    words = on_an_h100(DPOConfig, 1000, together=2000)
+    seconds = [step_work(plan, QWEN3, 8, 2000)["training"][0] for plan in (scores, words)]
+    head = 6 * QWEN3.vocab_size * QWEN3.hidden_size * 8 * 2000
+    assert seconds[1]["operations"] - seconds[0]["operations"] == head

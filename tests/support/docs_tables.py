@@ -62,6 +62,7 @@ def presets() -> str:
 
 def choices(family: type[Choice]) -> str:
     """The types of a family; what they ask of the loop where any asks anything."""
+    family.base()  # from then on its types are complete
     kinds: list[type[Choice]] = list(family.types.values())
     rows = [
         [

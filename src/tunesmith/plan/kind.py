@@ -45,6 +45,8 @@ class RunKind:
     """Whether policy, reference or critic make passes without gradients over whole batches."""
     preference: bool = False
     """Whether it learns from pairs, or from answers that were judged, with a reference."""
+    sequences: int = 1
+    """Sequences of a sample, which share a micro-batch: two of a pair."""
     score_model: bool = False
     """Whether it trains a model with one score instead of a vocabulary head."""
 
@@ -52,6 +54,11 @@ class RunKind:
     def in_turn(self) -> bool:
         """Whether it samples everything before it trains (rejection-sampling fine-tuning)."""
         return self.trains and not self.supervised and not self.rl
+
+
+def sequences_of(said: RunConfig) -> int:
+    """Sequences of a sample, which share a micro-batch."""
+    return 2 if said.goal == "pairs" else 1
 
 
 def kind_of(said: RunConfig, algorithm: Algorithm | None = None) -> RunKind:
@@ -71,6 +78,7 @@ def kind_of(said: RunConfig, algorithm: Algorithm | None = None) -> RunKind:
         adapter=adapter,
         teacher=teacher,
         reward_models=len(reward.models) if reward else 0,
+        sequences=sequences_of(said),
         score_model=said.score_model,
     )
     if isinstance(said, RLConfig):

@@ -94,7 +94,7 @@ def report_of(config: RunConfig, plan: AnyPlan, price: float | None = None) -> d
             "path": plan.said.model.path,
             "parameters": model.parameters if model else None,
         },
-        "longest": plan.training.longest,
+        "longest": (plan.training.longest or 0) // plan.kind.sequences or None,
         "layout": entries,
         "memory": memory_of(plan),
         "seconds": step_seconds(plan),

@@ -53,8 +53,11 @@ def keys_admitted(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
         inside: list[type[BaseModel]] = []
         while waiting:
             one = waiting.pop()
-            if isinstance(one, type) and issubclass(one, BaseModel):
-                inside += one.types.values() if issubclass(one, Choice) else [one]
+            if isinstance(one, type) and issubclass(one, Choice):
+                one.base()  # from then on its types are complete
+                inside += one.types.values()
+            elif isinstance(one, type) and issubclass(one, BaseModel):
+                inside.append(one)
             waiting += get_args(one)
         if prefix or not inside:
             yield prefix + name

@@ -320,12 +320,12 @@ def test_weights_in_host_memory_take_the_same_steps_in_copies_of_the_model(
     """Bit by bit; also where ranks share each sequence, and where an adapter trains."""
     path = save_model(tmp_path / "deep", "qwen3", num_hidden_layers=4)
     batch = packing()
-    away = "adapter" not in options
+    full = "adapter" not in options
+    more = {"compiled": False, **options}
+    away = start(2, 3, path, size=1, streams=True, offload=full, **more)
+    here = start(2, 0, path, **more)
     [(norms, ours), *_], [(expected, theirs), *_] = (
-        start(2, 0, path, compiled=False, streams=flag, offload=away and flag, **options)(
-            "train", batch
-        )
-        for flag in (True, False)
+        ranks("train", batch) for ranks in (away, here)
     )
     assert norms == expected
     assert all(ours[name].equal(weight) for name, weight in theirs.items())

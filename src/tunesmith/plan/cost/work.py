@@ -93,7 +93,7 @@ def work_of(plan: AnyPlan, longest: int) -> Work:
     micro = plan.memory.microbatch
     rollout = plan.said.rollout if plan.kind.rl else None
     if rollout is None:
-        each = 2 if plan.kind.preference else 1
+        each = plan.kind.sequences
         samples = each * plan.training.samples
         new = max(1, longest // each - 1)
         return Work(model, number, samples, 1, 1, new, micro, share=False)
@@ -247,6 +247,7 @@ def _step(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> Step
         batches = samples // (plan.training.batch or samples) or 1
         if plan.said.system.share_prompts:
             again = samples - samples / plan.said.rollout.group_size
+    each = plan.kind.sequences
     computed = samples * tokens - again * prompt
     layout = layout_of(plan)
     assert plan.memory.microbatch is not None, "the run trains"
@@ -255,8 +256,8 @@ def _step(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> Step
     return StepSize(
         layout,
         computed,
-        body=samples * cost.prefix(int(tokens)) - again * cost.prefix(int(prompt)),
-        head=samples * cost.head * (new or tokens),
+        body=samples * each * cost.prefix(int(tokens) // each) - again * cost.prefix(int(prompt)),
+        head=samples * cost.head * (new or tokens) * (not plan.kind.score_model),
         batches=batches,
         micro=micro,
         trained=1 + plan.kind.critic,
@@ -437,7 +438,8 @@ def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> 
         "bytes read again": prefills * weights / ranks,
         "passes": steps * (GRAPH_LAYERS if graphs else model.layers),
         "waits": 2 * steps * model.layers * (ranks > 1),
-        "tokens handled": steps * together,
+        # They take little beside recorded steps, as measured on a GPU (``benchmarks.gpu``).
+        "tokens handled": steps * together * (not own_graphs),
     }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import ceil, inf
-from typing import Any, Generic
+from typing import Generic
 
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import format_size
@@ -213,7 +213,7 @@ def _leanest(plan: Plan[C]) -> Iterator[Plan[C]]:
 def _roomy_options(plan: Plan[C]) -> Iterator[Plan[C]]:
     """The options without those that never fit, whatever else is in host memory."""
     ways = {away: [*_ways(plan, away=away)] for away in (False, True)}
-    roomy: dict[tuple[Any, ...], bool] = {}
+    roomy: dict[tuple[object, ...], bool] = {}
 
     def has_room(memory: Memory, place: int) -> bool:
         away = memory.offload_parameters
@@ -267,7 +267,7 @@ def least_seconds(plan: AnyPlan) -> float:
 
 def _bounds(options: Sequence[AnyPlan]) -> list[float]:
     """``_seconds_at_best`` of each option, which is the same wherever activations are kept."""
-    known: dict[tuple[Any, ...], float] = {}
+    known: dict[tuple[object, ...], float] = {}
     bounds: list[float] = []
     for option in options:
         devices = option.devices
@@ -282,7 +282,7 @@ def _bounds(options: Sequence[AnyPlan]) -> list[float]:
 
 def _seconds_at_best(plan: AnyPlan) -> float:
     # Fewer activations travel to the host if more layers are recomputed.
-    free: dict[str, Any] = {ACTIVATIONS: False}
+    free: dict[str, object] = {ACTIVATIONS: False}
     if plan.said.system.gradient_checkpointing is None:
         free["checkpointing"] = False
     return compared_seconds(_with_most_tokens(plan.with_memory(**free)))
@@ -292,7 +292,7 @@ def _with_most_tokens(plan: Plan[C]) -> Plan[C]:
     """The plan with the largest useful micro-batches, and all keys and values that a GPU has room
     for, as far as these are open."""
     said = plan.said.system
-    free: dict[str, Any] = {}
+    free: dict[str, object] = {}
     if said.max_tokens_per_microbatch is None:
         most = plan.most_tokens * plan.devices.sequence
         free["microbatch"] = max(most, plan.training.longest or 0)

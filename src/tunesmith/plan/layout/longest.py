@@ -8,6 +8,7 @@ from dataclasses import replace
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.plan.cost.memory import LEAST_TOKENS
 from tunesmith.plan.derive.savings import fits_somehow
+from tunesmith.plan.kind import sequences_of
 from tunesmith.plan.layout.layouts import layouts
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.rules.checks import contradictions
@@ -45,7 +46,8 @@ def longest_that_fits(plan: AnyPlan, most: int = MOST) -> int | None:
 
 
 def length_setting(config: RunConfig, tokens: int, prompt: int) -> tuple[str, int]:
-    """The key and value with which the longest sample of a run that trains has ``tokens`` tokens.
+    """The key and value with which the longest sample of a run that trains has ``tokens`` tokens;
+    a pair has them in two sequences.
 
     Args:
         prompt: tokens of the longest prompt, if the run samples.
@@ -56,4 +58,4 @@ def length_setting(config: RunConfig, tokens: int, prompt: int) -> tuple[str, in
         case RunConfig(sampling_settings=sampling) if sampling is not None:
             return f"{sampling.table}.max_new_tokens", tokens - prompt
         case _:
-            return "data.max_tokens", tokens
+            return "data.max_tokens", tokens // sequences_of(config)

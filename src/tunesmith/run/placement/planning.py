@@ -19,6 +19,7 @@ from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.machines import THIS, machine
 from tunesmith.plan.facts.measured import read_rates
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.kind import sequences_of
 from tunesmith.plan.layout.alternatives import costly
 from tunesmith.plan.layout.fitting import layout_that_fits
 from tunesmith.plan.layout.longest import MOST, length_setting, longest_that_fits
@@ -54,7 +55,7 @@ def plan_longest(
     room = config.system.max_tokens_per_microbatch or MOST
     tokens = longest_that_fits(reopened(plan, plan.said.system), room) or least
     longest = with_values(config, dict([length_setting(config, tokens, prompt)]))
-    return longest, plan_run(longest, on, base_dir, context=tokens)
+    return longest, plan_run(longest, on, base_dir, context=tokens // sequences_of(config))
 
 
 def plan_run(config: RunConfig, on: str, base_dir: Path | None = None, context: int = 0) -> AnyPlan:
@@ -184,13 +185,23 @@ def _with_lengths(config: RunConfig, facts: Facts) -> tuple[Facts, list[str]]:
     key = "data.max_tokens" if supervised else "data.max_prompt_tokens"
     limit = config.data.max_tokens if supervised else config.data.max_prompt_tokens
     if limit is not None:
-        return replace(facts, longest=limit), []
+        return _with_longest(config, facts, limit), []
     assumed = ASSUMED_SAMPLE if supervised else ASSUMED_PROMPT
-    limits = sequence_limits(facts, config.system.max_tokens_per_microbatch)
+    cap = config.system.max_tokens_per_microbatch
+    limits = sequence_limits(facts, cap and cap // sequences_of(config))
     room = min((n for n, _ in limits), default=assumed + config.new_tokens)
     longest = max(1, min(assumed, room - config.new_tokens - config.score_model))
     what = "sample" if supervised else "prompt"
-    return replace(facts, longest=longest), [
+    if sequences_of(config) > 1:
+        what = "sequence of a pair"
+    return _with_longest(config, facts, longest), [
         f"the longest {what} is assumed to have {longest} tokens, since the data is not read; "
         f"{key} sets another length"
     ]
+
+
+def _with_longest(config: RunConfig, facts: Facts, longest: int) -> Facts:
+    """Facts with the longest sequence; if a sample is several, no prompt that they share is
+    counted."""
+    together = longest * sequences_of(config)
+    return replace(facts, longest=longest, together=together if config.supervised else None)
