@@ -14,6 +14,7 @@ from tunesmith.config.values import format_size
 from tunesmith.plan.cost.memory import (
     LEAST_TOKENS,
     layout_of,
+    limit,
     planned,
     planned_devices,
     rewarding_bytes,
@@ -94,7 +95,7 @@ def _reward(plan: AnyPlan) -> tuple[int, str]:
         return max(least, plan.memory.microbatch or most), "the model's size is not known"
     name, own, free = next((each for each in devices if each[0] == "reward model"), devices[0])
     used = own.sampling if name != "reward model" else own.libraries + own.frozen
-    room = max(0, free - used + own.rewarded) // 2
+    room = max(0, int(limit(plan) * free) - used + own.rewarded) // 2
     fitting = _largest(lambda n: rewarding_bytes(plan, n), least, max(most, least), room)
     if fitting >= most:
         return fitting, "more would be no faster"

@@ -213,7 +213,7 @@ def _leanest(plan: Plan[C]) -> Iterator[Plan[C]]:
 def _roomy_options(plan: Plan[C]) -> Iterator[Plan[C]]:
     """The options without those that never fit, whatever else is in host memory."""
     ways = {away: [*_ways(plan, away=away)] for away in (False, True)}
-    roomy: dict[tuple[object, ...], bool] = {}
+    roomy: dict[tuple[bool, bool, int], bool] = {}
 
     def has_room(memory: Memory, place: int) -> bool:
         away = memory.offload_parameters

@@ -106,13 +106,13 @@ def _kv_share(plan: AnyPlan, budget: int) -> tuple[int, str]:
         if plan.devices.on_gpu:
             return _left_alone(plan, held), left
         return (plan.free_memory - held) // 2, "half"
-    if plan.devices.hybrid and model is not None:
-        taken = price(model, layout).sampling
-        return _half(plan, taken, here), "while the policy does not train, half"
     together = planned(plan, least=True)
+    if plan.devices.hybrid and together is not None:
+        taken = together.sampling - together.kv
+        return _half(plan, taken, here), "while the policy does not train, half"
     if together is None or not plan.devices.on_gpu:
         return budget // 4, "a quarter"
-    beside = _room(plan, here) - together.training + together.kv
+    beside = _room(plan, here) - max(together.training, together.sampling) + together.kv
     return min(budget // 4, max(0, beside)), "a quarter"
 
 
