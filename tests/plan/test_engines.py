@@ -207,11 +207,13 @@ def test_several_machines_that_are_named_are_planned_with_ray(
     assert found.devices.tensor > 1 and any("system.cluster" in note for note in found.notes)
     used = found.devices.trainer_ranks, found.devices.engines * found.devices.tensor
     assert max(used) == 64 or sum(used) == 64
-    alone = planning.plan_run(config(RLConfig, "system.cluster=none"), "2x8xH200-141GB")
-    assert alone.devices.cluster == "none" and any("one of 2" in note for note in alone.notes)
-    # What Ray does not do is planned on one machine.
-    apart = planning.plan_run(config(RLConfig, "system.engine_process=true"), "2x8xH200-141GB")
-    assert apart.devices.cluster == "none" and any("one of 2" in note for note in apart.notes)
+    # Without Ray, and where Ray does not do it, a launcher starts the run on all machines.
+    for said in ("system.cluster=none", "system.engine_process=true"):
+        launched = planning.plan_run(config(RLConfig, said), "2x8xH200-141GB")
+        devices = launched.devices
+        assert devices.cluster == "none" and devices.machines == 2
+        assert [devices.engines_on(n, 8) * devices.tensor for n in (0, 1)] == [8, 8]
+        assert any("torchrun --nnodes 2 --nproc-per-node 8" in note for note in launched.notes)
 
 
 @pytest.mark.parametrize(

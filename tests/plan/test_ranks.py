@@ -66,7 +66,7 @@ def test_ranks_share_the_cores_and_engines_have_processes() -> None:
 
 def test_each_rank_has_a_gpu_and_engines_have_the_others() -> None:
     found = resolved(RLConfig, "system.trainer_ranks=2", "system.engines=2", gpus=4)
-    assert found.devices.own_devices(["0", "1", "2", "3"]) == [("2",), ("3",)]
+    assert found.devices.own_gpus(4) == [(2,), (3,)]
     [problem] = device_problems(found.devices, 3)
     assert (
         problem.kind == "machine" and "take 4 GPUs" in problem.text and "room for 1" in problem.text
@@ -141,9 +141,14 @@ def test_a_launchers_processes_are_the_ranks(monkeypatch: pytest.MonkeyPatch) ->
         ),
         ('system.cluster="ray"', {}, r'2 processes .*, and system\.cluster = "ray" starts its own'),
         (
-            "train.lr=1",
+            "system.trainer_ranks=17",
             {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"},
-            "16 processes .*, 8 of them on this mach.*ray",
+            r"system\.trainer_ranks = 17, .* 16 processes",
+        ),
+        (
+            "train.lr=1",
+            {"WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "8"},
+            "12 processes .*, 8 of them on this machine",
         ),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,7 @@ ODD = ModelFacts(
 FACTS = {
     "": None,
     "usual": Facts(CPU, USUAL, train_size=1000, longest=100),
+    "launched": Facts(replace(CPU, nodes=2), USUAL, longest=100, ranks_here=1),
     "odd": Facts(
         CPU, ODD, train_size=1000, longest=100, instances_for="rewards.py:of_environments"
     ),

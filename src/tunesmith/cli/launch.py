@@ -169,18 +169,15 @@ def _ranks(config: RunConfig, ray: bool, nodes: int, gpus: int) -> int:
     Raises:
         ConfigError: the settings require a different total number of trainer ranks.
     """
-    ranks = max(1, gpus) if not config.samples else 1
-    system = config.system
+    chosen = config.rl and nodes > 1  # the plan chooses which GPUs train
+    ranks = max(1, gpus) if chosen or not config.samples else 1
     processes = 1 if ray else nodes * ranks
-    if (
-        processes > 1
-        and "trainer_ranks" in system.model_fields_set
-        and system.trainer_ranks != processes
-    ):
+    said = config.system.trainer_ranks
+    wrong = said is not None and (said > processes if chosen else said != processes)
+    if processes > 1 and wrong:
         raise ConfigError(
-            f"system.trainer_ranks = {system.trainer_ranks}, and the job starts {processes} "
-            "processes, one for each GPU of its machines; leave it out, or change --nodes or "
-            "--gpus-per-node"
+            f"system.trainer_ranks = {said}, and the job starts {processes} processes, one for "
+            "each GPU of its machines; leave it out, or change --nodes or --gpus-per-node"
         )
     return ranks
 
@@ -210,11 +207,9 @@ def _on_ray(config: RunConfig, asked: bool | None, nodes: int) -> bool:
     if asked and not samples:
         raise ConfigError(f"--ray: tunesmith {config.command} does not use Ray; leave it out")
     ray = samples if asked is None else asked
-    if nodes > 1 and not ray and config.samples:
-        cure = "use --ray" if samples else "say --nodes 1"
+    if nodes > 1 and config.samples and not samples:
         raise ConfigError(
-            f"--nodes {nodes}: without Ray, tunesmith {config.command} samples on one machine; "
-            f"{cure}"
+            f"--nodes {nodes}: tunesmith {config.command} samples on one machine; say --nodes 1"
         )
     return ray
 

@@ -3,8 +3,9 @@
 #
 # Written by tunesmith launch.
 #
-# torchrun on each of the job's machines, and one run on all of them. All machines must see the run directory. A job that
-# Slurm starts again, or that is submitted again, continues from the run's newest checkpoint.
+# torchrun on each of the job's machines, and one run on all of them: with rl the machines have trainer ranks, engines, or
+# both, as planned. All machines must see the run directory. A job that Slurm starts again, or that is submitted again,
+# continues from the run's newest checkpoint.
 set -euo pipefail
 cd @directory@
 

@@ -185,7 +185,8 @@ class SystemSection(Section):
     """Ray's runtime environment for the actors, such as ``{env_vars = {NCCL_DEBUG = "INFO"}}``."""
     trainer_ranks: Open[PositiveInt] = None
     """Processes that share the micro-batches of each step; a separate critic has the same number.
-    Under ``torchrun``, its processes are the ranks."""
+    Under ``torchrun``, its processes are the ranks; with engines on several machines, the first of
+    them."""
     zero_stage: Open[Literal[0, 1, 2, 3]] = None
     """What the trainer's ranks shard: nothing (0), optimizer state (1), gradients too (2), weights
     too (3)."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from tunesmith.config.engines import EngineKind
@@ -14,6 +15,16 @@ from tunesmith.plan.kind import RunKind
 NOT_PLACED = PlacementSection()
 BUCKET = 64 << 20
 """Bytes of whole tensors that are sent or checked at a time; a larger tensor is sent by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """Where an engine can run."""
+
+    machine: int
+    """The number of a launcher's machine; 0 is the one on which the command runs."""
+    gpus: tuple[int, ...] | None
+    """The numbers of its GPUs there; None: it sees those that the processes there see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,12 @@ class Devices:
     threads: int = 1
     """Of each trainer process."""
     compile: bool | str = False
+    machines: int = 1
+    """Machines on which a launcher started processes for a run that samples and trains in one
+    loop: each has engines, trainer ranks, or both."""
+    ranks_per_machine: int = 1
+    """Processes that a launcher started on each of several machines: the most trainer ranks
+    there."""
     trainer_ranks: int = 1
     zero_stage: int = 0
     shard_size: int | None = None
@@ -75,8 +92,8 @@ class Devices:
     def engines_apart(self) -> bool:
         """Whether engines run in processes other than the trainer's, with their own copies of the
         weights."""
-        ranks = self.kind.rl and self.trainer_ranks > 1
-        return self.engine_process or self.cluster == "ray" or ranks
+        several = self.kind.rl and max(self.trainer_ranks, self.machines) > 1
+        return self.engine_process or self.cluster == "ray" or several
 
     @property
     def weights_apart(self) -> bool:
@@ -162,6 +179,45 @@ class Devices:
         }
         return 1 + sum(n for role, n in others.items() if self.placed_together("actor", role))
 
+    # The machines of a launch
+
+    @property
+    def most_ranks(self) -> int | None:
+        """The most trainer ranks, if a launcher started processes on several machines."""
+        return self.machines * self.ranks_per_machine if self.machines > 1 else None
+
+    def ranks_on(self, machine: int) -> int:
+        """Trainer ranks on a machine: they fill one machine after another."""
+        if self.machines == 1:
+            return self.trainer_ranks
+        before = machine * self.ranks_per_machine
+        return min(self.ranks_per_machine, max(0, self.trainer_ranks - before))
+
+    @property
+    def engines_each(self) -> int:
+        """The most engines on one machine if all machines can have any number of them."""
+        return ceil(self.engines / self.machines)
+
+    def engine_places(self, gpus: int) -> list[EnginePlace]:
+        """All places for engines on machines with ``gpus`` each, in the order in which engines take
+        them: one on each machine, then the next one on each."""
+        places: list[list[tuple[int, ...] | None]] = []
+        for machine in range(self.machines):
+            own = self.own_gpus(gpus, machine)
+            places.append([None] * self.engines if own is None else [*own])
+        rounds = range(max(map(len, places)))
+        return [
+            EnginePlace(machine, there[number])
+            for number in rounds
+            for machine, there in enumerate(places)
+            if number < len(there)
+        ]
+
+    def engines_on(self, machine: int, gpus: int) -> int:
+        """Engines on a machine."""
+        taken = self.engine_places(gpus)[: self.engines]
+        return sum(place.machine == machine for place in taken)
+
     # The GPUs of engines
 
     @property
@@ -170,29 +226,35 @@ class Devices:
         sample."""
         return self.hybrid or not self.kind.rl
 
-    def own_devices(self, visible: Sequence[str]) -> list[tuple[str, ...]] | None:
-        """The GPUs of each engine, for as many engines as the GPUs allow; None if all share the
-        trainer's.
+    def own_gpus(self, gpus: int, machine: int = 0) -> list[tuple[int, ...]] | None:
+        """The GPUs of each engine on a machine with ``gpus``, for as many engines as they allow;
+        None if all share the trainer's.
 
         The trainer shares its GPU only if it takes turns with the engines (``system.hybrid``) or
         does not train while they sample. A single GPU is always shared, and so is that of a single
         trainer if engines read its weights through CUDA IPC. Several ranks have such engines on the
-        first GPUs, which are the ranks'.
+        first GPUs, which are the ranks'. Of several machines, each may have other numbers of ranks
+        and engines.
         """
         apart = self.engine_process and self.on_gpu
-        beside = self.weight_plane == "ipc" and self.trainer_ranks == 1
-        if not apart or len(visible) < 2 or beside:
+        ipc = self.weight_plane == "ipc"
+        alone = self.machines == 1 and (gpus < 2 or (ipc and self.trainer_ranks == 1))
+        if not apart or alone:
             return None
         trainer = int(self.device.partition(":")[2] or 0)
-        others = 0 if self.engines_use_all else self.trainer_ranks
-        free = [*visible[trainer:], *visible[:trainer]][others:]
-        ranks = self.ranks_per_engine
-        ends = range(ranks, len(free) + 1, ranks)
-        return [tuple(free[end - ranks : end]) for end in ends]
+        ranks = self.ranks_on(machine)
+        free = [*range(trainer, gpus), *range(trainer)]
+        if not self.engines_use_all:
+            free = free[ranks:]
+        elif ipc and self.machines > 1:
+            free = free[:ranks]
+        each = self.ranks_per_engine
+        ends = range(each, len(free) + 1, each)
+        return [tuple(free[end - each : end]) for end in ends]
 
     def have_own_gpus(self, gpus: int) -> bool:
         """Whether engines have their own GPUs among this machine's ``gpus``."""
-        return self.own_devices(visible_names(None, gpus)) is not None
+        return self.own_gpus(gpus) is not None
 
     def engines_elsewhere(self, gpus: int) -> bool:
         """Whether engines have GPUs on which nothing trains."""
@@ -203,7 +265,7 @@ class Devices:
     def engines_together(self, gpus: int) -> int:
         """How many engines share the memory of one of this machine's ``gpus``, or of the CPU."""
         alone = self.cluster != "none" or self.have_own_gpus(gpus)
-        return 1 if alone else self.engines
+        return 1 if alone else self.engines_each
 
     # Threads
 
@@ -216,7 +278,7 @@ class Devices:
     def engine_threads(self) -> int:
         """Threads per engine process: as many as the trainer's if both compute concurrently, else
         a share of them."""
-        return self.threads if self.engines_share_cpu else max(1, self.threads // self.engines)
+        return self.threads if self.engines_share_cpu else max(1, self.threads // self.engines_each)
 
     @property
     def computing_threads(self) -> int:
@@ -224,7 +286,7 @@ class Devices:
         a cluster."""
         if self.on_gpu or self.cluster != "none":
             return 1
-        return self.threads * (self.trainer_ranks + self.engines * self.engines_share_cpu)
+        return self.threads * (self.ranks_on(0) + self.engines_each * self.engines_share_cpu)
 
 
 def visible_names(variable: str | None, count: int) -> list[str]:
@@ -239,26 +301,30 @@ def visible_names(variable: str | None, count: int) -> list[str]:
 
 
 def device_problems(devices: Devices, gpus: int) -> Iterator[Problem]:
-    """Requests that exceed the ``gpus`` visible GPUs."""
+    """Requests that exceed the ``gpus`` visible GPUs of each machine."""
     ranks = devices.ranks_per_engine
     engines = devices.engines
-    places = devices.own_devices(visible_names(None, gpus))
+    machines = devices.machines
+    places = len(devices.engine_places(gpus)) if devices.have_own_gpus(gpus) else engines
     shared = devices.engines_use_all
-    if places is not None and len(places) < engines:
+    if places < engines:
         each = f"{'1 GPU' if ranks == 1 else f'{ranks} GPUs'} each"
         others = "" if shared else " and the trainer"
         wanted = engines * ranks + (0 if shared else devices.trainer_ranks)
+        sees = f"this process sees {gpus}"
+        if machines > 1:
+            sees = f"{machines} machines have {gpus} each"
         at_once = shared or devices.kind.ahead
         turns = ", or let engines and trainer take turns: system.hybrid = true"
         yield Problem(
             ("system.engines", "system.vllm.tensor_parallel_size", "system.trainer_ranks"),
-            f"system.engines = {engines} of {each}{others} take {wanted} GPUs, and this process "
-            f"sees {gpus}, with room for {len(places)}. Lower system.engines or the ranks of each"
-            f"{'' if at_once or engines * ranks > gpus else turns}",
+            f"system.engines = {engines} of {each}{others} take {wanted} GPUs, and {sees}, with "
+            f"room for {places}. Lower system.engines or the ranks of each"
+            f"{'' if at_once or engines * ranks > machines * gpus else turns}",
             "machine",
         )
     apart = devices.engine_process and devices.on_gpu
-    if apart and devices.weight_plane == "nccl" and (gpus == 1 or shared):
+    if apart and devices.weight_plane == "nccl" and (machines * gpus == 1 or shared):
         yield Problem(
             ("system.weight_plane",),
             'system.weight_plane = "nccl" copies between GPUs, and engine and trainer share one '

@@ -139,8 +139,14 @@ class Plan(Generic[C]):
 
     @property
     def trainer_memory(self) -> int:
-        """``free_memory`` for each trainer rank; on a CPU the ranks share it."""
-        return self.free_memory // (1 if self.devices.on_gpu else self.devices.trainer_ranks)
+        """``free_memory`` for each trainer rank; on a CPU the ranks of a machine share it."""
+        return self.free_memory // (1 if self.devices.on_gpu else self.ranks_here)
+
+    @property
+    def ranks_here(self) -> int:
+        """Trainer ranks on this machine, the first of a launcher's."""
+        ranks = self.devices.trainer_ranks
+        return min(ranks, self.facts.ranks_here or ranks)
 
     @property
     def adapter_rank(self) -> int | None:
@@ -253,7 +259,7 @@ def gpu_of(device: str, facts: Facts) -> Gpu | None:
 
 def open_plan(said: C, facts: Facts, algorithm: Algorithm | None = None) -> Plan[C]:
     """The plan of what was said, with one process and nothing in host memory where that is open."""
-    devices = devices_said(kind_of(said, algorithm), said)
+    devices = devices_said(kind_of(said, algorithm), said, facts)
     return Plan(
         said,
         facts,
@@ -272,7 +278,7 @@ def reopened(plan: Plan[C], system: SystemSection) -> Plan[C]:
     """The plan on its device and with its engine, with another ``[system]``, which leaves its
     processes and their memory open."""
     said = plan.said.model_copy(update={"system": system})
-    devices = devices_said(plan.kind, said)
+    devices = devices_said(plan.kind, said, plan.facts)
     here = plan.devices
     devices = replace(devices, engine=here.engine, device=here.device, dtype=here.dtype)
     memory = memory_said(system)
@@ -296,8 +302,14 @@ def with_said(plan: Plan[C], values: Mapping[str, Any]) -> Plan[C]:
     return replace(plan, sampling=running)
 
 
-def devices_said(kind: RunKind, said: RunConfig) -> Devices:
+def devices_said(kind: RunKind, said: RunConfig, facts: Facts | None = None) -> Devices:
+    """Args: facts: what a launcher started; None: nothing."""
     system = said.system
+    machines = 1
+    each = 1
+    if facts and facts.ranks_here and kind.rl and system.cluster == "none":
+        machines = facts.hardware.nodes
+        each = facts.ranks_here
     return Devices(
         kind=kind,
         engine=system.engine_kind,
@@ -306,6 +318,8 @@ def devices_said(kind: RunKind, said: RunConfig) -> Devices:
         dtype=said.model.dtype or "",
         threads=system.threads or 1,
         compile=system.compile or False,
+        machines=machines,
+        ranks_per_machine=each,
         trainer_ranks=system.trainer_ranks or 1,
         zero_stage=system.zero_stage or 0,
         shard_size=system.shard_size,

@@ -66,32 +66,32 @@ def devices_of(said: RunConfig) -> Devices:
 
 
 @pytest.mark.parametrize(
-    ("said", "visible", "expected"),
+    ("said", "gpus", "expected"),
     [
-        ((), "0 1", [("1",)]),
-        (("system.engines=2",), "0 1 2 3", [("1",), ("2",), ("3",)]),  # and room for one more
-        (("system.engines=2", 'system.device="cuda:2"'), "0 1 2 3", [("3",), ("0",), ("1",)]),
-        (vllm(2), "0 1 2 3 4", [("1", "2"), ("3", "4")]),
-        (vllm(2, 2), "0 1 2 3 4 5", [("1", "2", "3", "4")]),
-        (vllm(2), "0 1", []),
-        (("system.hybrid=true", *vllm(2)), "0 1", [("0", "1")]),
-        (("system.hybrid=true", 'system.device="cuda:1"'), "7 GPU-5a", [("GPU-5a",), ("7",)]),
-        ((), "0", None),
-        ((), "", None),
-        (('system.weight_plane="ipc"',), "0 1", None),
+        ((), 2, [(1,)]),
+        (("system.engines=2",), 4, [(1,), (2,), (3,)]),  # and room for one more
+        (("system.engines=2", 'system.device="cuda:2"'), 4, [(3,), (0,), (1,)]),
+        (vllm(2), 5, [(1, 2), (3, 4)]),
+        (vllm(2, 2), 6, [(1, 2, 3, 4)]),
+        (vllm(2), 2, []),
+        (("system.hybrid=true", *vllm(2)), 2, [(0, 1)]),
+        (("system.hybrid=true", 'system.device="cuda:1"'), 2, [(1,), (0,)]),
+        ((), 1, None),
+        ((), 0, None),
+        (('system.weight_plane="ipc"',), 2, None),
         (
             ('system.weight_plane="ipc"', "system.trainer_ranks=2", "system.hybrid=true"),
-            "0 1",
-            [("0",), ("1",)],
+            2,
+            [(0,), (1,)],
         ),
-        (('system.device="cpu"',), "0 1", None),
-        (("system.engine_process=false",), "0 1", None),
+        (('system.device="cpu"',), 2, None),
+        (("system.engine_process=false",), 2, None),
     ],
 )
 def test_each_engine_has_gpus_of_its_own(
-    said: tuple[str, ...], visible: str, expected: list[tuple[str, ...]] | None
+    said: tuple[str, ...], gpus: int, expected: list[tuple[int, ...]] | None
 ) -> None:
-    assert devices_of(config(*said)).own_devices(visible.split()) == expected
+    assert devices_of(config(*said)).own_gpus(gpus) == expected
 
 
 @given(
@@ -111,10 +111,10 @@ def test_no_gpu_is_given_twice(
         f"system.engines={engines}",
     )
     wanted = config(*own, *vllm(ranks))
-    places = devices_of(wanted).own_devices(visible_names(None, gpus))
+    places = devices_of(wanted).own_gpus(gpus)
     assert places is not None and all(len(place) == ranks for place in places)
     given = [gpu for place in places for gpu in place]
-    assert len(given) == len(set(given)) and (hybrid or str(trainer) not in given)
+    assert len(given) == len(set(given)) and (hybrid or trainer not in given)
     assert len(places) == (gpus - (not hybrid)) // ranks
     assert bool([*device_problems(devices_of(wanted), gpus)]) == (
         engines * ranks > gpus - (not hybrid)
@@ -253,8 +253,8 @@ def test_runs_that_sample_only_give_every_gpu_to_engines(
     def sampler(*said: str) -> Any:
         return load_config(kind, None, [*BASE, *said])
 
-    assert devices_of(sampler()).own_devices(["0", "1"]) == [("0",), ("1",)]
-    assert devices_of(sampler(*vllm(2))).own_devices(["0", "1"]) == [("0", "1")]
+    assert devices_of(sampler()).own_gpus(2) == [(0,), (1,)]
+    assert devices_of(sampler(*vllm(2))).own_gpus(2) == [(0, 1)]
     assert not [*device_problems(devices_of(sampler("system.engines=2")), 2)]
     [problem] = device_problems(devices_of(sampler("system.engines=3")), 2)
     assert "3 of 1 GPU each take 3 GPUs, and this process sees 2, with room for 2" in problem.text

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from tunesmith.errors import EngineError, EngineLostError, TrainerLostError
+from tunesmith.errors import EngineError, EngineLostError, NoPlaceError, TrainerLostError
 from tunesmith.learn.usercode.far import Far
-from tunesmith.run.processes import machines
+from tunesmith.plan.devices import EnginePlace
+from tunesmith.run.processes import machines, torchrun
 from tunesmith.run.processes.local import RANKED
 from tunesmith.run.processes.machines import address_towards
-from tunesmith.run.processes.torchrun import LaunchedProcesses, Meeting
+from tunesmith.run.processes.torchrun import (
+    ALIKE,
+    ChildStart,
+    Launch,
+    LaunchedProcesses,
+    Meeting,
+    serve_rank,
+)
 
 
 class Gathered:
     """A meeting to which every other rank has come; they are child processes here."""
 
+    launch = Launch(rank=0, world=4, local_world=2)
+
     def __init__(self) -> None:
         self.taken: list[tuple[str, int]] = []
+        self.starts: list[ChildStart] = []
 
-    def take(self, role: Any, rank: int, lost: Any) -> Far:
+    def take(self, role: Any, rank: int, lost: Any, start: ChildStart = ALIKE) -> Far:
         self.taken.append((role, rank))
+        self.starts.append(start)
         from tunesmith.learn.usercode.child import ChildProcess
 
         return ChildProcess(f"rank {rank}", lost)
@@ -45,6 +59,81 @@ def test_ranks_on_other_machines_need_no_gpu_of_this_one() -> None:
         processes.spawn("rollout", EngineLostError)
         with pytest.raises(EngineError, match=r"1 .*engine"):
             processes.spawn("rollout", EngineLostError)
+
+
+def test_the_first_rank_of_each_machine_starts_its_engines(tmp_path: Path) -> None:
+    met = Gathered()
+    places = [
+        EnginePlace(0, (2,)),
+        EnginePlace(1, (2,)),
+        EnginePlace(0, (3,)),
+        EnginePlace(1, (3,)),
+    ]
+    gpus: Any = {"rollout": [("6",), ("6",), ("7",), ("7",)]}
+    with LaunchedProcesses(cast(Meeting, met), gpus, places) as processes:
+        assert met.taken == [("actor", rank) for rank in (1, 2, 3)]
+        rank = processes.spawn("actor", TrainerLostError)
+        assert rank not in processes.others
+        assert processes.spawn("actor", TrainerLostError) is processes.others[0]
+        python = tmp_path / "python"
+        python.symlink_to(sys.executable)
+        engines = [processes.spawn("rollout", EngineLostError) for _ in range(3)]
+        engines.append(processes.spawn("rollout", EngineLostError, python))
+        assert met.taken[3:] == [("rollout", 2), ("rollout", 2)]
+        assert met.starts[3:] == [ChildStart((2,)), ChildStart((3,), python)]
+        with pytest.raises(EngineError, match=r"4 .*engine"):
+            processes.spawn("rollout", EngineLostError)
+
+        engines[1].close()
+        processes.spawn("rollout", EngineLostError)
+        assert len(met.taken) == 6, "an engine is replaced on its machine"
+        engines[2].close()
+        engines[3].close()
+        processes.others[1].close()  # the machine is lost
+        processes.spawn("rollout", EngineLostError)
+        assert len(met.taken) == 6
+        with pytest.raises(NoPlaceError, match=r"4 engines .*, 2 of them"):
+            processes.spawn("rollout", EngineLostError)
+    assert all(far.lost for far in processes.others)
+
+
+def test_a_machine_offers_all_its_gpus_to_engines_though_its_first_rank_sees_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Served(Exception):
+        """The process serves."""
+
+    def serve(*_: Any, **__: Any) -> None:
+        raise Served
+
+    def visible() -> list[str]:
+        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+
+    offered: list[tuple[Any, ...]] = []
+
+    def offer(*arguments: Any) -> None:
+        offered.append(arguments[1:])
+
+    def stand_in(*_: Any) -> str:
+        return "nobody is there"
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    stand_ins: dict[str, Any] = {
+        "ignore_signals": stand_in,
+        "Rendezvous": stand_in,
+        "read_gpus": visible,
+        "_connect": stand_in,
+        "_on_thread": offer,
+        "serve": serve,
+    }
+    for name, other in stand_ins.items():
+        monkeypatch.setattr(torchrun, name, other)
+    with pytest.raises(Served):
+        serve_rank(Launch(rank=3, world=6, local_world=3, local_rank=0))
+    assert visible() == ["4"]
+    _, _, view, names = offered[0]
+    assert (view["GPUs"], view["processes on each machine"], names) == ("3", "3", "4,5,6")
 
 
 @pytest.mark.parametrize(

@@ -720,6 +720,9 @@ def test_the_slurm_job_of_every_command(tmp_path: Path) -> None:
     alone = job_of(tmp_path, rewards, "--no-ray", "--gpus-per-node", "8")
     assert "--nnodes 1 --nproc-per-node 1 " in alone and "-m tunesmith rl " in alone
     assert job_of(tmp_path, rewards, *many).startswith("-m tunesmith rl ")
+    for said in ("rollout.group_size=4", "system.trainer_ranks=4"):  # the other GPUs have engines
+        found = job_of(tmp_path, rewards, "--no-ray", *many, said)
+        assert found.startswith(launcher) and "-m tunesmith rl " in found and "ray" not in found
     teacher = '[teacher]\npath = "org/teacher"\n'
     assert job_of(tmp_path, teacher, *many).startswith(
         f"-m tunesmith distill {tmp_path}/run.toml system.cluster=ray"
@@ -733,7 +736,8 @@ def test_the_slurm_job_of_every_command(tmp_path: Path) -> None:
         launcher[:27]
     )
     for text, *refused in (
-        (rewards, "--no-ray", *many),
+        (rewards, "--no-ray", *many, "system.trainer_ranks=17"),
+        (rewards, "--command", "generate", *many),
         ("", "--ray", *many),
         ("", "--command", "sftt"),
         ("", *many, "system.trainer_ranks=4"),

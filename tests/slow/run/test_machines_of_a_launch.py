@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import psutil
 import pytest
 
 from tests.support.rank_runs import same, sft_settings, wait_for_step
+from tests.support.tiny_runs import rl_settings
 from tunesmith.run import placement
 
 pytestmark = pytest.mark.timeout(600)
-TORCHRUN = Path(sys.executable).parent / "torchrun"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 def free_port() -> int:
@@ -30,7 +32,14 @@ class Machines:
     """``torchrun --nnodes 2``: each launcher's working directory has the run file; the model is the
     settings'."""
 
-    def __init__(self, folder: Path, settings: list[str], ranks: int = 1, **texts: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: list[str],
+        ranks: int = 1,
+        kind: str = "sft",
+        **texts: str,
+    ) -> None:
         port = free_port()
         self.launchers: list[subprocess.Popen[str]] = []
         for node in range(2):
@@ -56,12 +65,12 @@ class Machines:
                 folder.name,
             ]
             command = [
-                str(TORCHRUN),
+                *TORCHRUN,
                 *where,
                 *meeting,
                 "-m",
                 "tunesmith",
-                "sft",
+                kind,
                 "run.toml",
                 *settings,
             ]
@@ -111,8 +120,6 @@ class Machines:
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Any]:
-    if not TORCHRUN.exists():
-        pytest.skip("there is no torchrun here")
     started: list[Machines] = []
 
     def start(settings: list[str], **options: Any) -> Machines:
@@ -161,3 +168,75 @@ def test_machines_with_other_run_files_are_refused(
         or "run.toml line 2: 'seed = 1'" in found.said()
     )
     assert "'seed = 0'" in found.said() and "'seed = 1'" in found.said()
+
+
+def engines_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The engines that a machine's processes have started."""
+    family = psutil.Process(launcher.pid).children(recursive=True)
+    return [
+        one for one in family if one.cmdline()[-1:] in (["an engine"], ["the engine's process"])
+    ]
+
+
+def test_machines_with_engines_end_as_one_machine_also_when_parts_are_lost(
+    machines: Any, model: Path, tmp_path: Path
+) -> None:
+    """Two machines of one rank and one engine each. An engine of the second is lost, which is
+    replaced there; then the whole machine is, and the run resumes."""
+    settings = {
+        "system__device": "cpu",
+        "monitor__progress": False,
+        "train__steps": 30,
+        "train__lr": 1e-3,
+        "checkpoint__every": 5,
+        "checkpoint__keep": 1,
+    }
+    two = {**settings, "system__trainer_ranks": 2, "system__engines": 2}
+    alone = placement.run_rl(None, rl_settings(tmp_path, model, "alone", **two))
+    run = tmp_path / "launched"
+    again = rl_settings(tmp_path, model, "launched", **settings, checkpoint__resume="auto")
+
+    launched = machines(again, kind="rl")
+    wait_for_step(run, 6, launched.launchers[0])
+    first = launched.first()
+    here, there = (engines_of(launched.launchers[node]) for node in (first, 1 - first))
+    assert len(here) == len(there) == 1
+    there[0].kill()
+    wait_for_step(run, 12, launched.launchers[0])
+    assert "the engine's process on " in launched.said()
+    [replacement] = engines_of(launched.launchers[1 - first])
+    assert replacement.pid != there[0].pid
+
+    launched.kill(1 - first)
+    assert launched.launchers[first].wait(120) != 0
+    assert "rank 1 of the trainer" in launched.said() or "process on" in launched.said()
+    resumed = machines(again, kind="rl")
+    assert resumed.end() == [0, 0], resumed.said()
+    same(alone, placement.RunResult(run, run / "checkpoints/step-000030/model", [], {}))
+    assert "2 machines 1 + 1" in (run / "config.toml").read_text()
+
+
+def test_a_machine_that_only_has_engines_may_be_lost(
+    machines: Any, model: Path, tmp_path: Path
+) -> None:
+    settings = {
+        "system__device": "cpu",
+        "monitor__progress": False,
+        "train__steps": 12,
+        "train__lr": 1e-3,
+        "system__trainer_ranks": 1,
+        "system__engines": 2,
+    }
+    apart = {**settings, "system__engine_process": True}
+    alone = placement.run_rl(None, rl_settings(tmp_path, model, "alone", **apart))
+    launched = machines(rl_settings(tmp_path, model, "launched", **settings), kind="rl")
+    run = tmp_path / "launched"
+    wait_for_step(run, 3, launched.launchers[0])
+    first = launched.first()
+    assert len(engines_of(launched.launchers[1 - first])) == 1
+    launched.kill(1 - first)
+    trained = run / "checkpoints/step-000012"
+    deadline = time.monotonic() + 300
+    while not (trained / "manifest.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    same(alone, placement.RunResult(run, trained / "model", [], {}))

@@ -413,7 +413,7 @@ def _ranks_on_a_machine(plan: AnyPlan) -> int:
     """Trainer ranks that share a machine's memory; with Ray each of its GPUs has one."""
     if plan.devices.cluster != "none":
         return max(1, min(plan.devices.trainer_ranks, plan.gpus))
-    return plan.facts.ranks_here or plan.devices.trainer_ranks
+    return plan.ranks_here
 
 
 def _host_unknown(plan: AnyPlan) -> bool:

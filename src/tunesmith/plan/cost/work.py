@@ -324,7 +324,8 @@ def _between_gpus(plan: AnyPlan, model: ModelFacts, step: StepSize) -> Amounts:
 def _new_weights(plan: AnyPlan, model: ModelFacts) -> Amounts:
     """Bytes of new weights for each engine, by the way that they take."""
     devices = plan.devices
-    plane = devices.weight_plane or ("gloo" if devices.cluster == "ray" else "memory")
+    several = devices.cluster == "ray" or devices.machines > 1
+    plane = devices.weight_plane or ("gloo" if several else "memory")
     if not devices.engines_apart:
         plane = "ipc"  # an engine in the trainer's process copies from GPU memory to GPU memory
     copy = copy_bytes(model, devices.bytes_per_number)
@@ -334,8 +335,8 @@ def _new_weights(plan: AnyPlan, model: ModelFacts) -> Amounts:
     if plan.kind.adapter and devices.adapter_sync == "adapter":
         sent = 4 * adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
     through_host = plane == "nccl" and devices.weight_copy != "gpu"
-    several = devices.shards > (plan.gpus or devices.shards)
-    links = "bytes between machines" if several else "bytes between GPUs"
+    spread = devices.shards > (plan.gpus or devices.shards)
+    links = "bytes between machines" if spread else "bytes between GPUs"
     return {
         f"bytes by {plane}": sent,
         # Ranks that shard the weights gather them first.

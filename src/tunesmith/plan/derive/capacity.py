@@ -155,8 +155,8 @@ def _with_processes(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     """Refuse more trainer ranks than this machine has GPUs; put engines into processes."""
     devices = plan.devices
     gpus = plan.gpus
-    ranks = plan.facts.ranks_here or devices.trainer_ranks
-    if devices.trainer_ranks == 1 or devices.cluster != "none":
+    ranks = plan.ranks_here
+    if max(devices.trainer_ranks, devices.machines) == 1 or devices.cluster != "none":
         return plan
     if devices.on_gpu and 0 < gpus < ranks:
         raise ConfigError(
@@ -172,10 +172,10 @@ def _with_processes(plan: Plan[C], reasons: Reasons) -> Plan[C]:
 
 def _threads(plan: AnyPlan) -> tuple[int, str]:
     devices = plan.devices
-    ranks = plan.facts.ranks_here or devices.trainer_ranks
+    ranks = plan.ranks_here
     if devices.on_gpu:  # one of them on each GPU of a machine
         ranks = min(ranks, max(1, plan.gpus))
-    engines = devices.engines if devices.engines_share_cpu else 0
+    engines = devices.engines_each if devices.engines_share_cpu else 0
     shared = f", shared by {ranks} trainer ranks" if ranks > 1 else ""
     if engines:
         shared = f", shared by the trainer and {engines} engine processes"

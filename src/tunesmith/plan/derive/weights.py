@@ -79,4 +79,6 @@ def _usual_plane(plan: AnyPlan) -> tuple[str, str]:
         return "ipc", "engines read the weights on the GPU that they share with a trainer rank"
     if devices.cluster == "ray":
         return "gloo", "engines may be on other machines"
+    if devices.machines > 1:
+        return "gloo", f"engines are on {devices.machines} machines"
     return "memory", "engines and trainer are on one machine"

@@ -65,8 +65,8 @@ def gpus_of_run(plan: AnyPlan) -> int:
     """The number of GPUs over which the run may spread: the first one and those after it that are
     alike.
 
-    It is 1 on a CPU, and if the model's size is unknown. Without Ray, sampling runs stay on one
-    machine.
+    It is 1 on a CPU, and if the model's size is unknown. Runs that sample stay on one machine,
+    unless Ray or a launcher gives them more.
     """
     machine = plan.facts.hardware
     model = plan.facts.model
@@ -76,7 +76,7 @@ def gpus_of_run(plan: AnyPlan) -> int:
         return 1
     alike = takewhile(lambda gpu: _alike(gpu, machine.gpus[0]), machine.gpus)
     here = plan.kind.samples and devices.cluster == "none"
-    return max(1, len([*alike])) * (1 if here else machine.nodes)
+    return max(1, len([*alike])) * (devices.machines if here else machine.nodes)
 
 
 def _alike(gpu: Gpu, first: Gpu) -> bool:
@@ -96,7 +96,8 @@ def _shapes(plan: AnyPlan, gpus: int) -> Iterator[ProcessLayout]:
     kind = plan.kind
     ranks: int | None = said["trainer_ranks"]
     size = said["sequence"] or 1
-    together = ranks or max(1, min(gpus // size, plan.training.batch or gpus) * size)
+    most = devices.most_ranks or gpus
+    together = ranks or max(1, min(gpus // size, most // size, plan.training.batch or gpus) * size)
     in_process = devices.engine.served or said["engine_process"] is False
     beside = devices.weight_plane == "ipc"  # engines are on the ranks' GPUs, and take turns
     if not kind.samples:
@@ -104,12 +105,15 @@ def _shapes(plan: AnyPlan, gpus: int) -> Iterator[ProcessLayout]:
     elif gpus > 1 and not in_process:
         if kind.rl and not beside and (ranks or said["engines"]):  # then each has its own GPUs
             yield from _apart(plan, gpus)
-        for tensor in _tensor_sizes(plan, gpus):
+        for tensor in _tensor_sizes(plan, min(gpus, plan.gpus)):
             there = together if beside else gpus
             count = said["engines"] or max(1, there // (tensor * devices.pipeline))
             shape = ProcessLayout(engines=count, tensor=tensor, engine_process=True)
             if kind.trains:
                 shape = replace(shape, trainer_ranks=together)
+            if devices.machines > 1 and not said["engines"]:
+                count = _room(plan, replace(shape, hybrid=True))
+                shape = replace(shape, engines=max(1, count))
             if not kind.rl:
                 yield shape
             elif not kind.ahead and devices.weight_plane != "nccl":
@@ -118,7 +122,11 @@ def _shapes(plan: AnyPlan, gpus: int) -> Iterator[ProcessLayout]:
             yield from _apart(plan, gpus)
     engines = said["engines"] or 1
     tensor = said["tensor"] or 1
-    if kind.samples and (engines == 1 or gpus == 1 or in_process):
+    if devices.machines > 1:
+        if gpus == 1:
+            engines = said["engines"] or devices.machines
+            yield ProcessLayout(ranks or 1, engines=engines, tensor=tensor, engine_process=True)
+    elif kind.samples and (engines == 1 or gpus == 1 or in_process):
         left = plan.gpus - engines * tensor * devices.pipeline
         alone = gpus == 1 or beside
         turns = alone and _only_in_turn(plan, 0 if beside else left, ranks or 1)
@@ -144,16 +152,24 @@ def _apart(plan: AnyPlan, gpus: int) -> Iterator[ProcessLayout]:
     wanted: int | None = said["trainer_ranks"]
     engines: int | None = said["engines"]
     size = said["sequence"] or 1
-    for tensor in _tensor_sizes(plan, gpus):
+    for tensor in _tensor_sizes(plan, min(gpus, plan.gpus)):
         each = tensor * plan.devices.pipeline
         step = max(1, gpus // 16)
         shares = sorted(range(step, gpus, step), key=lambda ranks: abs(2 * ranks - gpus))
         others = [(gpus - engines * each) // size * size] if engines else shares
         for ranks in [wanted] if wanted else others:
             count = engines or (gpus - ranks) // each
-            if ranks > 0 and count > 0:
-                own = ProcessLayout(ranks, engines=count, tensor=tensor, engine_process=True)
-                yield replace(own, hybrid=False)
+            own = ProcessLayout(ranks, engines=count, tensor=tensor, engine_process=True)
+            own = replace(own, hybrid=False)
+            if plan.devices.machines > 1 and not engines and ranks > 0:
+                own = replace(own, engines=_room(plan, own))
+            if 0 < ranks <= (plan.devices.most_ranks or gpus) and own.engines > 0:
+                yield own
+
+
+def _room(plan: AnyPlan, shape: ProcessLayout) -> int:
+    """How many engines of a shape there are places for on a launcher's machines."""
+    return len(shape.of(plan).devices.engine_places(plan.gpus))
 
 
 def _tensor_sizes(plan: AnyPlan, gpus: int) -> list[int]:

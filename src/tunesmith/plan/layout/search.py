@@ -158,12 +158,17 @@ def _reasons(plan: AnyPlan, gpus: int) -> dict[str, str]:
         else ""
     )
     together = "engines and trainer take turns on all GPUs"
+    there = ""
+    if devices.machines > 1:
+        counts = [devices.ranks_on(machine) for machine in range(devices.machines)]
+        there = f"; on the {len(counts)} machines {' + '.join(map(str, counts))}"
     return {
         "trainer_ranks": (
             f"{'all' if ranks == gpus else f'{ranks} of the'} {gpus} GPUs{alike} train{others}"
+            f"{there}"
         ),
         "zero_stage": sharded if stage else need,
-        "engines": f"on {'the GPUs that do not train' if apart else 'all GPUs'}",
+        "engines": _engines_in_words(plan, apart=apart),
         "sequence": "GPUs that share each sequence: the fastest step that fits",
         "tensor": "GPUs that share an engine: the fastest step that fits",
         "placement": (
@@ -172,6 +177,18 @@ def _reasons(plan: AnyPlan, gpus: int) -> dict[str, str]:
         ),
         "hybrid": together if devices.hybrid else "engines have their own GPUs",
     }
+
+
+def _engines_in_words(plan: AnyPlan, *, apart: bool) -> str:
+    """Where the engines are."""
+    where = f"on {'the GPUs that do not train' if apart else 'all GPUs'}"
+    devices = plan.devices
+    if not devices.on_gpu:
+        where = "engines are processes of their own"
+    if devices.machines == 1:
+        return where
+    counts = [devices.engines_on(machine, plan.gpus) for machine in range(devices.machines)]
+    return f"{where}; on the {len(counts)} machines {' + '.join(map(str, counts))}"
 
 
 def _least(plan: AnyPlan, stage: int) -> str:

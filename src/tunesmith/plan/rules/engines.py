@@ -103,6 +103,24 @@ def weight_plane(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 
 @rule(RunConfig)
+def several_machines(s: Situation[RunConfig]) -> Iterator[Problem]:
+    machines = s.devices.machines
+    if machines == 1:
+        return
+    if s.devices.weight_plane == "memory":
+        yield s.clash(PLANE,
+            f"is for engines on the trainer's machine, and a launcher starts engines on {machines}"
+            ' machines; use "gloo", or "disk" with a system.engine_directory that all of them see')
+    if s.engine.served:
+        yield s.clash("system.engine",
+            f"samples on servers, and a launcher starts engines on {machines} machines, which would"
+            " be idle; start the run on one machine")
+    elif s.engine_process_off:
+        yield s.clash("system.engine_process",
+            f": a launcher starts engines on {machines} machines, each in a process; leave it out")
+
+
+@rule(RunConfig)
 def weights_through_mapped_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     """Buckets are read from where the ranks train, so each engine process is on the device of a
     rank, which waits."""

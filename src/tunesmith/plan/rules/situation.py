@@ -357,7 +357,7 @@ class Situation(Generic[C]):
         """As planned, or as said."""
         if self.plan is not None:
             return self.plan.devices
-        return devices_said(self.kind or kind_of(self.config), self.config)
+        return devices_said(self.kind or kind_of(self.config), self.config, self.facts)
 
     @property
     def device_kind(self) -> str | None:
@@ -395,7 +395,7 @@ class Situation(Generic[C]):
 
     @property
     def engine_process_off(self) -> bool:
-        return "engine_process" in self._written and not self.devices.engine_process
+        return "engine_process" in self._written and not self.config.system.engine_process
 
     @property
     def _written(self) -> set[str]:

@@ -58,20 +58,22 @@ def with_launched_ranks(config: C) -> C:
     if launch is None or isinstance(config, GenerateConfig):
         return config
     started = f"the launcher started {launch.world} processes (WORLD_SIZE)"
-    if launch.several_machines and config.rl:
-        raise ConfigError(
-            f"{started}, {launch.local_world} of them on this machine: for rollouts on several "
-            "machines say "
-            'system.cluster = "ray", without a launcher',
-            keys=("system.cluster",),
-        )
     if system.cluster != "none":
         raise ConfigError(
             f'{started}, and system.cluster = "{system.cluster}" starts its own; leave one of them '
             "out",
             keys=("system.cluster",),
         )
-    if "trainer_ranks" in system.model_fields_set and system.trainer_ranks != launch.world:
+    if launch.several_machines and config.rl:
+        if launch.world % launch.local_world:
+            raise ConfigError(
+                f"{started}, {launch.local_world} of them on this machine: start as many on each "
+                "(torchrun --nproc-per-node)"
+            )
+        check_launched_ranks(config, launch.world)
+        if "trainer_ranks" in system.model_fields_set or _on_gpus(config):
+            return config  # else the plan chooses which of the GPUs train
+    elif "trainer_ranks" in system.model_fields_set and system.trainer_ranks != launch.world:
         raise ConfigError(
             f"system.trainer_ranks = {system.trainer_ranks}, and {started}; leave it out",
             keys=("system.trainer_ranks",),
@@ -79,6 +81,26 @@ def with_launched_ranks(config: C) -> C:
     return config.model_copy(
         update={"system": system.model_copy(update={"trainer_ranks": launch.world})}
     )
+
+
+def check_launched_ranks(config: RunConfig, processes: int) -> None:
+    """Refuse more trainer ranks than a launcher starts processes on several machines.
+
+    Raises:
+        ConfigError: there are more.
+    """
+    ranks = config.system.trainer_ranks
+    if ranks is not None and ranks > processes:
+        raise ConfigError(
+            f"system.trainer_ranks = {ranks}, and the launcher starts {processes} processes on all "
+            "machines together; lower it, leave it out, or start more processes",
+            keys=("system.trainer_ranks",),
+        )
+
+
+def _on_gpus(config: RunConfig) -> bool:
+    """Whether a run computes on GPUs."""
+    return config.system.device != "cpu" and bool(read_hardware().gpus)
 
 
 def check_run(config: C, base_dir: Path, *, hub: bool = True, imports: bool = False) -> Plan[C]:
@@ -196,6 +218,8 @@ def facts_of_run(
     launch = Launch.of()
     here = launch.local_world if launch else None
     machine = hardware or read_hardware()
+    if hardware is None and launch:
+        machine = replace(machine, nodes=launch.machines)
     if hardware is None and machine.gpus and config.system.cluster == "ray":
         machine = replace(machine, nodes=_nodes_like(config, len(machine.gpus)))
     tuned = (

@@ -30,9 +30,10 @@ def open_placement(run: OpenRun[Any, Any]) -> Placement:
     if devices.cluster == "ray":
         return _ray(plan)
     met = meeting()
-    if met and devices.trainer_ranks > 1:
+    if met and max(devices.trainer_ranks, devices.machines) > 1:
         gpus = local_gpus(devices)
-        starter = LaunchedProcesses(met, gpus)
+        places = devices.engine_places(plan.gpus) if devices.machines > 1 else ()
+        starter = LaunchedProcesses(met, gpus, places)
         return Launched(starter, own_gpus="rollout" in gpus, run_dir=run.directory.path)
     return on_this_machine(plan, run.tokenizer, devices.trainer_ranks)
 

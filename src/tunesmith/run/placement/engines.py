@@ -288,8 +288,8 @@ def local_engine_for(model: CausalLM, plan: AnyPlan, longest: int, requests: int
 
 
 def local_gpus(devices: Devices) -> dict[Role, Sequence[Sequence[str]]]:
-    """The GPUs of this machine that each process of a role sees, for roles that do not see all of
-    them.
+    """The GPUs of its machine that each process of a role sees, for roles that do not see all of
+    them; those of other machines by the names that they have here.
 
     Raises:
         ConfigError: there are too few GPUs.
@@ -299,16 +299,15 @@ def local_gpus(devices: Devices) -> dict[Role, Sequence[Sequence[str]]]:
     if not devices.on_gpu:
         return {}
     gpus = device_count()
-    world = devices.trainer_ranks
     raise_all([*device_problems(devices, gpus)])
     visible = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
     found: dict[Role, Sequence[Sequence[str]]] = {}
-    if world > 1:
-        ranks = [(name,) for name in visible[:world]]
+    if max(devices.trainer_ranks, devices.machines) > 1:
+        ranks = [(name,) for name in visible[: devices.trainer_ranks]]
         found = {"actor": ranks, "critic": ranks}
-    engines = devices.own_devices(visible)
-    if engines:
-        found["rollout"] = engines
+    if devices.have_own_gpus(gpus):
+        places = devices.engine_places(gpus)
+        found["rollout"] = [[visible[gpu] for gpu in place.gpus or ()] for place in places]
     return found
 
 

@@ -71,20 +71,24 @@ def written_probe(directory: Path) -> Generator[tuple[Path, str]]:
         probe.unlink(missing_ok=True)
 
 
-def check_machines(ranks: Sequence[Far], model: str, run_dir: Path) -> None:
+def check_machines(
+    ranks: Sequence[Far], model: str, run_dir: Path, idle: Sequence[Far] = ()
+) -> None:
     """Refuse machines that do not see the run's directory, or whose files of the model differ.
 
     Args:
         ranks: far objects with a method ``run``.
+        idle: the same for processes that write nothing.
 
     Raises:
         ConfigError: the machines write to different directories of the same name.
         ModelError: they have different models.
     """
     with written_probe(run_dir) as (probe, text):
-        first, *others = gather(far.submit("run", partial(look, model, probe)) for far in ranks)
+        every = (*ranks, *idle)
+        first, *others = gather(far.submit("run", partial(look, model, probe)) for far in every)
     for rank, found in enumerate(others, start=1):
-        if found.probe != text:
+        if rank < len(ranks) and found.probe != text:
             raise ConfigError(
                 f"run_dir = '{run_dir}' is not the same directory everywhere: rank {rank} on "
                 f"{found.host} does not see what rank 0 wrote there on {first.host}. Every rank "

@@ -25,7 +25,11 @@ from tunesmith.plan.layout.fitting import layout_that_fits
 from tunesmith.plan.layout.longest import MOST, length_setting, longest_that_fits
 from tunesmith.plan.plan import AnyPlan, reopened
 from tunesmith.plan.resolve import resolve
-from tunesmith.run.placement.checking import check_inputs, facts_of_run
+from tunesmith.run.placement.checking import (
+    check_inputs,
+    check_launched_ranks,
+    facts_of_run,
+)
 
 CLUSTER = "system.cluster"
 ASSUMED_SAMPLE = 2048
@@ -122,23 +126,31 @@ def _plan_on(
 
 
 def _with_launched_ranks(config: RunConfig, facts: Facts) -> Facts:
-    """Facts with the ranks that ``torchrun`` starts on each of several machines.
+    """Facts with the processes that ``torchrun`` starts on each of several machines: one for each
+    GPU.
 
     Raises:
         ConfigError: the settings have another number of ranks.
     """
     nodes = facts.hardware.nodes
     gpus = len(facts.hardware.gpus)
-    if nodes == 1 or config.samples:
+    if nodes == 1 or (config.samples and not _launched(config)):
         return facts
     ranks = config.system.trainer_ranks
-    if ranks not in (None, nodes * gpus):
+    if config.rl:
+        check_launched_ranks(config, nodes * gpus)
+    elif ranks not in (None, nodes * gpus):
         raise ConfigError(
             f"system.trainer_ranks = {ranks}, and torchrun starts {nodes * gpus} ranks on {nodes} "
             f"machines of {gpus} GPUs, one for each; leave system.trainer_ranks out",
             keys=("system.trainer_ranks",),
         )
     return replace(facts, ranks_here=gpus)
+
+
+def _launched(config: RunConfig) -> bool:
+    """Whether a run that samples on several machines has them from a launcher."""
+    return config.rl and config.system.cluster == "none"
 
 
 def _check_room_on_ray(plan: AnyPlan, said: RunConfig) -> None:
@@ -162,10 +174,14 @@ def _notes_on_machines(plan: AnyPlan) -> Iterator[str]:
             f'system.engine = "{engine.name}" is planned: the machine is assumed to have '
             f"{engine.title} ({engine.install})"
         )
-    if hardware.nodes > 1 and plan.kind.samples and plan.devices.cluster == "none":
+    devices = plan.devices
+    if hardware.nodes > 1 and plan.kind.samples and devices.cluster == "none":
+        each = devices.ranks_per_machine
         yield (
-            f"this run uses one of {hardware.nodes} machines; "
-            'system.cluster = "ray" spreads it over all'
+            f"torchrun --nnodes {hardware.nodes} --nproc-per-node {each} -m tunesmith "
+            f"{plan.said.command} starts this run on all machines"
+            if devices.machines > 1
+            else f"this run uses one of {hardware.nodes} machines"
         )
     if measurable(plan) and not read_rates(hardware, plan.devices.bytes_per_number):
         yield (

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Self
 
 from tunesmith.config.system import Role
-from tunesmith.errors import EngineError, TunesmithError
+from tunesmith.errors import EngineError, NoPlaceError, TunesmithError
 from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.learn.usercode.far import Far
 from tunesmith.plan.cluster import NAMES
@@ -42,6 +42,7 @@ class Starter(ABC):
 
         Raises:
             EngineError: there is no room for another one.
+            NoPlaceError: there was, on a machine that is lost.
         """
         with self._lock:  # engines start at the same time, each in its own place
             far, place = self._start(role, lost, python)
@@ -103,21 +104,29 @@ class LocalProcesses(Starter):
         """How many processes of a role have GPUs; None: any number may run."""
         return len(self._gpus[role]) if role in self._gpus else None
 
+    def _usable(self, role: Role, place: int) -> bool:
+        """Whether a process can run in a place, if no other one does."""
+        del role, place
+        return True
+
     def _free_place(self, role: Role) -> int:
         places = self._places(role)
         while True:
             running = {
                 place: far for far, (other, place) in list(self._running.items()) if other == role
             }
-            free = next(place for place in count() if place not in running)
-            if places is None or free < places:
+            numbers = count() if places is None else range(places)
+            usable = (place for place in numbers if self._usable(role, place))
+            free = next((place for place in usable if place not in running), None)
+            if free is not None:
                 return free
             ending = [far.ended for far in running.values() if far.lost]
             if not ending:
                 size = len(self._gpus[role][0])
                 each = "1 GPU" if size == 1 else f"{size} GPUs"
-                raise EngineError(
-                    f"there are GPUs for {places} {NAMES[role]}s of {each} each, and none is left "
-                    "for another"
-                )
+                what = f"there are GPUs for {places} {NAMES[role]}s of {each} each"
+                gone = sum(not self._usable(role, place) for place in range(places or 0))
+                if gone:
+                    raise NoPlaceError(f"{what}, {gone} of them on machines that are lost")
+                raise EngineError(f"{what}, and none is left for another")
             wait(ending, return_when=FIRST_COMPLETED)
