@@ -17,17 +17,16 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as SCORED,
 )
 
-from tests.support import tiny
-from tests.support.families import SPECIAL
+from tests.support.families import settings_of as tiny_settings
 from tests.support.hardware_table import GPUS
 from tests.support.hardware_table import rows as hardware_rows
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.choice import Choice
 from tunesmith.config.presets import NEEDS, PRESETS
 from tunesmith.guide.explain.settings import settings_of
-from tunesmith.plan.facts.families import OURS, REFUSED
+from tunesmith.plan.facts.families import REFUSED, family, published
 from tunesmith.plan.facts.layers import first
-from tunesmith.plan.facts.model import facts_of
+from tunesmith.plan.facts.model import decoder_config, facts_of
 from tunesmith.plan.facts.parameters import EXPERTS
 from tunesmith.plan.layout.profiles import SYSTEM_PROFILES, ProfileValue
 from tunesmith.records.catalogue import CATALOGUE
@@ -115,8 +114,8 @@ def hardware() -> str:
 def families() -> str:
     """What each family's layers are, and what follows for it."""
     rows: list[list[str]] = []
-    for name in sorted(OURS):
-        config: Any = AutoConfig.for_model(name, **{**tiny.SMALL, **SPECIAL.get(name, {})})
+    for name in published():
+        config: Any = AutoConfig.for_model(name, **tiny_settings(name))
         written = config.to_dict()
         facts = facts_of(written)
         assert facts is not None, name
@@ -124,9 +123,9 @@ def families() -> str:
             [
                 f"`{name}`",
                 "lean" if facts.lean else "modules",
-                "✓" if first(written, *EXPERTS) else "",
+                "✓" if first(decoder_config(written), *EXPERTS) else "",
                 "" if facts.carrying else "✓",
-                "✓" if name in SCORED else "",
+                "✓" if name in SCORED and not family(name).multimodal else "",
             ]
         )
     titles = ("`model_type`", "layers", "experts", "shared sequences, draft models", "score head")

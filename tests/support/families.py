@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.support import tiny
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.forest import Forest
 from tunesmith.models.kernels.layers import KINDS
-from tunesmith.plan.facts.families import check_family
+from tunesmith.plan.facts.families import check_family, families
 from tunesmith.types import Sample
 
 WINDOW = 6  # shorter than the prompt, so that completions look back past their parent
@@ -150,6 +151,105 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
 }
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 14,
+}
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma3": {"vision_config": _VISION, "mm_tokens_per_image": 4},
+    "mistral3": {"vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 8}},
+    "qwen2_5_vl": {"vision_config": {**_QWEN_VISION, "fullatt_block_indexes": [1]}},
+    "qwen3_vl": {
+        "vision_config": {
+            **_QWEN_VISION,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        }
+    },
+    "qwen3_5": {"vision_config": {**_QWEN_VISION, "num_position_embeddings": 16}},
+    "qwen3_5_moe": {"vision_config": {**_QWEN_VISION, "num_position_embeddings": 16}},
+    "gemma4": {
+        "vision_config": {
+            **_VISION,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "global_head_dim": 8,
+        },
+        "audio_config": None,
+    },
+}
+"""The towers of tiny multimodal models."""
+_THREE_ROWS = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+"""Keys and values made of one narrow latent, and experts beside a shared one."""
+for _name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+    SPECIAL[_name] = LATENT
+SPECIAL["glm4_moe_lite"] = LATENT | {"mlp_layer_types": ["dense", "sparse"]}
+SPECIAL["gpt_oss"] = {
+    "head_dim": 8,
+    "sliding_window": WINDOW,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
+SPECIAL["granite_swa"] = {"sliding_window": WINDOW, "num_hidden_layers": 5}
+SPECIAL["granitemoe_swa"] = {
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 5,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+SPECIAL["gemma3"] = SPECIAL["gemma3_text"]
+SPECIAL["mistral3"] = {**SPECIAL["ministral"], "model_type": "ministral3"}
+SPECIAL["qwen2_5_vl"] = {"rope_parameters": _THREE_ROWS}
+SPECIAL["qwen3_vl"] = {"rope_parameters": _THREE_ROWS}
+SPECIAL["qwen3_5"] = SPECIAL["qwen3_5_text"]
+SPECIAL["qwen3_5_moe"] = SPECIAL["qwen3_5_moe_text"]
+_GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 7,
+    "layer_types": [*["sliding_attention", "full_attention"] * 3, "full_attention"],
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 300,
+    "hidden_size_per_layer_input": 4,
+    "final_logit_softcapping": 3.0,
+}
+SPECIAL["gemma4"] = SPECIAL["gemma4_text"] = _GEMMA4
 
 
 def samples() -> list[Sample]:
@@ -178,18 +278,38 @@ def module_of(model_type: str, dtype: torch.dtype = torch.float32, **overrides: 
     """A Hugging Face model, always the same, sharper than the usual start so that a mistake
     shows."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        model_type, **{**tiny.SMALL, **SPECIAL.get(model_type, {}), **overrides}
+    config = AutoConfig.for_model(model_type, **settings_of(model_type, **overrides))
+    module = (
+        auto_class(model_type).from_config(config, dtype=dtype, attn_implementation="eager").eval()
     )
-    module = AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation="eager"
-    ).eval()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=0.15) if parameter.dim() > 1 else parameter.add_(
                 torch.randn_like(parameter) * 0.1
             )
     return module
+
+
+def auto_class(model_type: str) -> Any:
+    multimodal = families()[model_type].multimodal
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+
+
+def settings_of(model_type: str, **overrides: Any) -> dict[str, Any]:
+    """The settings of a tiny model; those of the text decoder, if it is multimodal."""
+    own = SPECIAL.get(model_type, {})
+    towers = MULTIMODAL.get(model_type)
+    if towers is None:
+        return {**tiny.SMALL, **own, **overrides}
+    return {"text_config": {**tiny.SMALL, "head_dim": 8, **own, **overrides}, **towers}
+
+
+def save_multimodal(path: Path, model_type: str, **overrides: Any) -> Path:
+    """A tiny multimodal checkpoint in bfloat16, as published, with the files of its processor."""
+    module_of(model_type, torch.bfloat16, **overrides).save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    (path / "preprocessor_config.json").write_text('{"size": 28}', encoding="utf-8")
+    return path
 
 
 def one_at_a_time(module: Any, batch: list[Sample], temperature: float) -> Tensor:

@@ -42,13 +42,17 @@ def reference(
     value: Tensor,
     scale: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     scores = torch.einsum("thd,shd->hts", query, key) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], -1)
+    weights = scores.softmax(-1)[..., : len(key)]
     return torch.einsum("hts,shd->thd", weights, value)
 
 

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG, WEIGHTS
@@ -22,6 +22,8 @@ from tunesmith.errors import ConfigError, ModelError, boundary, nearest
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.export import read_generation
+from tunesmith.models.kernels.layers import text_decoder
+from tunesmith.models.loading import auto_class
 from tunesmith.models.lora import (
     ANY_OF_PEFT,
     START,
@@ -121,7 +123,10 @@ def _fresh(model: Decoder, section: LoraSection, kind: str) -> PeftModel:
         fan_in_fan_out=any(isinstance(m, Conv1D) for m in linear.values()),
     )
     with boundary(ModelError, "lora: peft cannot adapt this model", ANY_OF_PEFT):
-        return get_peft_model(model.module, config)
+        peft = get_peft_model(model.module, config)
+    # For programs that load the whole model; here nothing is left to exclude.
+    config.exclude_modules = model.towers.pattern
+    return peft
 
 
 def _continued(
@@ -208,8 +213,8 @@ def check_targets(
     if isinstance(section.targets, tuple):
         config = load_config(base, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        choose_targets(linear_modules(module.base_model), section.targets)
+            module = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        choose_targets(linear_modules(text_decoder(module)), section.targets)
 
 
 def linear_modules(decoder: nn.Module) -> dict[str, nn.Module]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -42,17 +43,25 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     attention_context: AttentionContext | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The Hugging Face signature: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
+    """The Hugging Face signature: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out.
+
+    Kernels take values of the width of keys; those of latent attention are narrower.
+    """
     assert attention_context is not None, "the model was called without an attention_context"
     assert attention_mask is None, "an attention context takes no mask"
     rule = AttentionRule(
-        query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap
+        query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux
     )
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    return attention_context.attend(module.layer_idx, q, k, v, rule).unsqueeze(0), None
+    width = v.shape[-1]
+    if width < k.shape[-1]:
+        v = pad(v, (0, k.shape[-1] - width))
+    out = attention_context.attend(module.layer_idx, q, k, v, rule)
+    return out[..., :width].unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)
@@ -75,7 +84,7 @@ class Eager:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         groups = query.shape[1] // key.shape[1]
-        scale, window, softcap = rule
+        scale, window, softcap, sinks = rule
         # One split, not a slice per segment: the backward of a slice fills a tensor of the full
         # size.
         keys = key.split(self.lengths)
@@ -91,7 +100,11 @@ class Eager:
             scores = scores.to(torch.promote_types(q.dtype, torch.float32))
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).to(q.dtype)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if sinks is not None:
+                logits = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1)
+                scores = torch.cat([scores, logits.expand(-1, -1, len(q), -1)], -1)
+            weights = scores.softmax(-1)[..., : len(k)].to(q.dtype)
             outs.append(torch.einsum("kgts,skd->tkgd", weights, v).flatten(1, 2))
         return torch.cat(outs) if outs else torch.zeros_like(query)
 

@@ -59,7 +59,7 @@ class CausalLM(Decoder):
 
     def scaled_head(self, temperature: float = 1.0, chunk: int | None = None) -> Head:
         """The vocabulary head and the scaling of its logits."""
-        config = self.module.config
+        config = self.module.config.get_text_config()
         scale = LogitScale(
             logit_scale(config), getattr(config, "final_logit_softcapping", None), temperature
         )

@@ -22,7 +22,7 @@ from tunesmith.models.embedding_rows import rows_of, set_rows
 from tunesmith.models.export import first_numbers, read_back, set_ends
 from tunesmith.models.forest import Forest
 from tunesmith.models.kernels.attention import AttentionContext
-from tunesmith.models.kernels.layers import LayerRunner, ModuleRunner
+from tunesmith.models.kernels.layers import LayerRunner, ModuleRunner, text_decoder
 from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.kernels.quantised import Quantize, weights_of
 from tunesmith.models.loading import load_module
@@ -33,6 +33,7 @@ from tunesmith.models.parallel.shard_files import save_settings, save_weights
 from tunesmith.models.parallel.sharding import Sharding
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
 from tunesmith.models.source import load_config, load_tokenizer
+from tunesmith.models.towers import Towers
 from tunesmith.models.weight_checks import Differences
 
 RUNNERS: tuple[type[LayerRunner], ...] = (LeanDecoder, ModuleRunner)
@@ -62,15 +63,17 @@ class Decoder:
     on the device."""
     trust_remote_code: bool = field(default=False, repr=False)
     """Whether Python code that comes with the model may run."""
+    towers: Towers = field(default=Towers(), init=False, repr=False)
+    """What the model's files hold beside the decoder, to be saved with it."""
     lengths: LengthRule | None = field(default=None, init=False, repr=False)
     """Which sequence lengths share rotary frequencies, if these depend on the length."""
     runner: LayerRunner = field(init=False, repr=False)
     """Runs the layers: the first of ``RUNNERS`` that supports them."""
 
     def __post_init__(self) -> None:
-        decoder = self.module.base_model
+        decoder = text_decoder(self.module)
         self.runner = next(kind for kind in RUNNERS if kind.supports(decoder))(decoder)
-        self.lengths = rotate_by_length(self.module.base_model)
+        self.lengths = rotate_by_length(decoder)
 
     @classmethod
     def load(
@@ -99,7 +102,7 @@ class Decoder:
         config = load_config(path, trust_remote_code=trust_remote_code)
         cls.check(path, config)
         tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=trust_remote_code)
-        module = load_module(
+        module, towers = load_module(
             path,
             auto=cls.auto,
             dtype=dtype,
@@ -112,6 +115,7 @@ class Decoder:
             **cls.settings,
         )
         model = cls(module, tokenizer, sharding=sharding, trust_remote_code=trust_remote_code)
+        model.towers = towers
         model.complete(config)
         if rows_of(tokenizer) is None:
             set_rows(tokenizer, cast(nn.Embedding, module.get_input_embeddings()).num_embeddings)
@@ -274,6 +278,8 @@ class Decoder:
         elif self.sharding is not None and weights:
             if self.sharding.first_copy:
                 save_weights(self.module, directory, self.dtype, self.sharding)
+                if first:
+                    self.towers.write(directory)
         elif first:
             self._save_module(directory, weights=weights)
 
@@ -283,6 +289,8 @@ class Decoder:
             return
         state = None if weights else first_numbers(self.module, self.module.state_dict())
         self.module.save_pretrained(directory, state_dict=state)
+        if weights:
+            self.towers.write(directory)
 
     def _save_adapter(self, adapter: LoraAdapter, directory: Path, *, weights: bool) -> None:
         adapter.save(directory, weights=weights)
@@ -326,6 +334,7 @@ class Decoder:
         """Raise StorageError if the disk of ``directory`` has no room for the weights of one
         checkpoint."""
         total = sum(count for _, count in weights_of(self.module)) * self.dtype.itemsize
+        total += sum(tensor.nbytes for tensor in self.towers.weights.values())
         if self.adapter is not None:
             total *= self.adapter.save_merged
             total += sum(tensor.nbytes for _, tensor in self.adapter.own_weights())

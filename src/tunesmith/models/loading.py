@@ -12,15 +12,28 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from torch._guards import detect_fake_mode
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.kernels.quantised import Quantize, quantise
-from tunesmith.models.parallel.shard_files import WeightFiles, fill, is_finite, shapes_of
+from tunesmith.models.parallel.shard_files import (
+    WeightFiles,
+    fill,
+    is_converted,
+    is_finite,
+    shapes_of,
+    stored_names,
+)
 from tunesmith.models.parallel.sharding import Sharding, materialise
 from tunesmith.models.source import ANY_ERROR, directory_of, load_config
+from tunesmith.models.towers import Towers
 from tunesmith.models.weight_checks import (
     Differences,
     check_names,
@@ -28,6 +41,7 @@ from tunesmith.models.weight_checks import (
     check_tie,
     check_values,
 )
+from tunesmith.plan.facts.families import family
 
 
 def load_module(
@@ -42,9 +56,9 @@ def load_module(
     sharding: Sharding | None = None,
     trains: bool = True,
     **settings: Any,
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, Towers]:
     """Load a model from safetensors files, with attention through an ``AttentionContext`` and
-    without dropout.
+    without dropout; of a multimodal one, only the text decoder and its head.
 
     Args:
         auto: the transformers ``AutoModel`` class with the desired head.
@@ -68,6 +82,7 @@ def load_module(
         setattr(config, key, value)
     if takes_tf32(dtype, device):
         torch.set_float32_matmul_precision("high")  # Inductor reads this setting
+    auto = auto_class(config, auto)
     options = {"attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code}
     trains = trains and quantize is None
     make = partial(auto.from_config, config=config, **options)
@@ -77,18 +92,26 @@ def load_module(
         stored = torch.float32 if sharding and trains and dtype.itemsize == 2 else dtype
         with boundary(ModelError, f"cannot make model '{path}' without its weights", ANY_ERROR):
             module = _without_weights(path, partial(make, dtype=stored), trains, None)
+        towers = Towers.take_out(module, path)
         _place(module, dtype, device, sharding, quantize)
         if not detect_fake_mode():
-            read_shards(module, path, read, differences, sharding)
+            read_shards(module, path, read, towers.allowed(differences), sharding)
     elif detect_fake_mode():  # a fake device holds no data
         module = _without_weights(path, partial(make, dtype=dtype), trains, device)
+        towers = Towers.take_out(module, path)
     else:
         module = read()
+        towers = Towers.take_out(module, path)
         with _usable(device):
             cast(nn.Module, module).to(device)
     check_tie(path, module)
     _disable_dropout(module, dropouts)
-    return module.eval()
+    return module.eval(), towers
+
+
+def auto_class(config: Any, auto: Any = AutoModelForCausalLM) -> Any:
+    """The transformers ``AutoModel`` class that makes a model with this configuration."""
+    return AutoModelForImageTextToText if family(config.model_type).multimodal else auto
 
 
 def _read(path: str | Path, load: Callable[..., Any], differences: Differences) -> PreTrainedModel:
@@ -186,9 +209,14 @@ def read_shards(
     Raises:
         ModelError: the files hold another model, or values that are not finite.
     """
-    files = WeightFiles(directory_of(path))
+    directory = directory_of(path)
     known = module.state_dict().keys()
     wanted = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} & known
+    files = WeightFiles(directory)
+    if not wanted <= files.names:
+        files = WeightFiles(directory, stored_names(module))
+    elif is_converted(module):  # then they are saved under the names under which they came
+        vars(module)["_weight_conversions"] = []
     missing = [name for name in wanted - files.names if not name.startswith(differences[0])]
     unexpected = [name for name in files.names - known if not name.startswith(differences[1])]
     if not missing and not unexpected:  # else the module's weights are made of others

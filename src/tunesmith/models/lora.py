@@ -190,7 +190,7 @@ def merge_into(module: PreTrainedModel, adapter: Path) -> PreTrainedModel:
             "after these tokens, "
             "and no merged weight can do that"
         )
-    tied = module.config.get_text_config().tie_word_embeddings
+    tied = module.config.tie_word_embeddings
     with boundary(
         ModelError, f"the adapter {adapter} does not fit {module.name_or_path}", ANY_OF_PEFT
     ):
@@ -261,10 +261,7 @@ def _resize(module: PreTrainedModel, adapter: Path) -> None:
     current = cast(Any, module.get_input_embeddings()).weight.shape[0]
     if not rows or set(rows.values()) == {current}:
         return
-    if (
-        len(set(rows.values())) > 1
-        or len(rows) + module.config.get_text_config().tie_word_embeddings < 2
-    ):
+    if len(set(rows.values())) > 1 or len(rows) + module.config.tie_word_embeddings < 2:
         found = " and ".join(f"{count} for {name}" for name, count in rows.items())
         raise ModelError(
             f"{adapter / WEIGHTS} has as rows of the vocabulary {found}, and the base has {current}"

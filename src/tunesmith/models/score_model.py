@@ -16,6 +16,7 @@ from tunesmith.errors import ModelError
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.forest import Forest, Predictions
 from tunesmith.models.weight_checks import Differences
+from tunesmith.plan.facts.families import family
 from tunesmith.types import Sample
 
 
@@ -40,9 +41,10 @@ class ScoreModel(Decoder):
 
     @classmethod
     def check(cls, path: str | Path, config: Any) -> None:
-        if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        heads = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        if config.model_type not in heads or family(config.model_type).multimodal:
             raise ModelError(
-                f"'{path}' is a {config.model_type}, for which transformers has no score head, so "
+                f"'{path}' is a {config.model_type}, for which there is no score head, so "
                 "it cannot be a reward model or a critic. Choose a model of another family, such "
                 "as Llama, Qwen, Mistral or Gemma, or for the policy an estimator without a "
                 "critic, such as grpo",

@@ -8,7 +8,12 @@ from typing import Any, cast
 
 from huggingface_hub import snapshot_download
 from torch._guards import detect_fake_mode
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG, is_hub_name
 from tunesmith.errors import ConfigError, ModelError, boundary
@@ -32,6 +37,10 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     with boundary(ModelError, f"cannot read the configuration of model '{path}'", ANY_ERROR):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         check_family(config, [name for kind in KINDS.rooms for name in kind.layer_types])
+        whole, _ = PreTrainedConfig.get_config_dict(path)
+    if "tie_word_embeddings" not in whole:  # engines then read it of the text decoder
+        own = config.tie_word_embeddings
+        config.tie_word_embeddings = getattr(config.get_text_config(), "tie_word_embeddings", own)
     return config
 
 

@@ -65,11 +65,7 @@ def check_tie(path: str | Path, module: PreTrainedModel) -> None:
     """Refuse a head of its own in the files of a model whose configuration ties it to the
     embedding."""
     directory = Path(path).expanduser()
-    if (
-        not module.config.get_text_config().tie_word_embeddings
-        or not directory.is_dir()
-        or detect_fake_mode()
-    ):
+    if not module.config.tie_word_embeddings or not directory.is_dir() or detect_fake_mode():
         return
     parts = (module.get_input_embeddings(), module.get_output_embeddings())
     ours = [

@@ -93,6 +93,7 @@ def report_of(config: RunConfig, plan: AnyPlan, price: float | None = None) -> d
         "model": {
             "path": plan.said.model.path,
             "parameters": model.parameters if model else None,
+            "tower_parameters": model.tower_parameters if model else 0,
         },
         "longest": (plan.training.longest or 0) // plan.kind.sequences or None,
         "layout": entries,

@@ -22,7 +22,7 @@ from tunesmith.guide.explain.settings import settings_of
 from tunesmith.guide.recipes.start import HELD_OUT, STARTS, TRAIN, make_tiny_model, write_start
 from tunesmith.learn.data.prepare import peek
 from tunesmith.learn.environments.loading import check_environment
-from tunesmith.plan.facts.families import REFUSED, families
+from tunesmith.plan.facts.families import REFUSED, published
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
@@ -162,7 +162,7 @@ def test_presets_and_models_list_all_of_them() -> None:
         assert re.search(rf"^{name}$", presets, re.MULTILINE) and preset.source in " ".join(
             presets.split()
         ), name
-    assert set(families()) | set(REFUSED) <= set(printed("models").split())
+    assert set(published()) | set(REFUSED) <= set(printed("models").split())
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,40 @@ def test_exact(
         assert difference(a, b) < 2 * tolerance
 
 
+SINKS = [-2.0, 0.0, 1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)]
+)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 1.5)])
+@pytest.mark.parametrize("segments", [TREE, (Segment(0, 7, -1),)], ids=["tree", "one"])
+def test_sinks(
+    segments: tuple[Segment, ...],
+    window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    """Their share goes to no token; a gradient goes to them."""
+    total = sum(s.length for s in segments)
+    sinks = torch.tensor(SINKS, dtype=dtype, requires_grad=True)
+    inputs = [*tensors(total, 4, 2, dtype), sinks]
+    upstream = torch.randn(total, 4, 16, dtype=torch.float64)
+    rule = AttentionRule(0.3, window, softcap, sinks)
+    got = ForestAttention(segments).attend(0, *inputs[:3], rule)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want = reference(visible(segments, window), *exact[:3], 0.3, softcap, exact[3])
+    assert got.dtype == dtype
+    assert difference(got, want) < tolerance
+    gradients = (
+        torch.autograd.grad(got, inputs, upstream.to(dtype)),
+        torch.autograd.grad(want, exact, upstream.to(dtype).double()),
+    )
+    for ours, theirs in zip(*gradients, strict=True):
+        assert difference(ours, theirs) < 2 * tolerance
+
+
 @settings(max_examples=60, deadline=None)
 @given(forests(), st.one_of(st.none(), st.integers(1, 8)))
 def test_any_forest(segments: tuple[Segment, ...], window: int | None) -> None:
@@ -396,10 +430,11 @@ def test_the_calls_of_the_cuda_kernel(
     total = sum(s.length for s in segments)
     inputs = tensors(total, 4, kv_heads, torch.float32, 8)
     upstream = torch.randn(total, 4, 8, generator=torch.Generator().manual_seed(1))
+    inputs.append(torch.tensor(SINKS, requires_grad=True))
     attention = varlen_attention.CudaFlash(segments, torch.device("cpu"))
-    got = attention.attend(*inputs, AttentionRule(0.3, window))
+    got = attention.attend(*inputs[:3], AttentionRule(0.3, window, sinks=inputs[3]))
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    want = reference(visible(segments, window), *exact, 0.3)
+    want = reference(visible(segments, window), *exact[:3], 0.3, sinks=exact[3])
     assert difference(got, want) < 1e-5
     gradients = (
         torch.autograd.grad(got, inputs, upstream),
@@ -450,10 +485,11 @@ def test_exact_on_cuda(heads: int, kv_heads: int, dtype: torch.dtype, window: in
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
     inputs = [t.detach().cuda().requires_grad_() for t in tensors(58, heads, kv_heads, dtype, 64)]
     upstream = torch.randn(58, heads, 64, dtype=torch.float64, device="cuda").to(dtype)
+    inputs.append(torch.tensor(SINKS, device="cuda", dtype=dtype, requires_grad=True))
     attention = ForestAttention(TREE)
-    got = attention.attend(0, *inputs, AttentionRule(0.125, window))
+    got = attention.attend(0, *inputs[:3], AttentionRule(0.125, window, sinks=inputs[3]))
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    want = reference(visible(TREE, window).cuda(), *exact, 0.125)
+    want = reference(visible(TREE, window).cuda(), *exact[:3], 0.125, sinks=exact[3])
     assert difference(got, want) < tolerance
     gradients = (
         torch.autograd.grad(got, inputs, upstream),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from tests.support import training
+from tests.support.families import SPECIAL
 from tests.support.sequence_ranks import SequenceRanks, gradients
 from tests.support.tiny import save_model
 from tunesmith.config.schema import LoraSection
@@ -188,6 +189,8 @@ def test_two_ranks_take_the_steps_of_one(model: Path, case: str, kind: SequenceK
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "sinks": ("gpt_oss", {**SPECIAL["gpt_oss"], "layer_types": ["full_attention"] * 2}),
+    "latent keys and values": ("deepseek_v3", SPECIAL["deepseek_v3"]),
     "windows and soft caps": ("gemma2", {"sliding_window": 6, "head_dim": 8}),
     "frequencies by length": (
         "llama",
@@ -219,6 +222,7 @@ FEW = {
         for family, kind in [
             *product(FAMILIES, ["ulysses"]),
             ("llama", "ring"),
+            ("sinks", "ring"),
             ("frequencies by length", "ring"),
         ]
         for case in ((family, kind, False), (family, kind, True))

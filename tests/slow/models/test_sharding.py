@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import training
+from tests.support.families import save_multimodal
 from tests.support.odd_models import ONE, UP, change
 from tests.support.sharded_ranks import Ranks, limited_activations, sent_by
 from tests.support.tiny import save_model
@@ -367,3 +368,21 @@ def test_activations_in_host_memory_are_no_weights_and_give_the_same_gradient(
     assert (
         ranks("sent", batch)[0] == pytest.approx(sent_by_one / 2, rel=0.3) and sent_by_one > 10**6
     )
+
+
+def test_a_multimodal_model_is_saved_with_its_tower(start: Start, tmp_path: Path) -> None:
+    path = save_multimodal(tmp_path / "model", "gemma3")
+    batch = packing()
+    ranks = start(2, 3, path)
+    (_, weights), *_ = ranks("train", batch)
+    ranks("backend.save", tmp_path / "saved")
+    one = alone(path)
+    for _ in range(3):
+        one.forward_backward(batch, SFTObjective())
+        one.step(1e-2)
+    same_weights(weights, one)
+    saved = CausalLM.load(tmp_path / "saved/model")
+    want = CausalLM.load(path).towers.weights
+    assert saved.towers.weights.keys() == want.keys()
+    assert all(tensor.equal(want[name]) for name, tensor in saved.towers.weights.items())
+    same_weights(dict(saved.module.state_dict()), one)

@@ -19,7 +19,15 @@ from tunesmith.types import Completion, Sampling
 PROMPTS = ([5, 6, 7], [8, 9] * 15)
 
 
-@pytest.mark.parametrize("model_type", sorted(families()))
+TEXT = [
+    name
+    for name, each in families().items()
+    if not (each.multimodal or each.inner)
+    and name != "gemma4_text"  # whose keys differ in width: refused by this engine
+]
+
+
+@pytest.mark.parametrize("model_type", TEXT)
 def test_sampled_tokens_have_the_probabilities_of_the_whole(
     model_type: str, tmp_path: Path
 ) -> None:

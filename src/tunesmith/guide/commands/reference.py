@@ -74,9 +74,9 @@ def models() -> None:
 
     A family is the ``model_type`` in a model's config.json.
     """
-    from tunesmith.plan.facts.families import REFUSED, families
+    from tunesmith.plan.facts.families import REFUSED, published
 
-    wrapped(" ".join(sorted(families())), 0)
+    wrapped(" ".join(published()), 0)
     print("\nThese cannot be trained:")
     for reason in dict.fromkeys(REFUSED.values()):
         print()

@@ -210,7 +210,7 @@ class _Decoder:
         kind: str | None,
         products: Sequence[Compiled],
     ) -> Tensor:
-        scale, window, softcap = layer.rule
+        scale, window, softcap, _ = layer.rule  # no lean family has sinks
         return OPERATIONS.layer(
             layer.index,
             layer.shape.heads,

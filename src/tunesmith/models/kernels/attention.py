@@ -27,6 +27,8 @@ class AttentionRule(NamedTuple):
     """How many positions a token sees, counting back from and including itself; None: all."""
     softcap: float | None = None
     """Scores become ``softcap * tanh(scores / softcap)``."""
+    sinks: Tensor | None = None
+    """One more logit of each query head's softmax, whose share no token gets, ``[H]``."""
 
 
 class AttentionContext(Protocol):
@@ -68,6 +70,23 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     share = torch.sigmoid(part_lse - lse)
     out.lerp_(part.to(out.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Take the sinks' share from ``out [T, ..., D]`` and ``lse [T, ...]`` in place.
+
+    A kernel's backward pass, given both, then has the gradients of the softmax with sinks.
+    """
+    sinks = sinks.to(lse.dtype)
+    out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
+    torch.logaddexp(lse, sinks, out=lse)
+
+
+def sinks_gradient(sinks: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """The sinks' gradient, from the output and the log-sum-exp that ``add_sinks`` left."""
+    shares = (sinks.to(lse.dtype) - lse).exp()
+    inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(shares * inner).sum(0).to(sinks.dtype)
 
 
 def on_gpu(query: Tensor) -> bool:

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from tunesmith.models.forest import Segment, subtree_ends
-from tunesmith.models.kernels.attention import AttentionRule, merge
+from tunesmith.models.kernels.attention import (
+    AttentionRule,
+    add_sinks,
+    merge,
+    sinks_gradient,
+)
 from tunesmith.models.kernels.functions import AttentionParts, which
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -46,7 +51,7 @@ class CpuFlash:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         parts = (self.causal, self.full, self._table)
-        return _CpuFlash.apply(*parts, query, key, value, rule.scale)
+        return _CpuFlash.apply(*parts, query, key, value, rule.scale, rule.sinks)
 
     @staticmethod
     def forward(
@@ -95,13 +100,14 @@ class _CpuFlash(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         q = _by_group(query, groups)
         k = _by_group(key, 1)
         v = _by_group(value, 1)
         exact = torch.promote_types(query.dtype, torch.float32)
-        out = torch.empty(query.shape, dtype=exact if full else query.dtype)
+        out = torch.empty(query.shape, dtype=query.dtype if sinks is None and not full else exact)
         o = _by_group(out, groups)
         lse = torch.empty(q.shape[:-1], dtype=exact)
         for a, b in causal:
@@ -113,8 +119,10 @@ class _CpuFlash(torch.autograd.Function):
             )
             shape = (q.shape[0], groups, b - a)
             merge(o[:, :, a:b], lse[:, :, a:b], part.view(*shape, -1), part_lse.view(shape))
+        if sinks is not None:
+            add_sinks(out.unflatten(1, q.shape[:2]), lse.permute(2, 0, 1), sinks.view(q.shape[:2]))
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
         ctx.parts = (causal, full)
         ctx.table = table
         ctx.scale = scale
@@ -122,15 +130,18 @@ class _CpuFlash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, sinks = ctx.saved_tensors
         causal: list[tuple[int, int]] = ctx.parts[0]
         full: list[_AncestorPart] = ctx.parts[1]
         scale: float = ctx.scale
         groups = query.shape[1] // key.shape[1]
+        of_sinks = None
+        if sinks is not None:
+            of_sinks = sinks_gradient(sinks, grad_out, out, lse.permute(2, 0, 1).flatten(1))
         functions = which(lambda functions: functions.attends(query))
         if functions is not None:
             parts = AttentionParts(ctx.table, query, key, value, out, grad_out, lse, scale)
-            return None, None, None, *functions.attend_backward(parts), None
+            return None, None, None, *functions.attend_backward(parts), None, of_sinks
         # In bfloat16 this kernel's backward is up to four times slower than in float32 (and less
         # exact).
         exact = torch.promote_types(query.dtype, torch.float32)
@@ -166,7 +177,7 @@ class _CpuFlash(torch.autograd.Function):
             gq[:, :, a:b] += dq.view(q.shape[0], groups, b - a, -1)
             gk[:, :, ka:kb] += dk
             gv[:, :, ka:kb] += dv
-        return None, None, None, *(g.to(query.dtype) for g in grads), None
+        return None, None, None, *(g.to(query.dtype) for g in grads), None, of_sinks
 
 
 def _by_group(t: Tensor, groups: int) -> Tensor:

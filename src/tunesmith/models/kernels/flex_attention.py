@@ -52,8 +52,15 @@ class CudaFlex:
         rows = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
         options = {"enable_gqa": query.shape[1] != key.shape[1], "scale": rule.scale}
         out = kernel()(
-            *rows, score_mod=self.change(rule.softcap), block_mask=self.mask(rule.window), **options
+            *rows,
+            score_mod=self.change(rule.softcap),
+            block_mask=self.mask(rule.window),
+            **options,
+            **({} if rule.sinks is None else {"return_lse": True}),
         )
+        if rule.sinks is not None:
+            out, lse = out
+            out = out * torch.sigmoid(lse - rule.sinks.view(1, -1, 1)).unsqueeze(-1).to(out.dtype)
         return out[0].transpose(0, 1)
 
     def change(self, softcap: float | None) -> Callable[..., Tensor] | None:
@@ -85,10 +92,13 @@ def kernel() -> Any:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
-def counted(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+def counted(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **_: Any
+) -> Tensor | tuple[Tensor, Tensor]:
     """Uninitialized tensors of the sizes that ``flex_attention`` allocates, for devices that are
     not present."""
-    return _Counted.apply(query, key, value)
+    out: Tensor = _Counted.apply(query, key, value)
+    return (out, out[..., 0].float()) if return_lse else out
 
 
 class _Counted(torch.autograd.Function):

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tunesmith.config.doors import Door
 from tunesmith.errors import ModelError
@@ -199,6 +200,11 @@ def _carry(layer: StatefulLayer, *args: Any, **kwargs: Any) -> Tensor:
             keys=("system.sequence_parallel.size",),
         )
     return context.carry(layer, x).unsqueeze(0)
+
+
+def text_decoder(module: PreTrainedModel) -> nn.Module:
+    """The decoder of a model without its head: in a multimodal model, one of its parts."""
+    return getattr(module.base_model, "language_model", module.base_model)
 
 
 def decoder_layers(module: Any) -> nn.ModuleList:

@@ -22,7 +22,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.models.forest import Segment, subtree_ends
-from tunesmith.models.kernels.attention import AttentionRule, merge, on_gpu
+from tunesmith.models.kernels.attention import (
+    AttentionRule,
+    add_sinks,
+    merge,
+    on_gpu,
+    sinks_gradient,
+)
 
 _forward = torch.ops.aten._flash_attention_forward.default
 _backward = torch.ops.aten._flash_attention_backward.default
@@ -240,11 +246,13 @@ class CudaFlash:
                 self.windowed[rule.window] = _Call.in_window(
                     self.segments, self.own, rule.window, self.device
                 )
-            return _Varlen.apply([self.windowed[rule.window]], [], query, key, value, rule.scale)
+            windowed = [self.windowed[rule.window]]
+            return _Varlen.apply(windowed, [], query, key, value, rule.scale, rule.sinks)
         dense = takes_dense(query)
         if dense not in self.itself:
             self.itself[dense] = self._to_themselves(dense=dense)
-        return _Varlen.apply(self.itself[dense], self.above, query, key, value, rule.scale)
+        calls = (self.itself[dense], self.above)
+        return _Varlen.apply(*calls, query, key, value, rule.scale, rule.sinks)
 
     def _to_themselves(self, *, dense: bool) -> list[_Call | _Dense]:
         """The calls of every segment's attention to itself."""
@@ -320,8 +328,9 @@ class _Varlen(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
-        exact = torch.float32 if above else query.dtype
+        exact = query.dtype if sinks is None and not above else torch.float32
         out = torch.empty(0, dtype=exact)
         lse = torch.empty(0)
         for at, call in enumerate(own):
@@ -341,8 +350,10 @@ class _Varlen(torch.autograd.Function):
             merge(both, both_lse, *call.forward(query, key, value, scale))
             out[call.queries] = both
             lse[call.queries] = both_lse
+        if sinks is not None:
+            add_sinks(out, lse, sinks)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
         ctx.own = own
         ctx.above = above
         ctx.scale = scale
@@ -350,11 +361,12 @@ class _Varlen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, sinks = ctx.saved_tensors
+        of_sinks = None if sinks is None else sinks_gradient(sinks, grad_out, out, lse)
         calls: list[_Call | _Dense] = [*ctx.own, *ctx.above]
         operands = (grad_out, query, key, value, out, lse, ctx.scale)
         if len(calls) == 1 and calls[0].keys is None:
-            return None, None, *calls[0].backward(*operands), None
+            return None, None, *calls[0].backward(*operands), None, of_sinks
         grads = [
             torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (query, key, value)
         ]
@@ -367,4 +379,4 @@ class _Varlen(torch.autograd.Function):
                     total.index_add_(0, at, part.float())
                 else:
                     total[slice(None) if at is None else at] += part
-        return None, None, *(g.to(query.dtype) for g in grads), None
+        return None, None, *(g.to(query.dtype) for g in grads), None, of_sinks

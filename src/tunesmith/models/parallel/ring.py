@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tunesmith.errors import ModelError
 from tunesmith.models.forest import Segment, subtree_ends
-from tunesmith.models.kernels.attention import AttentionRule, merge
+from tunesmith.models.kernels.attention import AttentionRule, add_sinks, merge, sinks_gradient
 from tunesmith.models.kernels.cpu_attention import CpuFlash
 from tunesmith.models.kernels.varlen_attention import CudaFlash
 
@@ -111,7 +111,7 @@ class Ring:
                 f"ring attention has no kernel for {query.dtype} on {query.device.type} with "
                 f"{rule}: {_INSTEAD}"
             )
-        return _Ring.apply(self, kernel, query, key, value, rule.scale)
+        return _Ring.apply(self, kernel, query, key, value, rule.scale, rule.sinks)
 
 
 class _Ring(torch.autograd.Function):
@@ -124,6 +124,7 @@ class _Ring(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         scale: float,
+        sinks: Tensor | None,
     ) -> Tensor:
         exact = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(query.shape, dtype=exact)
@@ -136,8 +137,10 @@ class _Ring(torch.autograd.Function):
             for a, b, ka, kb, causal in seen:
                 part, part_lse = kernel.forward(query[a:b], k[ka:kb], v[ka:kb], causal, scale)
                 merge(out[a:b], lse[a:b], part, part_lse)
+        if sinks is not None:
+            add_sinks(out, lse, sinks)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
         ctx.ring = ring
         ctx.kernel = kernel
         ctx.scale = scale
@@ -145,7 +148,8 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, sinks = ctx.saved_tensors
+        of_sinks = None if sinks is None else sinks_gradient(sinks, grad_out, out, lse)
         ring: Ring = ctx.ring
         kernel: Kernel = ctx.kernel
         scale: float = ctx.scale
@@ -164,4 +168,5 @@ class _Ring(torch.autograd.Function):
                 grads[ka:kb, 0] += dk
                 grads[ka:kb, 1] += dv
         grad_key, grad_value = ring.pass_on(grads).unbind(1)  # home
-        return None, None, *(g.to(query.dtype) for g in (grad_query, grad_key, grad_value)), None
+        own = (g.to(query.dtype) for g in (grad_query, grad_key, grad_value))
+        return None, None, *own, None, of_sinks

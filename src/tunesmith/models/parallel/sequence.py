@@ -173,6 +173,8 @@ class Ulysses:
             torch.cat(by_rank, 2)
         )  # [t, s, ...]: token i of rank j is token i * s + j
         q, k, v = received.flatten(0, 1).split([t.shape[2] for t in by_rank], 1)
+        if rule.sinks is not None:
+            rule = rule._replace(sinks=rule.sinks.chunk(size)[self.group.rank])
         out = self.inner.attend(layer, q, k, v, rule)  # [T, H / s, D]
         return self._exchanged(out.unflatten(0, (-1, size))).flatten(1, 2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from tunesmith.models.kernels.quantised import QuantisedLinear
@@ -31,8 +32,11 @@ FILE_BYTES = 2 << 30
 class WeightFiles:
     """The safetensors files of a model's directory, from which single rows can be read."""
 
-    def __init__(self, directory: Path) -> None:
-        self.weights = weights_in(directory)
+    def __init__(self, directory: Path, stored: Mapping[str, str] | None = None) -> None:
+        """Args: stored: names in the files, by the names under which they are read."""
+        self._stored = stored or {}
+        names = {name: own for own, name in self._stored.items()}
+        self.weights = {names.get(n, n): weight for n, weight in weights_in(directory).items()}
 
     @property
     def names(self) -> set[str]:
@@ -40,8 +44,9 @@ class WeightFiles:
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
         with safe_open(self.weights[name].file, framework="pt") as opened:
-            piece = opened.get_slice(name)
-            return piece[start : start + count] if piece.get_shape() else opened.get_tensor(name)
+            stored = self._stored.get(name, name)
+            piece = opened.get_slice(stored)
+            return piece[start : start + count] if piece.get_shape() else opened.get_tensor(stored)
 
 
 def names_in(file: Path) -> list[str]:
@@ -104,6 +109,19 @@ def is_converted(module: PreTrainedModel) -> bool:
     """Whether the names or shapes of weights in a module's files are not the module's."""
     nothing: dict[str, Tensor] = {}
     return revert_weight_conversion(module, nothing) is not nothing
+
+
+def stored_names(module: PreTrainedModel) -> dict[str, str]:
+    """The names of a module's weights in its files, if transformers only renames them; else
+    nothing."""
+    conversions = getattr(module, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(module, add_legacy=False)
+    if any(isinstance(conversion, WeightConverter) for conversion in conversions):
+        return {}
+    tags = {name: torch.empty(0) for name in module.state_dict()}
+    names = {id(tag): name for name, tag in tags.items()}
+    return {names[id(tag)]: name for name, tag in revert_weight_conversion(module, tags).items()}
 
 
 def stored_weights(

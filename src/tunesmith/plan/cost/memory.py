@@ -17,6 +17,7 @@ from tunesmith.plan.cost.price import (
     adapter_numbers,
     backward_bytes,
     copy_bytes,
+    engine_copy_bytes,
     gathered_bytes,
     prepared_bytes,
     price,
@@ -194,7 +195,7 @@ def engine_kv(plan: AnyPlan, model: ModelFacts, *, least: bool = False) -> int:
     share = plan.said.system.vllm.memory_share
     gpu = plan.gpu
     if share is not None and gpu is not None:
-        copy = copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
+        copy = engine_copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
         taken = library_bytes(plan) + copy // plan.devices.ranks_per_engine
         left = int(share * gpu.memory_total) - taken
         return max(request_kv(plan, model) // plan.devices.ranks_per_engine, left)
@@ -263,7 +264,7 @@ def planned_elsewhere(plan: AnyPlan, *, least: bool = False) -> Price | None:
     model = plan.facts.model
     if model is None or model.parameters is None or not plan.engines_elsewhere:
         return None
-    copy = copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
+    copy = engine_copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
     # With NCCL: the bucket that is being written, the next one on its way, and the last tensor of
     # the one before.
     arriving = 3 * _bucket_bytes(plan, model) if plan.devices.weight_plane == "nccl" else 0

@@ -41,7 +41,8 @@ def price(model: ModelFacts, layout: Layout) -> Price:
         "turns": layout.turns,
         "keeps_base": layout.keeps_base,
     }
-    engines = layout.engines * copy // layout.ranks
+    own = engine_copy_bytes(model, layout.bytes_per_number, layout.quantize)
+    engines = layout.engines * own // layout.ranks
     room = layout.engines * size * adapter_numbers(model, layout.reserved_rank)
     beside["engine"] = engines + layout.prepared + room
     beside["published"] = layout.published
@@ -290,6 +291,12 @@ def _back_at_once(model: ModelFacts, layout: Layout) -> int:
     whole = layer_bytes(model, layout)
     layers = zip(kept, [0, *kept[:-1]], recomputed(model.layers, layout.checkpointing), strict=True)
     return max(own + below + whole * again for own, below, again in layers) - sum(kept[-2:])
+
+
+def engine_copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = None) -> int:
+    """Bytes of the weights of an engine of its own, which also holds a multimodal model's
+    towers."""
+    return copy_bytes(model, bytes_per_number, quantize) + model.tower_parameters * bytes_per_number
 
 
 def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = None) -> int:

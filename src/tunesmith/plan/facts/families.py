@@ -21,6 +21,8 @@ _TABLES = tomllib.loads(
 OURS: Mapping[str, Mapping[str, bool]] = _TABLES["trained"]
 DOOR = Door[Mapping[str, Mapping[str, bool]]]("families", "tunesmith.plan.facts.families:OURS")
 """Tables of families, each with its fields; other packages add theirs."""
+DEFAULTS: Mapping[str, Mapping[str, Any]] = _TABLES["defaults"]
+"""What published configurations leave out, by architecture."""
 REFUSED = {
     name: str(entry["reason"]) for entry in _TABLES["refused"] for name in entry["names"].split()
 }
@@ -51,11 +53,20 @@ class Family:
     """There is an embedding of positions."""
     rotary_by_kind: bool = False
     """Local and global layers have different rotary tables."""
+    multimodal: bool = False
+    """Its text decoder, which is of another family, stands beside towers for images or sound."""
+    inner: bool = False
+    """It is only found inside a multimodal model."""
 
 
 def families() -> dict[str, Family]:
     """The families that are trained, by architecture."""
     return {name: Family(**fields) for name, fields in _fields().items()}
+
+
+def published() -> list[str]:
+    """The families that models have in their ``config.json``, in order."""
+    return sorted(name for name, each in families().items() if not each.inner)
 
 
 def family(model_type: str | None) -> Family:
@@ -91,12 +102,15 @@ def _refusal(config: Any, layer_types: Collection[str]) -> str | None:
     known = _fields()
     if name in REFUSED and name not in known:
         return REFUSED[name]
+    if known.get(name, {}).get("multimodal"):
+        inner = _refusal(config.get_text_config(), layer_types)
+        return inner and f"of its text decoder, '{config.get_text_config().model_type}': {inner}"
     if getattr(config, "is_encoder_decoder", False):
         return "it is not a decoder-only language model"
     if name not in known:
         others = nearest(name, known)
         return f"it has not been shown to give the same results on packed sequences.{others}"
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) not in (None, False, "vision"):
         return "use_bidirectional_attention lets tokens see later ones"
     if getattr(config, "reorder_and_upcast_attn", False):
         return "reorder_and_upcast_attn bypasses the Hugging Face attention interface"

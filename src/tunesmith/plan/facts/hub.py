@@ -8,9 +8,10 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 from tunesmith.errors import ModelError, boundary
+from tunesmith.plan.facts.families import family
+from tunesmith.plan.facts.layers import Written
 from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts
 from tunesmith.plan.facts.model_files import INDEX, count_parameters
 from tunesmith.plan.facts.model_files import ONE as WEIGHTS
@@ -56,7 +57,7 @@ def _hub_facts(name: str) -> ModelFacts | None:
     if file is None:
         return None
     with boundary(ModelError, f"cannot read {file}", (OSError, ValueError)):
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        config: Written = json.loads(file.read_text(encoding="utf-8"))
     facts = facts_of(config)
     if facts is None:
         return None
@@ -64,9 +65,7 @@ def _hub_facts(name: str) -> ModelFacts | None:
     parameters: int | None = None
     if index is not None:
         with boundary(ModelError, f"cannot read {index}", (OSError, ValueError)):
-            metadata: dict[str, Any] = (
-                json.loads(index.read_text(encoding="utf-8")).get("metadata") or {}
-            )
+            metadata: Written = json.loads(index.read_text(encoding="utf-8")).get("metadata") or {}
         size = _BYTES.get(str(config.get("dtype") or config.get("torch_dtype")))
         parameters = (
             metadata.get("total_parameters")
@@ -75,7 +74,10 @@ def _hub_facts(name: str) -> ModelFacts | None:
         )
     elif (file.parent / WEIGHTS).exists():
         parameters = count_parameters(file.parent)
-    return replace(facts, parameters=parameters or facts.estimated)
+    if parameters is None or not family(config.get("model_type")).multimodal:
+        return replace(facts, parameters=parameters or facts.estimated)
+    beside = max(0, parameters - facts.estimated)
+    return replace(facts, parameters=facts.estimated, tower_parameters=beside)
 
 
 def _file(name: str, file: str) -> Path | None:

@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ModelError, boundary
-from tunesmith.plan.facts.families import family
-from tunesmith.plan.facts.layers import ATTENDING, CARRYING, NO_MIXER, Mixer, layer_kinds, mixer_of
+from tunesmith.plan.facts.families import DEFAULTS, family
+from tunesmith.plan.facts.layers import (
+    ATTENDING,
+    CARRYING,
+    NO_MIXER,
+    Mixer,
+    Written,
+    layer_kinds,
+    mixer_of,
+)
 from tunesmith.plan.facts.model_files import check_files, count_parameters
 from tunesmith.plan.facts.parameters import Sizes, count
 
@@ -40,6 +48,8 @@ class ModelFacts:
     """Queries and keys have their own norms."""
     family: str | None = None
     """The model's ``model_type``."""
+    tower_parameters: int = 0
+    """Those of a multimodal model beside its text decoder, which are not trained."""
     rotates_in_part: bool = False
     """Only part of each head's dimensions is rotated."""
     attending: int | None = None
@@ -105,15 +115,18 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
         ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError, RecursionError)
     ):
         whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        _check_sizes(path, whole.get("text_config") or whole)
+        _check_sizes(path, decoder_config(whole))
     facts = facts_of(whole)
     _check_end(directory, facts)
-    return replace(facts, parameters=count_parameters(directory)) if facts else None
+    if facts is None:
+        return None
+    towers = count_parameters(directory, tower=True) or 0
+    return replace(facts, parameters=count_parameters(directory), tower_parameters=towers)
 
 
-def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
+def facts_of(whole: Written) -> ModelFacts | None:
     """Facts from a model's configuration; ``parameters`` is None."""
-    config: Mapping[str, Any] = whole.get("text_config") or whole
+    config = decoder_config(whole)
     size = {name: _first(config, *names) for name, names in _SIZES.items()}
     hidden, heads, layers, vocabulary = (
         size[name] for name in ("hidden_size", "heads", "layers", "vocab_size")
@@ -156,18 +169,30 @@ def facts_of(whole: Mapping[str, Any]) -> ModelFacts | None:
     return replace(facts, estimated=counted.total, idle=counted.idle)
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def decoder_config(whole: Written) -> Written:
+    """The configuration of a model's decoder, with what published ones of its family leave out."""
+    config: dict[str, Any] = dict(whole.get("text_config") or whole)
+    name = str(config.get("model_type"))
+    if family(name).multimodal:  # sizes beside those of the towers
+        config["model_type"] = name = f"{name}_text"
+    parts = (_first(config, "qk_nope_head_dim"), _first(config, "qk_rope_head_dim"))
+    if _first(config, "kv_lora_rank") and all(parts):  # keys of latent attention
+        config["head_dim"] = sum(part for part in parts if part)
+    return {**DEFAULTS.get(name, {}), **config}
+
+
+def _rope(config: Written) -> Written:
     """The rotary embedding's configuration, under its transformers 5 name or the older one."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     return scaling if isinstance(scaling, dict) else {}  # transformers refuses other values itself
 
 
-def _rotates_in_part(config: Mapping[str, Any]) -> bool:
+def _rotates_in_part(config: Written) -> bool:
     name = "partial_rotary_factor"
     return _rope(config).get(name, config.get(name, 1.0)) != 1.0
 
 
-def _switch(config: Mapping[str, Any]) -> int | None:
+def _switch(config: Written) -> int | None:
     """``ModelFacts.switch``, from the rotary embedding."""
     rope = _rope(config)
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
@@ -192,7 +217,7 @@ _SIZES = {
 }
 
 
-def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+def _check_sizes(path: Path, config: Written) -> None:
     """Raise ModelError for sizes that no decoder has; transformers divides by some of them
     unchecked."""
     for name in (name for names in _SIZES.values() for name in names):
@@ -234,5 +259,5 @@ def _check_end(directory: Path, facts: ModelFacts | None) -> None:
                 )
 
 
-def _first(config: Mapping[str, Any], *names: str) -> int | None:
+def _first(config: Written, *names: str) -> int | None:
     return next((v for name in names if isinstance(v := config.get(name), int)), None)

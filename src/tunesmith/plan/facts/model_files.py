@@ -19,6 +19,16 @@ from tunesmith.errors import ModelError, boundary
 
 ONE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TOWERS = (
+    "vision_tower",
+    "visual",
+    "embed_vision",
+    "multi_modal_projector",
+    "audio_tower",
+    "embed_audio",
+    "mtp",  # heads that predict later tokens, which transformers has no module for
+)
+"""Parts of a multimodal checkpoint beside its text decoder."""
 _LFS_POINTER = b"version "
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error)
 
@@ -106,11 +116,17 @@ def weights_in(directory: Path) -> dict[str, Stored]:
     }
 
 
-def count_parameters(directory: Path) -> int | None:
-    """Parameters in a model's safetensors files, from their headers only; None without such
-    files."""
+def is_of_tower(name: str) -> bool:
+    """Whether a weight of a checkpoint belongs to a tower, and not to the text decoder."""
+    return not set(TOWERS).isdisjoint(name.split(".")[:2])
+
+
+def count_parameters(directory: Path, *, tower: bool = False) -> int | None:
+    """Parameters of the decoder, or of the towers beside it, in a model's safetensors files, from
+    their headers only; None without such files."""
     weights = weights_in(directory)
-    return sum(math.prod(weight.shape) for weight in weights.values()) if weights else None
+    sizes = [math.prod(w.shape) for name, w in weights.items() if is_of_tower(name) == tower]
+    return sum(sizes) if weights else None
 
 
 def _header(path: Path) -> dict[str, Stored]:

@@ -47,7 +47,7 @@ def count(config: Written, sizes: Sizes, family: Family) -> Counts:
     for index, kind in enumerate(sizes.layers):
         total += sizes.hidden if apart else 2 * sizes.hidden
         if kind not in ALONE:
-            total += sum(_mixing(kind, sizes, family))
+            total += sum(_mixing(config, kind, sizes, family))
         if apart and kind not in ALONE:
             continue
         sparse = kind == "moe" if apart else _is_sparse(config, index)
@@ -64,14 +64,29 @@ def _positions(config: Written, sizes: Sizes, family: Family) -> int:
     return learned * sizes.hidden if family.learned_positions else 0
 
 
-def _mixing(kind: str, sizes: Sizes, family: Family) -> Iterator[int]:
+def _mixing(config: Written, kind: str, sizes: Sizes, family: Family) -> Iterator[int]:
     """Of the attention and of the mixer with a state that a layer has."""
     if kind in CARRYING:
         mixer = sizes.mixer
         yield sizes.hidden * (mixer.width + mixer.out) + mixer.window
-    if kind not in CARRYING or kind == "hybrid":
+    if first(config, "kv_lora_rank"):
+        yield _latent_attention(config, sizes)
+    elif kind not in CARRYING or kind == "hybrid":
         gate = sizes.queries if family.output_gate else 0
         yield sizes.hidden * (2 * sizes.queries + 2 * sizes.keys + gate)
+
+
+def _latent_attention(config: Written, sizes: Sizes) -> int:
+    """Of keys and values, and perhaps queries, that are made of a narrow latent."""
+    hidden = sizes.hidden
+    latent = config["kv_lora_rank"]
+    rotated = config["qk_rope_head_dim"]
+    heads = sizes.queries // (config["qk_nope_head_dim"] + rotated)
+    values = heads * config["v_head_dim"]
+    width = first(config, "q_lora_rank")
+    queries = width * (hidden + sizes.queries) if width else hidden * sizes.queries
+    keys = hidden * (latent + rotated) + latent * (heads * config["qk_nope_head_dim"] + values)
+    return queries + keys + values * hidden
 
 
 def _dense(config: Written, sizes: Sizes, family: Family) -> int:

@@ -381,7 +381,7 @@ def load_weights(model: Decoder, directory: Path) -> None:
     other = f"{directory} holds another model than this run's"
     if model.sharding is not None:
         with boundary(CheckpointError, other, ModelError):
-            read_shards(model.module, directory)
+            read_shards(model.module, directory, differences=model.towers.allowed(((), ())))
         return
     saved = type(model).load(directory, dtype=model.module.dtype, device="cpu").module.state_dict()
     current = model.module.state_dict()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.families import SPECIAL
 from tests.support.tiny import save_model
 from tunesmith.costs import PeakRates
 from tunesmith.errors import EngineError, UserError
@@ -33,6 +34,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
     "gpt2": {},
     "mistral": {"sliding_window": 8, "head_dim": 8},
+    "gpt_oss": SPECIAL["gpt_oss"],
+    "deepseek_v3": SPECIAL["deepseek_v3"],
 }
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4
 """Of one token in the tiny llama: 2 layers, keys and values, 2 heads of 8, fp32."""

@@ -111,7 +111,8 @@ class PoolAttention:
                 torch.cat([self._blocks(2 * place + i, table) for table in self._tables], 2)
                 for i in range(2)
             ]
-            mask = self._rows_see(rule[1])
+            mask = self._rows_see(rule.window)
+            rule = with_sinks(rule, (len(self._heads), -1, 1))
             rows = attend(grouped, context[0], context[1], mask, rule)
             return rows.flatten(1, 2).to(query.dtype)
         out: list[Tensor] = []
@@ -186,10 +187,12 @@ class PoolAttention:
         new = query.shape[2]
         context = keys.shape[1]
         keys, values = (t.unsqueeze(1).expand(-1, query.shape[1], -1, -1) for t in (keys, values))
-        scale, window, softcap = rule
-        if softcap is None and new == context and (window is None or context <= window):
+        scale, window, softcap, sinks = rule
+        plain = softcap is None and sinks is None
+        if plain and new == context and (window is None or context <= window):
             out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
         else:
+            rule = with_sinks(rule, (len(self._heads), -1, 1, 1))
             out = attend(query, keys, values, self._piece_sees(new, context, window), rule)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 
@@ -204,13 +207,22 @@ class PoolAttention:
         return self._masks[shape]
 
 
+def with_sinks(rule: AttentionRule, shape: tuple[int, ...]) -> AttentionRule:
+    """The rule with the sinks, if any, in a shape beside that of scores."""
+    return rule if rule.sinks is None else rule._replace(sinks=rule.sinks.float().view(shape))
+
+
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, rule: AttentionRule
 ) -> Tensor:
-    scale, _, softcap = rule
-    if softcap is None:
+    scale, _, softcap, sinks = rule
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
     # Scores rounded to 16 bits would be off by up to 0.03.
     scores = query.float() @ keys.float().transpose(-1, -2) * scale
-    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~seen, float("-inf"))
-    return torch.softmax(scores, -1).to(values.dtype) @ values
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+    return torch.softmax(scores, -1)[..., : keys.shape[-2]].to(values.dtype) @ values

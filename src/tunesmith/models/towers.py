@@ -1,0 +1,97 @@
+"""The towers of a multimodal checkpoint, which are no part of the model that is trained.
+
+A text decoder is trained alone. The parts beside it (a vision tower, its projector) are taken out
+of the module, so that they take no memory on any device, are never sent to an engine, and are not
+adapted. Their weights stay in their files, mapped into memory, and are written beside the decoder's
+when the model is saved: bit by bit as they came, in their own dtype.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_WEIGHTS_FILE_PATTERN
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from transformers import PreTrainedModel
+
+from tunesmith.models.source import directory_of
+from tunesmith.models.weight_checks import Differences
+from tunesmith.plan.facts.model_files import TOWERS, is_of_tower, weight_files, weights_in
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""What turns images into the tower's input; other programs refuse the checkpoint without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Towers:
+    """What a checkpoint holds beside the decoder that is trained."""
+
+    modules: tuple[str, ...] = ()
+    """Names of the parts that were taken out of the module."""
+    weights: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor], repr=False)
+    """Under their names in the checkpoint's files."""
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
+
+    @classmethod
+    def take_out(cls, module: PreTrainedModel, path: str | Path) -> Towers:
+        """Take the towers out of a module; their weights come from the model's files."""
+        base = module.base_model
+        names = [name for name, _ in base.named_children() if name in TOWERS]
+        if not names or base is module:
+            return cls()
+        for name in names:
+            delattr(base, name)
+        if detect_fake_mode():  # a fake device holds no data, and saves none
+            return cls(tuple(names))
+        directory = directory_of(path)
+        weights: dict[str, Tensor] = {}
+        for name, stored in weights_in(directory).items():
+            if is_of_tower(name):
+                with safe_open(stored.file, framework="pt") as opened:
+                    weights[name] = opened.get_tensor(name)
+        files = [directory / name for name in PROCESSOR_FILES if (directory / name).is_file()]
+        return cls(tuple(names), weights, {file.name: file.read_bytes() for file in files})
+
+    @property
+    def pattern(self) -> str | None:
+        """Matches the names of the modules inside the towers, some of which are like the
+        decoder's."""
+        return rf"(.*\.)?({'|'.join(self.modules)})\..*" if self.modules else None
+
+    def allowed(self, differences: Differences) -> Differences:
+        """The differences between files and module that are allowed, with the towers' weights."""
+        return differences[0], (*differences[1], *self.weights)
+
+    def write(self, directory: Path) -> None:
+        """Add the weights to a directory that holds the decoder's, as one more file of its
+        index."""
+        if not self.modules:
+            return
+        for name, content in self.files.items():
+            (directory / name).write_bytes(content)
+        if not self.weights:
+            return
+        written = weight_files(directory)
+        suffixes = [f"-{at + 1:05d}-of-{len(written) + 1:05d}" for at in range(len(written) + 1)]
+        names = [SAFETENSORS_WEIGHTS_FILE_PATTERN.format(suffix=suffix) for suffix in suffixes]
+        for file, name in zip(written, names, strict=False):
+            file.rename(directory / name)
+        weights = {name: tensor.contiguous() for name, tensor in self.weights.items()}
+        save_file(weights, directory / names[-1], metadata={"format": "pt"})
+        index: dict[str, str] = {}
+        for name in names:
+            with safe_open(directory / name, framework="pt") as opened:
+                index |= dict.fromkeys(opened.keys(), name)
+        size = sum((directory / name).stat().st_size for name in names)
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2)
+        (directory / SAFETENSORS_INDEX_FILE).write_text(text, encoding="utf-8")

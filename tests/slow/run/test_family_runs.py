@@ -1,0 +1,57 @@
+"""Models of kinds beyond plain decoders learn in whole runs, with the embedded engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+from tests.support.families import SPECIAL, save_multimodal
+from tests.support.tiny import save_model
+from tests.support.tiny_runs import rl_settings, sft_settings
+from tunesmith.plan.facts.model_files import is_of_tower, weights_in
+from tunesmith.run import placement
+
+LORA = {"lora__rank": 4}
+
+
+def learn(folder: Path, model: Path, **changed: Any) -> Path:
+    """The checkpoint of a few steps by reward, after which the same model learned by example."""
+    outcome = placement.run_rl(None, rl_settings(folder, model, train__steps=6, **changed))
+    # The engine samples with the log-probabilities that the trainer computes.
+    assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in outcome.metrics)
+    assert all(line["grad_norm"] > 0 for line in outcome.metrics)
+    tuned = placement.run_sft(None, sft_settings(folder, model, **changed))
+    losses = [line["loss"] for line in tuned.metrics]
+    assert losses[-1] < losses[0]
+    return outcome.checkpoint
+
+
+@pytest.mark.parametrize("changed", [{}, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_vl"])
+def test_multimodal_models_learn_and_are_loaded_whole(
+    tmp_path: Path, model_type: str, changed: dict[str, Any]
+) -> None:
+    path = save_multimodal(tmp_path / "model", model_type)
+    saved = learn(tmp_path, path, **changed)
+    if changed:
+        PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(path), saved)
+        return
+    names = weights_in(saved).keys()
+    assert names == weights_in(path).keys()
+    assert any(map(is_of_tower, names))
+    AutoModelForImageTextToText.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("changed", [{}, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3"])
+def test_sinks_and_latent_attention_learn(
+    tmp_path: Path, model_type: str, changed: dict[str, Any]
+) -> None:
+    path = save_model(tmp_path / "model", model_type, **SPECIAL[model_type])
+    saved = learn(tmp_path, path, **changed)
+    if not changed:
+        assert weights_in(saved).keys() == weights_in(path).keys()
