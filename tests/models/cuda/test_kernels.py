@@ -102,7 +102,8 @@ def test_attention_to_blocks(
     key = drawn(rows, kv_heads, size, dtype=dtype, seed=3)
     value = drawn(rows, kv_heads, size, dtype=dtype, seed=4)
     prompts, own = (table.to(DEVICE) for table in tables)
-    out = BlockAttention(planes, lengths, prompts, own).attend(1, query, key, value, rule)
+    attention_to = BlockAttention(planes.unbind(), lengths, prompts, own)
+    out = attention_to.attend(1, query, key, value, rule)
 
     for row, (prompt, written) in enumerate(LENGTHS):
         block = int(own[row, written // slots])

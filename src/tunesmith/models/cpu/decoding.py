@@ -26,7 +26,13 @@ from tunesmith.models.cpu.products import (
     compiled,
     fastest,
 )
-from tunesmith.models.kernels.decoding import DecodeRows, KVSpan, PreparedProducts, tables
+from tunesmith.models.kernels.decoding import (
+    DecodeRows,
+    KVSpan,
+    Planes,
+    PreparedProducts,
+    tables,
+)
 from tunesmith.models.kernels.functions import Product
 from tunesmith.models.kernels.lean import PRODUCTS, Layer, LeanDecoder, Norm
 from tunesmith.plan.cost.price import SMALL, prepared_bytes
@@ -83,8 +89,9 @@ class CompiledSteps:
         self._tables: list[Tensor] = []
 
     def hidden(
-        self, decoder: LeanDecoder, planes: Tensor, rows: DecodeRows, *, by_row: bool
+        self, decoder: LeanDecoder, planes: Planes, rows: DecodeRows, *, by_row: bool
     ) -> Tensor:
+        assert isinstance(planes, Tensor), "on a CPU they are one tensor"
         if self._decoder is None or self._decoder.decoder is not decoder:
             self._decoder = _Decoder(decoder)
         prompts = zip(rows.prompt_lengths, rows.written, strict=True)

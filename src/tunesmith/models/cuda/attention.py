@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tunesmith.models.kernels.attention import AttentionRule
+from tunesmith.models.kernels.decoding import Planes
 
 TILE = 64
 """Tokens of the context that a program reads at a time."""
@@ -37,7 +38,7 @@ class BlockAttention:
         own: those of its own tokens, with room for the new one, ``[B, m]`` int32.
     """
 
-    def __init__(self, planes: Tensor, lengths: Tensor, prompts: Tensor, own: Tensor) -> None:
+    def __init__(self, planes: Planes, lengths: Tensor, prompts: Tensor, own: Tensor) -> None:
         self._planes = planes
         self._lengths = lengths
         self._prompts = prompts
@@ -64,7 +65,7 @@ class BlockAttention:
             self._prompts.stride(0), self._own.stride(0), rows,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads,
             GROUP_PADDED=max(16, triton.next_power_of_2(heads // kv_heads)),
-            SLOTS=self._planes.shape[3], TILE=TILE, PARTS=parts, **sizes,
+            SLOTS=self._planes[0].shape[2], TILE=TILE, PARTS=parts, **sizes,
         )  # fmt: skip
         if parts > 1:
             _merge[(rows * heads,)](

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from tunesmith.models.cuda.triton import usable
-from tunesmith.models.kernels.decoding import DecodeRows, KVSpan, PreparedProducts, tables
+from tunesmith.models.kernels.decoding import (
+    DecodeRows,
+    KVSpan,
+    Planes,
+    PreparedProducts,
+    tables,
+)
 from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.kernels.quantised import is_quantised
 
@@ -65,7 +71,7 @@ class CudaSteps:
         self._known = False
 
     def hidden(
-        self, decoder: LeanDecoder, planes: Tensor, rows: DecodeRows, *, by_row: bool
+        self, decoder: LeanDecoder, planes: Planes, rows: DecodeRows, *, by_row: bool
     ) -> Tensor:
         self._check(decoder, planes)
         count = len(rows)
@@ -95,12 +101,12 @@ class CudaSteps:
 
         return draw(logits, temperatures, uniforms)
 
-    def _check(self, decoder: LeanDecoder, planes: Tensor) -> None:
+    def _check(self, decoder: LeanDecoder, planes: Planes) -> None:
         """Forget the graphs if weights or planes are elsewhere than when they were recorded."""
         if self._known:
             return
-        weights = (p.data_ptr() for p in decoder.model.parameters())
-        memory = (planes.data_ptr(), id(decoder), *weights)
+        tensors = (*planes, *decoder.model.parameters())
+        memory = (id(decoder), *(tensor.data_ptr() for tensor in tensors))
         if memory != self._memory:
             self._steps.clear()
             self._tables.clear()
@@ -181,7 +187,7 @@ class _Step:
             for kept, new in zip(self._rotary[kind], (cos, sin), strict=True):
                 kept[: len(new)].copy_(new)
 
-    def run(self, planes: Tensor) -> Tensor:
+    def run(self, planes: Planes) -> Tensor:
         """The hidden states ``[size, d]``; the next step overwrites them."""
         if not self._records:
             return self._compute(planes)
@@ -191,8 +197,8 @@ class _Step:
         graph.replay()
         return hidden
 
-    def _record(self, planes: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        stream = torch.cuda.Stream(planes.device)
+    def _record(self, planes: Planes) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        stream = torch.cuda.Stream(planes[0].device)
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
@@ -204,7 +210,7 @@ class _Step:
         torch.cuda.current_stream().wait_stream(stream)
         return graph, hidden
 
-    def _compute(self, planes: Tensor) -> Tensor:
+    def _compute(self, planes: Planes) -> Tensor:
         from tunesmith.models.cuda.attention import BlockAttention
         from tunesmith.models.cuda.layer_kernels import OPERATIONS
 

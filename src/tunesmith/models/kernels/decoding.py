@@ -24,6 +24,9 @@ from tunesmith.models.kernels.functions import Prepare, Product
 from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.kernels.precision import bfloat16_operands
 
+Planes = Tensor | tuple[Tensor, ...]
+"""The keys and the values of each layer: one tensor on a CPU, several on a GPU."""
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class KVSpan:
@@ -72,12 +75,12 @@ class DecodeSteps(Protocol):
     """Decode steps, with what is prepared for one version of the weights."""
 
     def hidden(
-        self, decoder: LeanDecoder, planes: Tensor, rows: DecodeRows, *, by_row: bool
+        self, decoder: LeanDecoder, planes: Planes, rows: DecodeRows, *, by_row: bool
     ) -> Tensor:
         """The hidden states ``[B, d]``; writes the rows' keys and values.
 
         Args:
-            planes: keys and values, ``[P, N, K, C, D]``.
+            planes: keys and values, ``P`` times ``[N, K, C, D]``.
             by_row: whether rotary frequencies depend on the row (``rope.rotated_by``).
         """
         ...

@@ -63,7 +63,7 @@ class PoolAttention:
         self._memory = memory
         self._pieces = pieces
         self._lengths = [len(piece) for piece in pieces]
-        self._block_size = memory.planes.shape[3]
+        self._block_size = memory.block_size
         self._device = memory.layout.device
         self._heads = torch.arange(memory.layout.kv_heads, device=self._device)
         slots = [

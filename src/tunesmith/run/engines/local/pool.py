@@ -17,10 +17,11 @@ from math import ceil
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.errors import UserError
-from tunesmith.models.kernels.decoding import KVSpan
+from tunesmith.models.kernels.decoding import KVSpan, Planes
 
 
 class StatePart(NamedTuple):
@@ -77,14 +78,19 @@ class KVMemory:
     def __init__(self, layout: KVLayout, blocks: int, block_size: int, slots: int = 0) -> None:
         self.layout = layout
         self._shape = (layout.planes, blocks, layout.kv_heads, block_size, layout.head_dim)
+        self.block_size = block_size
         self._slots = slots
+        self.planes: Planes = ()
+        """``P`` times ``[N, K, C, D]``."""
         self.allocate()
 
     def allocate(self) -> None:
         """Allocate the memory, zeroed: a masked slot must be finite too, because 0 times NaN is
         NaN.
 
-        On a CPU, pages are allocated on first write, so unused slots take no memory.
+        On a CPU, pages are allocated on first write, so unused slots take no memory. On a GPU, each
+        layer's are a tensor: there the trainer's tensors come and go while the engine sleeps, and
+        what some of them still hold of a large piece is lost to a tensor as large.
         """
         dtype = self.layout.dtype
         device = self.layout.device
@@ -96,20 +102,26 @@ class KVMemory:
             for layer, state in self.layout.states.items()
         }
         if device.type != "cpu" or sys.platform == "win32":
-            self.planes = torch.zeros(self._shape, dtype=dtype, device=device)
+            shape = (2, *self._shape[1:])
+            layers = range(self.layout.layers)
+            own = [torch.zeros(shape, dtype=dtype, device=device).unbind() for _ in layers]
+            self.planes = tuple(plane for pair in own for plane in pair)
             return
         size = torch.Size(self._shape).numel() * dtype.itemsize
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.planes = torch.frombuffer(pages, dtype=dtype).view(self._shape)  # [P, N, K, C, D]
+        self.planes = torch.frombuffer(pages, dtype=dtype).view(self._shape)
 
     def free(self) -> None:
         self.states = {}
-        self.planes = self.planes.new_zeros(self._shape[0], 0, *self._shape[2:])
+        if isinstance(self.planes, Tensor):
+            self.planes = self.planes.new_zeros(self._shape[0], 0, *self._shape[2:])
+        else:
+            self.planes = tuple(p.new_zeros(0, *p.shape[1:]) for p in self.planes)
 
     @property
     def nbytes(self) -> int:
         states = sum(part.nbytes for state in self.states.values() for part in state)
-        return self.planes.untyped_storage().nbytes() + states
+        return sum(plane.nbytes for plane in self.planes) + states
 
 
 class KVPool:
