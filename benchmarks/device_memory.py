@@ -42,6 +42,7 @@ PARTS = ("weights", "gradients", "optimizer", "frozen", "gathered", "activations
 LORA = "lora.rank=16"
 CHECKPOINTING = "system.gradient_checkpointing=true"
 HALF = "system.gradient_checkpointing=0.5"
+SELECTIVE = 'system.gradient_checkpointing="selective"'
 QUARTER = "system.gradient_checkpointing=0.25"
 AWAY = "system.offload_activations=true"
 HOST = "system.offload_optimizer=true"
@@ -80,6 +81,9 @@ CASES = [
     Case("0.6B", 4, 32768, (HALF,)),
     Case("7B", 4, 16384, (QUARTER,)),
     Case("7B", 4, 16384, (LORA, HALF)),
+    Case("0.6B", 4, 32768, (SELECTIVE,)),
+    Case("7B", 4, 16384, (LORA, SELECTIVE)),
+    Case("7B", 4, 16384, (AWAY, SELECTIVE)),
     Case("7B", 4, 16384, (AWAY,)),
     Case("7B", 4, 16384, (AWAY, CHECKPOINTING)),
     Case("7B", 4, 16384, (AWAY, HALF)),
@@ -102,6 +106,9 @@ RANKED = [
         for shape, tokens in (("0.6B", 16384), ("7B", 8192))
         for options in ((), (CHECKPOINTING,), (LORA,), (LORA, CHECKPOINTING))
     ),
+    Case("7B", 4, 8192, (STAGE(3), SELECTIVE), "8xH200"),
+    Case("7B", 4, 8192, (STAGE(3), LORA, SELECTIVE), "8xH200"),
+    Case("0.6B", 4, 32768, (STAGE(3), RANKS(2), SELECTIVE), "8xH200"),
     Case("7B", 4, 8192, (STAGE(1), HOST), "8xH200"),
     Case("7B", 4, 8192, (STAGE(3), HOST), "8xH200"),
     Case("7B", 4, 8192, (STAGE(3), HOST, CHECKPOINTING), "8xH200"),

@@ -125,8 +125,10 @@ class SystemSection(Section):
     reward_max_tokens: Open[PositiveInt] = None
     """Maximum tokens of a reward model's pass."""
     share_prompts: bool = True
-    gradient_checkpointing: Open[bool | Part] = None
-    """Whether the backward pass recomputes activations, or in which share of the layers."""
+    gradient_checkpointing: Open[bool | Part | Literal["selective"]] = None
+    """Whether the backward pass recomputes activations, or in which share of the layers;
+    ``selective``: in all layers it keeps the results of matrix products and attention, and
+    recomputes the rest (norms, rotations, gates, casts)."""
     offload_activations: Open[bool] = None
     """Keep activations saved for the backward pass in host memory."""
     offload_optimizer: Open[bool] = None

@@ -23,6 +23,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.export import read_generation
 from tunesmith.models.kernels.layers import text_decoder
+from tunesmith.models.kernels.selective import cast_input
 from tunesmith.models.loading import auto_class
 from tunesmith.models.lora import (
     ANY_OF_PEFT,
@@ -102,6 +103,9 @@ def attach(
         else _continued(model, section, kind, path, frozen)
     )
     unshard_trained(peft, model.device)
+    for part in peft.modules():
+        if isinstance(part, LoraLayer):
+            setattr(part, "_cast_input_dtype", cast_input)  # noqa: B010
     model.runner.bind()
     model.adapter = LoraAdapter(peft, section.save_merged, trust_remote_code)
     return model.adapter

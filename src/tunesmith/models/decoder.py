@@ -25,6 +25,7 @@ from tunesmith.models.kernels.attention import AttentionContext
 from tunesmith.models.kernels.layers import LayerRunner, ModuleRunner, text_decoder
 from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.kernels.quantised import Quantize, weights_of
+from tunesmith.models.kernels.selective import recomputed
 from tunesmith.models.loading import load_module
 from tunesmith.models.lora import LoraAdapter, merge_into
 from tunesmith.models.parallel.activations import HostActivations
@@ -226,6 +227,19 @@ class Decoder:
         for name in liger.USED:  # an import error comes now, not in the first pass
             liger.kernels(name)
         lean.operations = liger.LIGER
+
+    def keep_products(self) -> None:
+        """In training passes, keep only products and attention for the backward pass.
+
+        Raises:
+            ModelError: the layers have no lean form.
+        """
+        lean = self._lean_for(
+            'system.gradient_checkpointing = "selective"',
+            "keeps its products alone; set it to true, to false or to a share of the layers",
+        )
+        made = lean.operations if lean.compiled is None else lean.compiled.operations
+        lean.selective = recomputed(made)
 
     def _lean_for(self, setting: str, condition: str) -> LeanDecoder:
         if self.lean is None:

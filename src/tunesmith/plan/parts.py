@@ -7,6 +7,8 @@ from typing import Literal
 
 from tunesmith.config.values import parse_size
 
+Checkpointing = bool | float | Literal["selective"]
+"""``system.gradient_checkpointing``, once it is derived."""
 Every = int | Literal["epoch"]
 """Steps between two times, or each pass over the data."""
 
@@ -26,12 +28,23 @@ class Memory:
     """Maximum tokens of a reward model's pass."""
     kv: str | None = None
     """Size of an engine's KV cache."""
-    checkpointing: bool | float = False
-    """Whether activations are recomputed, or in which share of the layers."""
+    checkpointing: Checkpointing = False
+    """Whether activations are recomputed, or in which share of the layers, or all but the results
+    of products and attention."""
     offload_activations: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
     offload_reference: bool = False
+
+    @property
+    def selective(self) -> bool:
+        """Whether layers keep the results of products and attention alone."""
+        return self.checkpointing == "selective"
+
+    @property
+    def share_again(self) -> float:
+        """The share of layers that are recomputed from their inputs."""
+        return 0.0 if self.checkpointing == "selective" else float(self.checkpointing)
 
     @property
     def kv_bytes(self) -> int:

@@ -268,9 +268,11 @@ def test_neighbours_have_an_effect_and_one_change_each() -> None:
         800,
     ]  # more than a step's 1600 would change nothing
     assert said["system.max_running"] == [16, 32] and said["system.threads"] == [1, 4]
-    assert said["system.gradient_checkpointing"] == [0.5, True] and said[
-        "system.share_prompts"
-    ] == [False]
+    assert said["system.gradient_checkpointing"] == [
+        "selective",
+        0.5,
+        True,
+    ] and said["system.share_prompts"] == [False]
     assert (
         said["system.kv_memory"] == ["128MB", "256MB"] and 128 not in said["system.logprob_chunk"]
     )

@@ -30,17 +30,23 @@ from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import (
     activation_bytes,
     backward_bytes,
+    kept_bytes,
     layer_bytes,
     price,
     recomputed,
     sent_bytes,
 )
+from tunesmith.plan.cost.seconds import compared_seconds
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.parts import Checkpointing
 from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
 
 LAYERS = 4
+KEY = "system.gradient_checkpointing"
+SELECTIVE = f'{KEY}="selective"'
+ON_THE_GPU = ("system.offload_activations=false", "system.offload_optimizer=false")
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +58,8 @@ def backend_of(path: Path, kind: str, **options: Any) -> TorchBackend[CausalLM]:
     """A backend on the lean decoder, on the Hugging Face modules, with an adapter, or in
     bfloat16."""
     torch.manual_seed(0)
-    model = CausalLM.load(path, dtype=torch.bfloat16 if kind == "bfloat16" else torch.float32)
-    if kind == "lora":
+    model = CausalLM.load(path, dtype=torch.bfloat16 if "bfloat16" in kind else torch.float32)
+    if "lora" in kind:
         adapters.attach(model, LoraSection(rank=4, alpha=8.0, targets="all-linear"))
     if kind == "hugging face":
         model.runner = ModuleRunner(model.module.base_model)
@@ -82,7 +88,8 @@ KINDS = pytest.mark.parametrize("kind", ["lean", "hugging face", "lora", "bfloat
 @KINDS
 def test_the_gradient_is_the_same_for_every_share(path: Path, kind: str) -> None:
     expected = plain(path, kind)
-    for share in (0.25, 0.5, 0.75, True):
+    shares = (0.25, 0.5, 0.75, True) if kind == "hugging face" else (0.5, True, "selective")
+    for share in shares:
         found = gradient(backend_of(path, kind, gradient_checkpointing=share))
         assert found.keys() == expected.keys()
         assert all(found[name].equal(grad) for name, grad in expected.items()), share
@@ -111,6 +118,73 @@ def test_each_layer_that_is_computed_again_keeps_its_input_only(path: Path, kind
         counts.append(saved(backend))
     steps = [before - after for before, after in pairwise(counts)]
     assert steps == pytest.approx([steps[0]] * 4, rel=0.1) and LAYERS * steps[0] > 0.6 * counts[0]
+
+
+@pytest.mark.parametrize("kind", ["lean", "bfloat16", "lora", "lora bfloat16"])
+def test_what_selective_layers_keep_is_what_was_planned(path: Path, kind: str) -> None:
+    """Bytes of a layer with and without, of what the backward pass is given."""
+    facts = read_model_facts(path)
+    assert facts is not None
+    rank = 4 if "lora" in kind else None
+    of = Layout(2 if "bfloat16" in kind else 4, lora_rank=rank)
+    kept = [
+        saved_by_layer(backend_of(path, kind, gradient_checkpointing=value))
+        for value in (False, "selective")
+    ]
+    tokens = training.forest_of(training.samples_of()).num_tokens
+    planned = [tokens * kept_bytes(facts, replace(of, selective=flag)) for flag in (False, True)]
+    assert kept == pytest.approx(planned, rel=0.02) and kept[1] < 0.7 * kept[0]
+
+
+def saved_by_layer(backend: TorchBackend[CausalLM]) -> int:
+    """Bytes that a layer in the middle saves, each storage once."""
+    lean = backend.model.lean
+    assert lean is not None
+    sizes: list[dict[torch.UntypedStorage, int]] = [{}]
+
+    def keep(tensor: Tensor) -> Tensor:
+        sizes[-1][tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    lean.before_layers(lambda: sizes.append({}))
+    backend.model.module.train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        backend.passes.predict(training.forest_of(training.samples_of()))
+    owned = {p.untyped_storage() for p in backend.model.module.parameters()}
+    shared = owned | sizes[1].keys() | sizes[3].keys()  # tables; a layer's input is its own
+    return sum(size for storage, size in sizes[2].items() if storage not in shared)
+
+
+def test_layers_without_a_lean_form_keep_all_or_nothing(path: Path) -> None:
+    with pytest.raises(ModelError, match="selective"):
+        backend_of(path, "hugging face", gradient_checkpointing="selective")
+    assert refusal(SFTConfig, on(A100, replace(SMALL, family="gpt2")), SELECTIVE).count("gpt2") == 1
+    said = resolved(SFTConfig, on(A100, replace(SMALL, family="llama")), SELECTIVE)
+    assert said.memory.selective and not said.memory.share_again
+
+
+def test_selective_layers_by_hand() -> None:
+    """Two vectors of 256, queries, keys and values, the attention output, gate and up."""
+    kept = 2 * (2 * 256 + (256 + 2 * 128) + 256 + 2 * 768) + 4 * 6
+    assert kept_bytes(SMALL, Layout(2, selective=True)) == kept
+    assert kept_bytes(SMALL, Layout(2, selective=True, sequence=2)) == kept + 2 * 256
+    assert kept_bytes(SMALL, Layout(2, selective=True, lora_rank=8)) == kept + 28 * 8
+    assert activation_bytes(SMALL, Layout(2, selective=True)) == 6 * kept + 2 * 2 * 256
+    assert kept_bytes(SMALL, Layout(2)) == layer_bytes(SMALL, Layout(2))
+
+
+def test_selective_layers_are_derived_where_all_do_not_fit_and_it_is_faster() -> None:
+    facts = on(A100, replace(THREE, family="qwen2"), longest=5500, memory=512 * GB)
+    found = resolved(SFTConfig, facts, *ON_THE_GPU)
+    assert found.settings["system.gradient_checkpointing"] == "selective"
+    by_kind = {
+        value: resolved(SFTConfig, facts, *ON_THE_GPU, f"{KEY}={value}")
+        for value in ("true", '"selective"')
+    }
+    seconds = {value: compared_seconds(plan) for value, plan in by_kind.items()}
+    assert seconds['"selective"'] < seconds["true"]
+    assert compared_seconds(found) == seconds['"selective"']
+    assert refusal(SFTConfig, facts, *ON_THE_GPU, f"{KEY}=false")
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 7, 28, 80])
@@ -167,11 +241,18 @@ def away(backend: TorchBackend[CausalLM], chunk: int = 1000) -> TorchBackend[Cau
 @KINDS
 @pytest.mark.parametrize(
     "share",
-    [pytest.param(0, marks=pytest.mark.slow), 0.5, pytest.param(True, marks=pytest.mark.slow)],
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        0.5,
+        pytest.param(True, marks=pytest.mark.slow),
+        "selective",
+    ],
 )
 def test_the_gradient_is_the_same_with_activations_in_host_memory(
-    path: Path, kind: str, share: float
+    path: Path, kind: str, share: Checkpointing
 ) -> None:
+    if kind == "hugging face" and share == "selective":
+        pytest.skip("only lean layers keep products alone")
     expected = plain(path, kind)
     backend = away(backend_of(path, kind, gradient_checkpointing=share, offload_activations=True))
     for _ in range(2):
@@ -202,14 +283,16 @@ def sent(backend: TorchBackend[CausalLM], samples: Sequence[Sample]) -> int:
     return taken[0]
 
 
-@pytest.mark.parametrize("share", [0, 0.5, True])
-def test_what_goes_to_host_memory_is_what_was_planned(path: Path, share: float) -> None:
+@pytest.mark.parametrize("share", [0, 0.5, True, "selective"])
+def test_what_goes_to_host_memory_is_what_was_planned(path: Path, share: Checkpointing) -> None:
     samples = training.samples_of(groups=8)
     backend = away(backend_of(path, "lean", gradient_checkpointing=share, offload_activations=True))
     backend.model.module.train()
     facts = read_model_facts(path)
     assert facts is not None
-    layout = Layout(4, checkpointing=share, offload_activations=True)
+    selective = share == "selective"
+    again = 0.0 if selective else float(share)
+    layout = Layout(4, checkpointing=again, selective=selective, offload_activations=True)
     tables = 2 * 4 * facts.head_dim + 8  # sines, cosines and token ids, once
     planned = (sent_bytes(facts, layout) + tables) * training.forest_of(samples).num_tokens
     assert sent(backend, samples) == pytest.approx(planned, rel=0.01)

@@ -272,6 +272,13 @@ def test_two_groups_share_the_micro_batches(model: Path, kind: SequenceKind) -> 
 
 
 @KINDS
+def test_products_alone_are_kept(model: Path, kind: SequenceKind) -> None:
+    packing = Packing.of(policy_batch(), 60)
+    make = partial(CASES["gspo"].backend, model, gradient_checkpointing="selective")
+    same_steps(make, packing, CASES["gspo"].objective, size=2, kind=kind)
+
+
+@KINDS
 def test_in_float64_they_agree_to_ten_digits(model: Path, kind: SequenceKind) -> None:
     torch.set_default_dtype(torch.float64)
     try:

@@ -38,7 +38,7 @@ def once(cases: Iterable[Any]) -> list[Any]:
 SOME = [
     *(case for case in CASES if case.layers <= 4),
     *RANKED[3:24:9],
-    *RANKED[24:27],
+    *RANKED[24:30],
     *RANKED[-3:],
 ]
 

@@ -65,7 +65,7 @@ def _ladders(values: Values, shape: Shape) -> dict[str, Sequence[Any]]:
     threads = max(1, shape.cores // ranks)
     sample = -(-shape.tokens // shape.samples)
     ladders: dict[str, Sequence[Any]] = {
-        "system.gradient_checkpointing": (False, 0.5, True),
+        "system.gradient_checkpointing": (False, "selective", 0.5, True),
         TOKENS: _up_to(-(-shape.tokens // ranks), values[TOKENS], sample),
         CHUNK: _up_to(shape.tokens, values.get(CHUNK) or shape.chunk, 16),
     }

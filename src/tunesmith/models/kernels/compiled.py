@@ -3,7 +3,8 @@
 Two tensor functions compute a layer: one before attention and one after it. All layers of a model
 run the same two, for any number of tokens. Attention between them is not compiled, and so neither
 are a forest's kernels nor a sequence group's exchange. The engine in the same process decodes
-without these functions.
+without these functions. Where only products and attention are kept for the backward pass
+(``selective``), the operations between them are compiled one by one.
 
 Shape legend: ``T`` tokens, ``d`` hidden size, ``H`` query heads, ``K`` key/value heads, ``D`` head
 size.
@@ -22,9 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tunesmith.models.kernels.attention import AttentionContext
+from tunesmith.models.kernels.functions import HeadShape
 from tunesmith.models.kernels.inductor import keep_inductors_cache
 from tunesmith.models.kernels.lean import Layer, Norm, Projection
-from tunesmith.models.kernels.lean_ops import Activation, JointWeight, activate
+from tunesmith.models.kernels.lean_ops import OURS, Activation, JointWeight, Operations, activate
 
 MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
 """``system.compile`` to the mode of ``torch.compile``. CUDA graphs would be recorded per layer and
@@ -56,6 +58,9 @@ class CompiledLayers:
         options: dict[str, Any] = {"mode": MODES[mode], "fullgraph": True, "dynamic": False}
         self._before: Any = torch.compile(before_attention, **options)
         self._after: Any = torch.compile(after_attention, **options)
+        self._norm = torch.compile(_normalized, **options)
+        self._heads = torch.compile(_heads, **options)
+        self._gated = torch.compile(_gated, **options)
 
     def __call__(
         self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionContext
@@ -82,6 +87,40 @@ class CompiledLayers:
             _norm(layer.after_mlp),
         )
 
+    @property
+    def operations(self) -> Operations:
+        """The operations between products and attention, each compiled by itself."""
+        return Operations(self._rms_norm, self._heads_of, self._gated_of)
+
+    def _rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+        if len(x) < LEAST_ROWS:
+            return OURS.rms_norm(x, weight, eps, offset)
+        (x,) = _any_length(x)
+        return self._norm(x, (weight, eps, offset))
+
+    def _heads_of(
+        self,
+        product: Tensor,
+        tables: tuple[Tensor, Tensor] | None,
+        weights: Sequence[Tensor],
+        shape: HeadShape,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if len(product) < LEAST_ROWS:
+            return OURS.heads(product, tables, weights, shape)
+        norms = None
+        if weights:
+            of_query, of_key = ((weight, shape.eps, shape.offset) for weight in weights)
+            norms = of_query, of_key
+        counts = shape.heads, shape.kv_heads
+        _any_length(product, *(tables or ()))
+        return self._heads(product, norms, tables, *counts)
+
+    def _gated_of(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        if len(gate_up) < LEAST_ROWS:
+            return OURS.gated(gate_up, activation)
+        (gate_up,) = _any_length(gate_up)
+        return self._gated(gate_up, activation)
+
 
 def before_attention(
     x: Tensor,
@@ -94,7 +133,17 @@ def before_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries ``[T, H, D]``, keys and values ``[T, K, D]`` from ``[T, d]``; without ``tables``
     nothing is rotated."""
-    joint = _products(_normalized(x, norm), qkv).view(len(x), heads + 2 * kv_heads, -1)
+    return _heads(_products(_normalized(x, norm), qkv), norms, tables, heads, kv_heads)
+
+
+def _heads(
+    product: Tensor,
+    norms: tuple[NormOperands, NormOperands] | None,
+    tables: tuple[Tensor, Tensor] | None,
+    heads: int,
+    kv_heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    joint = product.view(len(product), heads + 2 * kv_heads, -1)
     q, k, v = joint.split([heads, kv_heads, kv_heads], 1)
     if norms is not None:
         q = _normalized(q, norms[0])
@@ -119,9 +168,13 @@ def after_attention(
     """``[T, d]`` from the layer's input ``[T, d]`` and its attention output ``[T, H, D]``."""
     y = _products(seen.flatten(1), out)
     x = x + (y if after is None else _normalized(y, after))
-    gate, up = _products(_normalized(x, before_mlp), gate_up).chunk(2, -1)
-    y = _products(activate(gate, activation) * up, down)
+    y = _products(_gated(_products(_normalized(x, before_mlp), gate_up), activation), down)
     return x + (y if after_mlp is None else _normalized(y, after_mlp))
+
+
+def _gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return activate(gate, activation) * up
 
 
 def _products(x: Tensor, operands: Operands) -> Tensor:

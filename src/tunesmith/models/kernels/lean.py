@@ -19,7 +19,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from tunesmith.models.kernels.functions import HeadShape, Prepare, Product
 from tunesmith.models.kernels.gradient_sums import kept_sums
 from tunesmith.models.kernels.layers import StatefulLayer
 from tunesmith.models.kernels.lean_ops import OURS, Activation, Operations, embed, linear
+from tunesmith.models.kernels.selective import keeping_products
 from tunesmith.plan.facts.families import family
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -245,6 +246,21 @@ class Layer:
         return x + (y if self.after_mlp is None else self.after_mlp(y, operations))
 
 
+class LayerPass(Protocol):
+    """Computes any ``Layer``, in other operations than these."""
+
+    @property
+    def operations(self) -> Operations:
+        """Those between products and attention, one by one."""
+        ...
+
+    def __call__(
+        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionContext
+    ) -> Tensor:
+        """See ``Layer.__call__``."""
+        ...
+
+
 class LeanDecoder:
     """The ``LayerRunner`` of decoders of the families that are ``lean``."""
 
@@ -264,10 +280,11 @@ class LeanDecoder:
         self.layer_types = kinds
         self.operations = OURS
         """The operations of the layers and the final norm; inference mode has ``OURS``."""
-        self.compiled: (
-            Callable[[Layer, Tensor, Tensor, Tensor, AttentionContext], Tensor] | None
-        ) = None
+        self.compiled: LayerPass | None = None
         """Runs a layer in a trainer's passes; see ``compiled``."""
+        self.selective: Operations | None = None
+        """The operations of training passes that keep only products and attention; see
+        ``selective``. None: they keep all."""
         self._before_layer: Callable[[], None] = lambda: None
 
     @staticmethod
@@ -321,6 +338,7 @@ class LeanDecoder:
         decoder.norm = self.norm.of(dtype)
         decoder.rows = dtype
         decoder.compiled = None
+        decoder.selective = None
         decoder.operations = OURS
         return decoder
 
@@ -334,15 +352,20 @@ class LeanDecoder:
             kind: self.rotary(x, position_ids, kind) for kind in dict.fromkeys(self.layer_types)
         }
         # An engine in this process runs in inference mode, with few rows and its own attention.
-        inference = torch.is_inference_mode_enabled()
-        compiled, operations = (None, OURS) if inference else (self.compiled, self.operations)
+        operations = OURS if torch.is_inference_mode_enabled() else self.operations
         for layer, kind in zip(self.layers, self.layer_types, strict=True):
-            run: Callable[..., Tensor] = partial(layer, operations=operations)
-            if compiled is not None:
-                run = partial(compiled, layer)
             self._before_layer()
-            x = layer.around(run)(x, *tables[kind], attention)
+            x = layer.around(self._pass_of(layer))(x, *tables[kind], attention)
         return self.norm(x, operations)
+
+    def _pass_of(self, layer: Layer) -> Callable[..., Tensor]:
+        if torch.is_inference_mode_enabled():
+            return layer
+        if self.selective is not None and layer.module.training and torch.is_grad_enabled():
+            return partial(_keep_products, layer, self.selective)
+        if self.compiled is not None:
+            return partial(self.compiled, layer)
+        return partial(layer, operations=self.operations)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         module = self.model.embed_tokens
@@ -357,3 +380,15 @@ class LeanDecoder:
         sin = sin[0].clone()
         sin[:, : sin.shape[-1] // 2].neg_()
         return cos[0].unsqueeze(1), sin.unsqueeze(1)
+
+
+def _keep_products(
+    layer: Layer,
+    operations: Operations,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    attention: AttentionContext,
+) -> Tensor:
+    with keeping_products():
+        return layer(x, cos, sin, attention, operations)

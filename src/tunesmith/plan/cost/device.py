@@ -63,6 +63,8 @@ class Layout:
     has_vocabulary_head: bool = True
     checkpointing: float = 0
     """The share of layers whose activations are recomputed in the backward pass."""
+    selective: bool = False
+    """Whether the other layers keep the results of products and attention alone."""
     tokens: int = 0
     """Tokens of a micro-batch."""
     sequence: int = 1

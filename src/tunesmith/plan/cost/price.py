@@ -137,7 +137,7 @@ def _sharded(model: ModelFacts, layout: Layout) -> Price:
         # The head's gradient waits to be summed; a layer's is summed in float32 once its
         # activations are freed.
         again = all(recomputed(model.layers, layout.checkpointing))
-        gone = 0 if again else -(-layout.tokens // layout.sequence) * layer_bytes(model, layout)
+        gone = 0 if again else -(-layout.tokens // layout.sequence) * kept_bytes(model, layout)
         backward += model.vocab_size * model.hidden_size * size + max(0, 4 * layer - gone)
         each = 12 if alone else 8 if layout.zero_stage == 1 else 4 + size
         at_the_end = each * outside  # after everything else
@@ -209,7 +209,7 @@ def sent_bytes(model: ModelFacts, layout: Layout) -> int:
 def _kept(model: ModelFacts, layout: Layout) -> list[int]:
     """Bytes that each layer saves per token, or the size of its input if the layer is
     recomputed."""
-    whole = layer_bytes(model, layout)
+    whole = kept_bytes(model, layout)
     hidden = model.hidden_size * layout.bytes_per_number
     return [hidden if again else whole for again in recomputed(model.layers, layout.checkpointing)]
 
@@ -270,16 +270,51 @@ SCAN_BYTES = 40
 projections: chunks of each operand in float32, and of their products within a chunk."""
 
 
+def kept_bytes(model: ModelFacts, layout: Layout) -> int:
+    """Bytes that a layer whose input alone is not enough saves per token: ``layer_bytes``, or those
+    of products and attention (``kernels.selective``).
+
+    The latter are two vectors of the hidden size, queries and keys before rotation, values, the
+    attention output, gate and up. Ranks that share sequences exchange queries, keys and values
+    after norms, and the attention output, which is saved on both sides.
+    """
+    if not layout.selective:
+        return layer_bytes(model, layout)
+    queries = model.query_width
+    keys = model.key_width
+    joint = queries + 2 * keys
+    widths = 2 * model.hidden_size + joint + queries + 2 * model.intermediate_size
+    if layout.sequence > 1:
+        widths += queries + joint * model.head_norms
+    adapted = 28 * (layout.lora_rank or 0)
+    return layout.bytes_per_number * widths + adapted + 4 * (2 + model.heads)
+
+
 def backward_bytes(model: ModelFacts, layout: Layout) -> int:
     """Temporaries per token in a layer's backward pass, at the gate: gradients of its three
     vectors, and two more unless gate and up are products of their own (sharded, or with an
     adapter); also the layer's activations, if those of all layers are recomputed or offloaded."""
     size = layout.bytes_per_number
-    apart = layout.lora_rank is not None or _multiplies_apart(model, layout)
-    gate = (3 if apart else 5) * size * model.intermediate_size
+    adapted = layout.lora_rank is not None
+    apart = adapted or _multiplies_apart(model, layout)
+    # Layers that keep products alone free less on the way to the gate.
+    vectors = 3 + layout.selective * (1 + adapted) if apart else 5
+    passed = max(vectors * size * model.intermediate_size, _back_at_the_heads(model, layout))
     again = layer_bytes(model, layout) if all(recomputed(model.layers, layout.checkpointing)) else 0
     scan = SCAN_BYTES * model.mixer.width if model.mixer.memory else 0
-    return max(gate, scan) + 2 * size * model.hidden_size + (_back_at_once(model, layout) or again)
+    passed = max(passed, scan)
+    return passed + 2 * size * model.hidden_size + (_back_at_once(model, layout) or again)
+
+
+def _back_at_the_heads(model: ModelFacts, layout: Layout) -> int:
+    """Temporaries per token where the norms of queries and keys pass in float32, without the
+    feed-forward block's tensors, which are freed by then: few if products alone are kept."""
+    if not layout.selective or not model.head_norms:
+        return 0
+    size = layout.bytes_per_number
+    vectors = 10 if layout.lora_rank is None else 8
+    freed = 2 * model.intermediate_size + model.hidden_size
+    return size * (vectors * (model.query_width + model.key_width) - freed)
 
 
 def _back_at_once(model: ModelFacts, layout: Layout) -> int:

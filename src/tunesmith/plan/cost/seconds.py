@@ -15,7 +15,7 @@ environments; on a CPU nothing counts the transfer of new weights to engines in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 
 from tunesmith.plan.cost.work import Amounts, Work, amounts, step_work, work_of
@@ -192,7 +192,9 @@ def cpu_seconds(plan: AnyPlan) -> dict[str, float]:
     passes = plan.said.train.passes_per_batch if plan.kind.rl else 1
     steps = passes * max(1, ceil(work.samples / (plan.training.batch or work.samples)))
     found = phase_seconds(work, rates)
-    again = plan.memory.checkpointing * again_seconds(work, rates)
+    again = plan.memory.share_again * again_seconds(work, rates)
+    if plan.memory.selective:
+        again = again_seconds(work, rates, ("numbers", "passes"))
     scored = plan.kind.reference + plan.kind.decoupled
     phases = {name: found[name] for name in ("prefill", "decode", "sync") if plan.kind.rl}
     phases |= {"scoring": scored * found["scoring"]} if scored else {}
@@ -210,9 +212,12 @@ def phase_seconds(work: Work, rates: Rates) -> dict[str, float]:
     }
 
 
-def again_seconds(work: Work, rates: Rates) -> float:
-    """Seconds to recompute all layers' activations: a forward pass without the head."""
+def again_seconds(work: Work, rates: Rates, kinds: Sequence[str] | None = None) -> float:
+    """Seconds to recompute all layers' activations: a forward pass without the head.
+
+    Args:
+        kinds: of the forward pass's work; None: all.
+    """
     forward = amounts(work)["scoring"]
-    return _seconds(
-        {kind: n for kind, n in forward.items() if not kind.startswith("head")}, rates["scoring"]
-    )
+    body = {kind: n for kind, n in forward.items() if not kind.startswith("head")}
+    return _seconds({kind: body[kind] for kind in kinds or body}, rates["scoring"])

@@ -36,6 +36,8 @@ GPU, per byte kept on the host: of 16, gradients are read, master weights and mo
 written; gradients and weights pass."""
 RECOMPUTED = 1 / 3
 """Additional share of a layer's products if the backward pass recomputes it."""
+BETWEEN_PRODUCTS = 1 / 3
+"""Kernel launches of a layer's forward pass that are neither products nor attention, as a share."""
 PLAIN_MODULES = 1.1
 """Factor on the operations of products if the layers run as Hugging Face modules."""
 GRAPH_LAYERS = 8
@@ -267,7 +269,8 @@ def _step(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> Step
 
 def _training(plan: AnyPlan, model: ModelFacts, step: StepSize) -> list[Amounts]:
     ranks = plan.devices.trainer_ranks
-    recomputed = 1 + RECOMPUTED * plan.memory.checkpointing
+    recomputed = 1 + RECOMPUTED * plan.memory.share_again
+    selective = plan.memory.selective
     products = (
         step.body
         * (2 / 3 if plan.kind.adapter else 1.0)
@@ -278,10 +281,28 @@ def _training(plan: AnyPlan, model: ModelFacts, step: StepSize) -> list[Amounts]
     sent = step.tokens * sent_bytes(model, step.layout) / ranks
     training = {
         "operations": (products * step.trained + step.head) / ranks,
-        "bytes read again": step.batches * _read_again(plan, model, step.micro, each),
-        "passes": 3 * recomputed * step.batches * step.micro * model.layers,
+        "bytes read again": step.batches * _read_again(plan, model, step.micro, each)
+        + selective * step.trained * step.tokens / ranks * _between_products(model, step.layout),
+        "passes": (3 * recomputed + selective * BETWEEN_PRODUCTS)
+        * step.batches
+        * step.micro
+        * model.layers,
     }
     return [training, {"bytes over PCIe": 2 * step.trained * (sent + step.coming)}]
+
+
+def _between_products(model: ModelFacts, layout: Layout) -> float:
+    """Bytes per token that PyTorch's operations between products read and write: two norms, which
+    compute in float32, the rotation of queries and keys, the gate, and an adapter's casts."""
+    size = layout.bytes_per_number
+    hidden = model.hidden_size
+    inner = model.intermediate_size
+    queries = model.query_width
+    turned = queries + model.key_width
+    norm = 4 * size + 20 if size == 2 else 5 * size
+    passed = norm * (2 * hidden + turned * model.head_norms) + size * (7 * turned + 5 * inner)
+    cast = (size + 4) * (5 * hidden + queries + inner) if layout.lora_rank and size == 2 else 0
+    return model.layers * (passed + cast)
 
 
 def _beside_training(
@@ -316,7 +337,7 @@ def _between_gpus(plan: AnyPlan, model: ModelFacts, step: StepSize) -> Amounts:
     }
     each = step.trained * step.tokens / devices.trainer_ranks
     sent["bytes between GPUs"] += each * _shared_sequences(plan, model)
-    passes = 2 + float(plan.memory.checkpointing)
+    passes = 2 + plan.memory.share_again
     waits = 4 * passes * step.batches * step.micro * model.layers
     return {**sent, "waits": waits * (devices.sequence > 1)}
 
@@ -356,7 +377,7 @@ def _shared_sequences(plan: AnyPlan, model: ModelFacts) -> float:
     devices = plan.devices
     number = devices.bytes_per_number
     others = devices.sequence - 1
-    again = float(plan.memory.checkpointing)
+    again = plan.memory.share_again
     if devices.ring:
         return model.layers * 2 * model.key_width * others * (number * (2 + again) + 4)
     widths = 2 * model.query_width + 2 * model.key_width

@@ -21,6 +21,7 @@ from tunesmith.plan.derive.savings import (
 )
 from tunesmith.plan.derive.sizes import reserved, with_sizes
 from tunesmith.plan.facts.hardware import Gpu, compilers
+from tunesmith.plan.parts import Checkpointing
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, gpu_of
 
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
@@ -199,9 +200,9 @@ def _compile(plan: AnyPlan) -> tuple[bool | str, str]:
     return mode, f"found: {compiler}"
 
 
-def _checkpointing(plan: AnyPlan) -> tuple[bool | float, str]:
+def _checkpointing(plan: AnyPlan) -> tuple[Checkpointing, str]:
     """The fewest layers with which the longest sample's activations take at most half of the
-    memory that the model's state leaves."""
+    memory that the model's state leaves; none if it is enough to keep products and attention."""
     model = plan.facts.model
     longest = plan.training.longest
     if model is None or longest is None:
@@ -213,15 +214,20 @@ def _checkpointing(plan: AnyPlan) -> tuple[bool | float, str]:
     shares = [replace(layout, checkpointing=count / layers) for count in range(layers + 1)]
     sizes = [longest * bytes_per_token(model, share) for share in shares]
 
-    def fits(count: int) -> bool:
-        trainer = planned_devices(plan.with_memory(checkpointing=count / layers), least=True)[:1]
-        return sizes[count] <= room // 2 and all(needed.peak <= free for _, needed, free in trainer)
+    def fits(size: int, checkpointing: Checkpointing) -> bool:
+        there = plan.with_memory(checkpointing=checkpointing)
+        trainer = planned_devices(there, least=True)[:1]
+        return size <= room // 2 and all(needed.peak <= free for _, needed, free in trainer)
 
-    again = next(filter(fits, range(layers)), layers)
+    fitting = (count for count in range(layers) if fits(sizes[count], count / layers))
+    again = next(fitting, layers)
     reason = (
         f"{format_size(sizes[0])} of activations of the longest sample "
         f"{'do not fit' if again else 'fit'}: {format_size(room)} are free for them"
     )
+    products = longest * bytes_per_token(model, replace(layout, selective=True))
+    if again and model.lean and fits(products, "selective"):
+        return "selective", f"{reason}; those of products and attention are {format_size(products)}"
     if 0 < again < layers:
         fewer = f"they are {format_size(sizes[again])} if {again} of {layers} layers are recomputed"
         return round(again / layers, 3), f"{reason}; {fewer}"

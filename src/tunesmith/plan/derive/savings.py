@@ -126,7 +126,7 @@ def with_savings(
         reasons.add("system.weight_copy", copy, why)
     share = chosen.memory.checkpointing
     if said.gradient_checkpointing is None:
-        reasons.add(f"system.{CHECKPOINTING}", share, _why_recomputed(chosen, float(share)))
+        reasons.add(f"system.{CHECKPOINTING}", share, _why_recomputed(chosen))
     sizes = {"microbatch": plan.memory.microbatch, "kv": plan.memory.kv}
     return chosen.with_memory(**sizes), settled
 
@@ -402,14 +402,17 @@ def _with_activations(plan: Plan[C], within: float) -> Iterator[Saving[C]]:
         below = max((count for count in grid if count < fitting[0]), default=0)
         first = below + bisect_left(range(below, fitting[0]), True, key=fit)
         counts = sorted({first, *fitting})
-    for count in counts:
-        recomputed = _recomputed(plan, count / layers)
-        if compared_seconds(_with_most_tokens(recomputed)) >= within:
+    choices = [_recomputed(plan, count / layers) for count in counts]
+    if _may_keep_products(plan):
+        kept = plan.with_memory(checkpointing="selective")
+        choices[bool(fit(0)) : 0] = [kept] if _fits(kept) else []
+    for each in choices:
+        if compared_seconds(_with_most_tokens(each)) >= within:
             continue
-        choice = with_sizes(recomputed, Reasons())
+        choice = with_sizes(each, Reasons())
         yield Saving(choice)
         enough = choice.memory.microbatch is not None and choice.memory.microbatch >= most
-        if enough and not plan.memory.offload_activations:
+        if enough and not choice.memory.selective and not plan.memory.offload_activations:
             return  # what more layers would save has no use
 
 
@@ -422,8 +425,19 @@ def _lean(plan: Plan[C]) -> list[Plan[C]]:
     layers = plan.facts.model.layers if plan.facts.model else 1
     if plan.said.system.gradient_checkpointing is not None:
         return [plan]
-    kept = (0.0,) if plan.memory.offload_activations else ()
-    return [_recomputed(plan, share) for share in (1.0, (layers - 1) / layers, *kept)]
+    lean = [_recomputed(plan, share) for share in (1.0, (layers - 1) / layers)]
+    if plan.memory.offload_activations:
+        lean.append(_recomputed(plan, 0.0))
+        if _may_keep_products(plan):
+            lean.append(plan.with_memory(checkpointing="selective"))
+    return lean
+
+
+def _may_keep_products(plan: AnyPlan) -> bool:
+    """Whether selective checkpointing is open and the layers have the form for it."""
+    model = plan.facts.model
+    open_yet = plan.said.system.gradient_checkpointing is None
+    return open_yet and model is not None and model.lean
 
 
 def _recomputed(plan: Plan[C], share: float) -> Plan[C]:
@@ -459,14 +473,21 @@ def _why_shards(plan: AnyPlan, size: int) -> str:
     return "all ranks share one copy of the model"
 
 
-def _why_recomputed(plan: AnyPlan, share: float) -> str:
+def _why_recomputed(plan: AnyPlan) -> str:
     longest = plan.training.longest
     model = plan.facts.model
     if model is None or longest is None:
         return "the longest sample's size is not known"
     layout = layout_of(plan)
     kept = format_size(longest * bytes_per_token(model, layout))
-    whole = format_size(longest * bytes_per_token(model, replace(layout, checkpointing=0.0)))
+    all_kept = replace(layout, checkpointing=0.0, selective=False)
+    whole = format_size(longest * bytes_per_token(model, all_kept))
+    share = layout.checkpointing
+    if layout.selective:
+        return (
+            "the fastest step that fits; with only products and attention kept, the longest sample "
+            f"takes {kept} of {whole}"
+        )
     if not share:
         return f"the fastest step that fits keeps all activations: {kept} of the longest sample"
     again = f"{round(share * model.layers)} of {model.layers}" if share < 1 else "all"

@@ -1,4 +1,4 @@
-"""Rules about ``system.compile`` and ``system.kernels``."""
+"""Rules about ``system.compile``, ``system.kernels`` and what only lean layers do."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tunesmith.plan.rules.situation import Situation
 
 COMPILE = "system.compile"
 KERNELS = "system.kernels"
+CHECKPOINTING = "system.gradient_checkpointing"
 WIDEST = 65536
 """Elements of the longest row that Liger's kernels hold."""
 _NO_COMPILER = "install g++, name one with CXX, or leave it out"
@@ -53,6 +54,12 @@ def compiled_layers(s: Situation[RunConfig]) -> Iterator[Problem]:
         why = ("compiled layers would draw other random numbers, and the run would learn something "
                "else")
         yield s.clash(COMPILE, f"with {s.said('lora.dropout')}: {why}; {_ONE}", "lora.dropout")
+
+
+@rule(RunConfig)
+def kept_products(s: Situation[RunConfig]) -> Iterator[Problem]:
+    if s.config.system.gradient_checkpointing == "selective" and s.model and not s.model.lean:
+        yield s.clash(CHECKPOINTING, f"is only for {_lean_layers(s.model)}")
 
 
 @rule(RunConfig)

@@ -13,6 +13,7 @@ from tunesmith.config.optimizer import Muon
 from tunesmith.config.system import Role
 from tunesmith.costs import PeakRates
 from tunesmith.errors import about
+from tunesmith.plan.parts import Checkpointing
 from tunesmith.run.placement.base import ALONE, Seat, Trained, WeightSource
 from tunesmith.run.placement.models import ModelSpec, PredictSpec, TokenizerSpec
 from tunesmith.run.placement.planes import PlaneSpec
@@ -38,7 +39,7 @@ class OptimizerSpec:
     offload: bool = False
     head_lr_ratio: float = 1.0
     ema_decay: float | None = None
-    gradient_checkpointing: float = 0
+    gradient_checkpointing: Checkpointing = False
     offload_activations: bool = False
     seed: int = 0
 

@@ -24,6 +24,7 @@ from tunesmith.models.forest import Forest, Predictions
 from tunesmith.models.loading import read_shards
 from tunesmith.models.parallel.activations import HostActivations, compute_again
 from tunesmith.models.parallel.sharding import local
+from tunesmith.plan.parts import Checkpointing
 from tunesmith.run.processes.rank_group import RankGroup
 from tunesmith.run.trainers.base import Metrics, Quantity
 from tunesmith.run.trainers.memory import memory_boundary
@@ -70,7 +71,7 @@ class TorchBackend(Generic[M]):
         value_head: nn.Linear | None = None,
         head_lr_ratio: float = 1.0,
         ema_decay: float | None = None,
-        gradient_checkpointing: float = 0,
+        gradient_checkpointing: Checkpointing = False,
         offload_activations: bool = False,
         offload_reference: bool = False,
         shares_gpu: bool = False,
@@ -95,7 +96,9 @@ class TorchBackend(Generic[M]):
         """The model's own weights, while the average replaces them."""
         torch.manual_seed(seed)
         self._settled = self._random_state()
-        if gradient_checkpointing:
+        if gradient_checkpointing == "selective":
+            model.keep_products()
+        elif gradient_checkpointing:
             compute_again(model.module, gradient_checkpointing)
         if offload_activations:
             model.host_activations = HostActivations(model.module, model.runner)
