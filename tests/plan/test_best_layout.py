@@ -6,12 +6,21 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.support.every_layout import WAYS, fastest_of_all, seconds_if_it_fits, supervised
+from tests.support.every_layout import (
+    WAYS,
+    fastest_of_all,
+    fastest_rl_layout,
+    sampled,
+    seconds_if_it_fits,
+    supervised,
+)
 from tests.support.hardware_table import MODELS, TOKENS
+from tests.support.long import again
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.errors import CapacityError
 from tunesmith.plan.cost.memory import LIMIT, LIMIT_OF_SEVERAL, planned_devices
+from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.report import report_of
@@ -105,6 +114,37 @@ def test_no_other_layout_of_the_plan_is_faster(model: str, said: tuple[str, ...]
     assert all(
         each["times"] >= 1 and each["share"] <= LIMIT_OF_SEVERAL for each in found["next_best"]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["full", "LoRA", "a KL", "ahead"])
+@pytest.mark.parametrize(
+    ("model", "on"),
+    [
+        ("1B (Llama 3.2)", "2xA10G-24GB"),
+        ("7B (Qwen 2.5)", "8xH100-80GB"),
+        again("7B (Qwen 2.5)", "4xA100-40GB"),
+        again("13B (Llama 2)", "8xA100-80GB"),
+        again("32B (Qwen 2.5)", "8xH100-80GB"),
+        again("70B (Llama 3)", "8xH200-141GB"),
+    ],
+)
+def test_no_numbers_of_engines_and_ranks_are_better(model: str, on: str, way: str) -> None:
+    """For reinforcement learning: engines, their sizes, trainer ranks, apart or in turn."""
+    said = {
+        "full": [],
+        "LoRA": ["lora.rank=16"],
+        "a KL": ["algorithm.kl.coef=0.01"],
+        "ahead": ["rollout.max_staleness=1"],
+    }[way]
+    config, facts = sampled(model, on, said)
+    fastest = fastest_rl_layout(config, facts, 120)
+    try:
+        ours = step_seconds(resolve(config, facts))["step"]
+    except CapacityError:
+        assert fastest is None, f"{fastest} fits"
+        return
+    assert fastest is None or ours <= CLOSE * fastest[0], fastest
 
 
 def test_what_rules_refuse_is_not_chosen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -11,12 +12,14 @@ from typing import Any
 from tests.support.hardware_table import MODELS
 from tunesmith.config.changing import with_values
 from tunesmith.config.load import load_config
-from tunesmith.config.schema import SFTConfig
+from tunesmith.config.schema import RLConfig, SFTConfig
+from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import fits, host_problem, planned_devices
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import AnyPlan, open_plan
+from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import refused_settings
 
 Settings = dict[str, Any]
@@ -99,3 +102,37 @@ def every_layout(config: SFTConfig, facts: Facts) -> Iterator[Settings]:
                     "system.offload_activations": activations,
                     "system.max_tokens_per_microbatch": longest * 2**larger * size,
                 }
+
+
+def sampled(model: str, on: str, said: Sequence[str]) -> tuple[RLConfig, Facts]:
+    """A run of reinforcement learning with prompts of 1,024 tokens, sampled by vLLM."""
+    known = replace(MODELS[model], family="llama", context=1 << 20)
+    facts = Facts(machine(on), known, train_size=1000, longest=1024)
+    base = ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]']
+    return load_config(RLConfig, None, [*base, "system.engine=vllm", *said]), facts
+
+
+def every_rl_layout(gpus: int) -> Iterator[Settings]:
+    """Engines and trainer in turn on the same GPUs, or with GPUs of their own, in all numbers."""
+    for tensor, ranks, stage in product((1, 2, 4, 8), range(1, gpus + 1), range(4)):
+        if stage and ranks == 1:
+            continue
+        shared = {"system.trainer_ranks": ranks, "system.zero_stage": stage}
+        shared |= {"system.vllm.tensor_parallel_size": tensor, "system.engine_process": True}
+        for engines in range(1, gpus // tensor + 1):
+            yield {**shared, "system.engines": engines, "system.hybrid": True}
+        for engines in range(1, (gpus - ranks) // tensor + 1):
+            yield {**shared, "system.engines": engines, "system.hybrid": False}
+
+
+def fastest_rl_layout(config: RLConfig, facts: Facts, sample: int) -> tuple[float, Settings] | None:
+    """Seconds and settings of the fastest of so many layouts of ``every_rl_layout``, each with the
+    best of what saves memory; None if none of them fits."""
+    layouts = [*every_rl_layout(len(facts.hardware.gpus))]
+    best: tuple[float, Settings] | None = None
+    for each in Random(0).sample(layouts, min(sample, len(layouts))):
+        with suppress(ConfigError):
+            seconds = step_seconds(resolve(with_values(config, each), facts))["step"]
+            if best is None or seconds < best[0]:
+                best = (seconds, each)
+    return best
