@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tunesmith.models.forest import PackedLengths
 from tunesmith.models.kernels.layers import State
 
 FAMILIES = {"lfm2": dict[str, bool]()}
@@ -25,7 +25,7 @@ class ShortConvolutions:
         return type(module).__name__ == "Lfm2ShortConv"
 
     def run(
-        self, module: Any, x: Tensor, lengths: Sequence[int], state: State | None
+        self, module: Any, x: Tensor, lengths: PackedLengths, state: State | None
     ) -> tuple[Tensor, State]:
         before, after, inner = module.in_proj(x).chunk(3, -1)
         width = module.conv.weight.shape[2]

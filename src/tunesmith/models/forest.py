@@ -13,14 +13,17 @@ Shape legend: ``T`` tokens, ``N`` predictions (loss tokens), ``S`` samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tunesmith.costs import CostModel
+
+T = TypeVar("T")
 
 
 class Segment(NamedTuple):
@@ -159,12 +162,27 @@ class Predictions:
     """A student's KL(teacher ‖ student), in nats."""
 
 
+class PackedLengths(tuple[int, ...]):
+    """Lengths of packed sequences; what layers derive from them is derived once per pass."""
+
+    @cached_property
+    def _derived(self) -> dict[tuple[Any, ...], Any]:
+        return {}
+
+    def derive(self, make: Callable[..., T], *args: Any) -> T:
+        """``make(self, *args)``, the same object for all layers."""
+        key = (make, *args)
+        if key not in self._derived:
+            self._derived[key] = make(self, *args)
+        return self._derived[key]
+
+
 class ForestLevel(NamedTuple):
     """Segments of the same depth, whose parents are all in the level above."""
 
     rows: Tensor
     """Their tokens, segment by segment."""
-    lengths: tuple[int, ...]
+    lengths: PackedLengths
     parents: Tensor
     """Each segment's parent, as an index into the level above; empty for roots."""
 
@@ -181,7 +199,7 @@ def levels(segments: Sequence[Segment], device: torch.device) -> list[ForestLeve
         own = [segments[index] for index in indices]
         rows = [torch.arange(s.start, s.start + s.length, device=device) for s in own]
         parents = torch.tensor([places[s.parent] for s in own if depth], device=device).long()
-        found.append(ForestLevel(torch.cat(rows), tuple(s.length for s in own), parents))
+        found.append(ForestLevel(torch.cat(rows), PackedLengths(s.length for s in own), parents))
         places.update({index: place for place, index in enumerate(indices)})
     return found
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tunesmith.models.forest import PackedLengths
 from tunesmith.models.recurrent import delta_rule, state_space
 from tunesmith.models.recurrent.chunks import Chunks
 from tunesmith.models.recurrent.convolution import convolve
@@ -41,7 +42,7 @@ def same(
     leaves = [*inputs, *([] if start is None else [start])]
     results: list[Any] = []
     for function in (run, by_token):
-        out, end = function(*inputs, lengths, start)
+        out, end = function(*inputs, PackedLengths(lengths), start)
         weights = torch.linspace(-1, 1, out.numel()).view_as(out)
         loss = (out * weights).sum() + (end * end).sum()
         results.append((out, end, *torch.autograd.grad(loss, leaves)))

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.config.doors import Door
 from tunesmith.errors import ModelError
+from tunesmith.models.forest import PackedLengths
 from tunesmith.models.kernels.attention import AttentionContext
 
 State = tuple[Tensor, ...]
@@ -40,7 +41,7 @@ class LayerKind(Protocol):
         ...
 
     def run(
-        self, module: Any, x: Tensor, lengths: Sequence[int], state: State | None
+        self, module: Any, x: Tensor, lengths: PackedLengths, state: State | None
     ) -> tuple[Tensor, State]:
         """The module's output and the states at the ends, differentiable in ``x`` and ``state``.
 
@@ -66,7 +67,7 @@ class StatefulLayer:
     module: nn.Module
     kind: LayerKind
 
-    def run(self, x: Tensor, lengths: Sequence[int], state: State | None) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, lengths: PackedLengths, state: State | None) -> tuple[Tensor, State]:
         """See ``LayerKind.run``."""
         return self.kind.run(self.module, x, lengths, state)
 

@@ -30,12 +30,12 @@ class Chunks:
     def __init__(self, lengths: Sequence[int], most: int, device: torch.device) -> None:
         self.size = min(most, max(lengths))
         counts = [-(-length // self.size) for length in lengths]
-        self._order = sorted(range(len(lengths)), key=lambda sequence: -counts[sequence])
+        order = sorted(range(len(lengths)), key=lambda sequence: -counts[sequence])
         self._active: list[int] = []
         """Sequences that have a chunk in each step."""
         first: dict[tuple[int, int], int] = {}
         for step in range(max(counts)):
-            active = [sequence for sequence in self._order if counts[sequence] > step]
+            active = [sequence for sequence in order if counts[sequence] > step]
             first.update({(sequence, step): len(first) + i for i, sequence in enumerate(active)})
             self._active.append(len(active))
         self.count = len(first)
@@ -45,6 +45,8 @@ class Chunks:
             for at in range(length)
         ]
         self._slots = torch.tensor(slots, device=device)
+        self._sequences = torch.tensor(order, device=device)
+        self._places = self._sequences.argsort()
 
     def cut(self, x: Tensor) -> Tensor:
         """``[T, ...]`` to ``[N, c, ...]``."""
@@ -61,8 +63,7 @@ class Chunks:
         Returns:
             The outputs of all chunks ``[N, ...]``, and the states at the ends of the sequences.
         """
-        order = torch.tensor(self._order, device=start.device)
-        state = start.index_select(0, order)
+        state = start.index_select(0, self._sequences)
         outputs: list[Tensor] = []
         ends: list[Tensor] = []
         at = 0
@@ -73,4 +74,4 @@ class Chunks:
             at += active
         # Sequences end in the reverse of the order of their lengths.
         ended = torch.cat([state, *reversed(ends)])
-        return torch.cat(outputs), ended.index_select(0, order.argsort())
+        return torch.cat(outputs), ended.index_select(0, self._places)

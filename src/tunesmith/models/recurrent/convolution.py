@@ -5,17 +5,19 @@ Shape legend: ``T`` tokens, ``S`` sequences, ``d`` channels, ``w`` width of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from tunesmith.models.forest import PackedLengths
 
 
 def convolve(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    lengths: Sequence[int],
+    lengths: PackedLengths,
     window: Tensor | None,
     *,
     activate: Callable[[Tensor], Tensor] | None = None,
@@ -42,6 +44,23 @@ def convolve(
         for rows in (before, own)
     ]
     rows = torch.cat(runs)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    taps = weight.to(wide).t()
+    count = len(rows) - past
+    out = rows.new_zeros(()).to(wide) if bias is None else bias.to(wide)
+    for tap in range(past + 1):
+        out = out + rows[tap : tap + count] * taps[tap]
+    inside, ends = lengths.derive(_rows, past, x.device)
+    chosen = out.index_select(0, inside)
+    if activate is not None:
+        chosen = activate(chosen)
+    end = rows.index_select(0, ends)
+    return chosen.to(x.dtype), end.view(len(lengths), past, x.shape[1])
+
+
+def _rows(lengths: PackedLengths, past: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of sequences that each come after their windows: which outputs, counted from the first that
+    has a whole window, are of their tokens, and which inputs are the windows at their ends."""
     inside: list[int] = []
     ends: list[int] = []
     at = 0
@@ -49,14 +68,4 @@ def convolve(
         inside.extend(range(at, at + length))
         ends.extend(range(at + length, at + length + past))
         at += length + past
-    wide = torch.promote_types(x.dtype, torch.float32)
-    taps = weight.to(wide).t()
-    count = len(rows) - past
-    out = rows.new_zeros(()).to(wide) if bias is None else bias.to(wide)
-    for tap in range(past + 1):
-        out = out + rows[tap : tap + count] * taps[tap]
-    chosen = out.index_select(0, torch.tensor(inside, device=x.device))
-    if activate is not None:
-        chosen = activate(chosen)
-    end = rows.index_select(0, torch.tensor(ends, device=x.device, dtype=torch.int64))
-    return chosen.to(x.dtype), end.view(len(lengths), past, x.shape[1])
+    return torch.tensor(inside, device=device), torch.tensor(ends, device=device).long()

@@ -12,11 +12,10 @@ chunks, ``c`` tokens of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from tunesmith.models.forest import PackedLengths
 from tunesmith.models.recurrent.chunks import Chunks
 
 CHUNK = 64
@@ -31,7 +30,7 @@ def gated_delta_rule(
     value: Tensor,
     log_decay: Tensor,
     beta: Tensor,
-    lengths: Sequence[int],
+    lengths: PackedLengths,
     start: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Answers ``[T, H, V]`` in the dtype of the values, and the states ``[S, H, K, V]`` at the
@@ -47,7 +46,7 @@ def gated_delta_rule(
     """
     wide = torch.promote_types(value.dtype, torch.float32)
     by_channel = log_decay.dim() == 3
-    chunks = Chunks(lengths, CHUNK_BY_CHANNEL if by_channel else CHUNK, value.device)
+    chunks = lengths.derive(Chunks, CHUNK_BY_CHANNEL if by_channel else CHUNK, value.device)
     log_decay = log_decay if by_channel else log_decay.unsqueeze(-1)
     q, k, v, g, b = (
         chunks.cut(x.to(wide)).transpose(1, 2)

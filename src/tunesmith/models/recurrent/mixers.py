@@ -11,7 +11,7 @@ size, ``V`` value size, ``P`` head size, ``G`` groups, ``N`` state size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from types import FunctionType
 
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
+from tunesmith.models.forest import PackedLengths
 from tunesmith.models.kernels.layers import State
 from tunesmith.models.recurrent.convolution import convolve
 from tunesmith.models.recurrent.delta_rule import gated_delta_rule
@@ -33,7 +34,7 @@ class PackedPass:
     Their arguments are those of transformers' functions, with a batch of one row.
     """
 
-    def __init__(self, lengths: Sequence[int], starts: State | None) -> None:
+    def __init__(self, lengths: PackedLengths, starts: State | None) -> None:
         self._lengths = lengths
         self._starts: Iterator[Tensor] | None = None if starts is None else iter(starts)
         self.ends: list[Tensor] = []
@@ -111,7 +112,7 @@ def _nothing(*_: object, **__: object) -> None:
     """What a fused kernel that is not there returns."""
 
 
-REPLACED = frozenset(PackedPass((), None).functions())
+REPLACED = frozenset(PackedPass(PackedLengths(), None).functions())
 
 
 class PackedMixers:
@@ -124,7 +125,7 @@ class PackedMixers:
         return not REPLACED.isdisjoint(_forward(type(module)).__code__.co_names)
 
     def run(
-        self, module: nn.Module, x: Tensor, lengths: Sequence[int], state: State | None
+        self, module: nn.Module, x: Tensor, lengths: PackedLengths, state: State | None
     ) -> tuple[Tensor, State]:
         """See ``LayerKind``."""
         packed = PackedPass(lengths, state)

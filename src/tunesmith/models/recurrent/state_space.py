@@ -9,11 +9,10 @@ size, ``c`` tokens of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from tunesmith.models.forest import PackedLengths
 from tunesmith.models.recurrent.chunks import Chunks
 from tunesmith.models.recurrent.delta_rule import decay_between
 
@@ -27,7 +26,7 @@ def state_space(
     write: Tensor,
     read: Tensor,
     skip: Tensor,
-    lengths: Sequence[int],
+    lengths: PackedLengths,
     start: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[T, H, P]`` and the states ``[S, H, P, N]`` at the ends, both in float32 or wider.
@@ -45,7 +44,7 @@ def state_space(
     wide = torch.promote_types(x.dtype, torch.float32)
     heads = x.shape[1] // write.shape[1]
     x, delta, rate, write, read = (t.to(wide) for t in (x, delta, rate, write, read))
-    chunks = Chunks(lengths, CHUNK, x.device)
+    chunks = lengths.derive(Chunks, CHUNK, x.device)
     inputs, passed = (
         chunks.cut(t).transpose(1, 2) for t in (x * delta.unsqueeze(-1), rate * delta)
     )  # [chunks, H, c, ...]

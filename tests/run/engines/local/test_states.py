@@ -4,7 +4,6 @@ one prompt from the prompt's."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.support.families import SPECIAL
 from tests.support.tiny import save_model
 from tunesmith.errors import ModelError, UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.forest import PackedLengths
 from tunesmith.models.kernels.attention import AttentionContext
 from tunesmith.models.kernels.layers import ModuleRunner, State, StateContext, StatefulLayer
 from tunesmith.run.engines.local import pool, scheduler
@@ -40,7 +40,7 @@ class Sums:
         self,
         module: Any,  # noqa: ARG002
         x: Tensor,
-        lengths: Sequence[int],
+        lengths: PackedLengths,
         state: State | None,
     ) -> tuple[Tensor, State]:
         before = x.new_zeros(len(lengths), x.shape[1]) if state is None else state[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.models.attention import ForestAttention
-from tunesmith.models.forest import Segment
+from tunesmith.models.forest import PackedLengths, Segment
 from tunesmith.models.kernels.attention import AttentionRule
 from tunesmith.models.kernels.decoding import KVSpan, tables
 from tunesmith.models.kernels.layers import StatefulLayer
@@ -29,7 +29,7 @@ class CarriedPieces(NamedTuple):
     """Pieces whose states at the start are known together: those of prompts, then those of
     requests."""
 
-    lengths: list[int]
+    lengths: PackedLengths
     sources: Tensor
     """``[B]``: the slots of the states before the pieces."""
     targets: Tensor
@@ -49,7 +49,7 @@ def _carried(pieces: Sequence[Piece], device: torch.device) -> Iterator[CarriedP
         together = list(group)
         sources = [piece.owner if piece.start else piece.prompt for piece in together]
         yield CarriedPieces(
-            [len(piece) for piece in together],
+            PackedLengths(len(piece) for piece in together),
             torch.tensor([source.span.slot for source in sources], device=device),
             torch.tensor([piece.owner.span.slot for piece in together], device=device),
             torch.tensor([piece.positions[0] == 0 for piece in together], device=device),

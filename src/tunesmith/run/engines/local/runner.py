@@ -13,6 +13,7 @@ from torch import Tensor
 from tunesmith.costs import ForwardCost
 from tunesmith.errors import EngineError, ModelError
 from tunesmith.models.causal_lm import CausalLM, logit_scale
+from tunesmith.models.forest import PackedLengths
 from tunesmith.models.kernels.attention import AttentionRule
 from tunesmith.models.kernels.decoding import DecodeRows
 from tunesmith.models.kernels.layers import StatefulLayer
@@ -48,7 +49,7 @@ class _Probe:
                 f"of layer {layer.layer} carries one: use another engine",
                 keys=("system.engine",),
             )
-        out, state = layer.run(x, [len(x)], None)
+        out, state = layer.run(x, PackedLengths([len(x)]), None)
         self.states[layer.layer] = tuple(StatePart(part.shape[1:], part.dtype) for part in state)
         return out
 
