@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.slow.run.test_rank_runs import COMMANDS
 from tests.support.families import SPECIAL
+from tests.support.rank_commands import COMMANDS
 from tests.support.rank_runs import same
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, same_tensors, untimed

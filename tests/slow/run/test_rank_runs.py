@@ -19,45 +19,14 @@ from transformers import GenerationConfig
 
 from tests.support.forks import popen
 from tests.support.long import again
+from tests.support.rank_commands import COMMANDS
 from tests.support.rank_runs import last_step, same, sft_settings, wait_for_step
 from tests.support.tiny import CHATML, save_model
 from tests.support.tiny_ends import FAMILIES, check_alike, rigged, template_of
-from tests.support.tiny_preferences import preference_settings
-from tests.support.tiny_runs import rl_settings
 from tunesmith.errors import ModelError
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 from tunesmith.run.placement.session import load_trained
-
-Run = Callable[[Path | None, Sequence[str]], placement.RunResult]
-
-
-def distill_settings(folder: Path, model: Path, run: str, **changed: Any) -> list[str]:
-    return sft_settings(
-        folder, model, run, **{"teacher.path": model, "distill.mode": "offline", **changed}
-    )
-
-
-COMMANDS: dict[str, tuple[Run, Callable[..., list[str]]]] = {
-    "sft": (placement.run_sft, sft_settings),
-    "distill": (placement.run_distill, distill_settings),
-    "dpo": (placement.run_dpo, lambda *args, **kw: preference_settings("dpo", *args, **kw)),
-    "kto": (placement.run_kto, lambda *args, **kw: preference_settings("kto", *args, **kw)),
-    "rm": (placement.run_rm, lambda *args, **kw: preference_settings("rm", *args, **kw)),
-    "prm": (placement.run_prm, lambda *args, **kw: preference_settings("prm", *args, **kw)),
-    "rl": (
-        placement.run_rl,
-        lambda *args, **kw: rl_settings(
-            *args,
-            algorithm__name="ppo",
-            train__steps=3,
-            train__lr=1e-3,
-            system__engine_process=True,
-            **kw,
-        ),
-    ),
-}
-
 
 SHARING = {"distill": "ring", "dpo": "ulysses", "rm": "ring", "rl": "ulysses"}
 """Commands that are also run with two ranks that share each sequence: a teacher, a reference,

@@ -49,12 +49,16 @@ class FakeDevice(TorchDispatchMode):
     Args:
         gpus: number of this machine's GPUs; one of them is used.
         together: largest number of processes that share a model.
+        capability: the compute capability of each GPU.
     """
 
-    def __init__(self, gpus: int = 1, together: int = 1) -> None:
+    def __init__(
+        self, gpus: int = 1, together: int = 1, capability: tuple[int, int] = (9, 0)
+    ) -> None:
         super().__init__()
         self.gpus = gpus
         self.together = together
+        self.capability = capability
         self.memories = defaultdict[str, MemoryUse](MemoryUse)
         """The memory of each GPU that the run's processes use, by name."""
         self.waits: Counter[str] = Counter()

@@ -270,7 +270,8 @@ def dry_run(plan: AnyPlan) -> dict[str, dict[str, DryPhase]]:
         import_module("bitsandbytes")  # it detects real GPUs on import
     judges = devices.scoring_shards("reward")
     together = max(devices.trainer_ranks, devices.scoring_shards("ref"), judges)
-    with FakeDevice(plan.gpus, together) as device:
+    capability = plan.facts.hardware.gpus[0].capability
+    with FakeDevice(plan.gpus, together, capability) as device:
         inner = _inner(plan, judges)
         try:
             with Simulated(inner, device, engine) as placement:

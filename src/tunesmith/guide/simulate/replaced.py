@@ -35,6 +35,7 @@ class Device(Protocol):
     memories: defaultdict[str, MemoryUse]
     gpus: int
     together: int
+    capability: tuple[int, int]
 
     @property
     def memory(self) -> MemoryUse: ...
@@ -208,6 +209,7 @@ def _cuda(device: Device) -> dict[str, Any]:
         "get_rng_state": _always(torch.zeros(16, dtype=torch.uint8)),
         "current_device": _always(0),
         "device_count": lambda: device.gpus,
+        "get_device_capability": _always(device.capability),
         "synchronize": synchronize,
         "stream": nullcontext,
         "current_stream": _always(stream),

@@ -1,0 +1,51 @@
+"""Dry runs of families with experts and with states: larger than tiny, on a fake GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from tests.support.families import SPECIAL
+from tests.support.fake_runs import GIVEN, resolved
+from tunesmith.guide.simulate.dry_run import dry_run
+from tunesmith.guide.simulate.threads import FIRST
+from tunesmith.plan.cost.memory import planned
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 4096,
+    "max_position_embeddings": 40960,
+}
+MIXERS: dict[str, Any] = {
+    "mamba_n_heads": 32,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_d_ssm": 2048,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "head_dim": 64,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "lfm2", "falcon_h1", "bamba"])
+def test_a_dry_run_takes_no_more_than_is_planned(family: str, tmp_path: Path) -> None:
+    own = SPECIAL[family]
+    sizes = {name: size for name, size in MIXERS.items() if name in own}
+    config: Any = AutoConfig.for_model(family, **{**SHAPE, **own, **sizes})
+    plan = resolved(
+        tmp_path, "sft", config.to_dict(), "H100-80GB", GIVEN[2],
+        "system.max_tokens_per_microbatch=4096", "system.compile=false", "data.max_tokens=4096",
+    )  # fmt: skip
+    price = planned(plan)
+    assert price is not None
+    counted = dry_run(plan)[FIRST]["train"].total
+    room = price.training - price.libraries
+    assert 0.5 * room < counted <= room, (counted, room, price)
