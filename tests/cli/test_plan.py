@@ -15,28 +15,12 @@ from tests.support.clusters import SIZES, cases
 from tests.support.documents import ROOT
 from tests.support.hub_of_sizes import serve
 from tests.support.machine_facts import CPU
+from tests.support.planned_runs import PPO, RL, RUNS, SIZED, UNKNOWN
 from tunesmith.cli.main import app
 from tunesmith.config.commands import KINDS
 from tunesmith.config.load import find_kind
 from tunesmith.errors import LESS_MEMORY
 
-SIZED = "meta-llama/Llama-3.1-8B-Instruct"
-UNKNOWN = "org/gated"
-JUDGE = "Skywork/Skywork-Reward-Llama-3.1-8B"
-RL = ['reward.functions=["math"]', "algorithm.name=grpo"]
-PPO = [*RL, "algorithm.name=ppo", "algorithm.kl.coef=0.01", f'reward.models=[{{path="{JUDGE}"}}]']
-TEACHER = f"teacher.path={SIZED}"
-RUNS: dict[str, list[list[str]]] = {
-    "sft": [[], ["lora.rank=16"]],
-    "rm": [["rm.loss=sigmoid"]],
-    "prm": [["prm.good=+"]],
-    "dpo": [["dpo.beta=0.1"], ["dpo.beta=0.1", "lora.rank=16"]],
-    "kto": [["kto.beta=0.1"]],
-    "generate": [["output.kind=completions"]],
-    "rft": [["rft.threshold=1", RL[0]]],
-    "rl": [RL, PPO, [*RL, "lora.rank=16"], [*RL, "rollout.max_staleness=1"]],
-    "distill": [[TEACHER], [TEACHER, "distill.mode=sampled"], [TEACHER, "distill.mode=offline"]],
-}
 CLUSTERS: dict[str, list[str]] = {
     "none": [],
     "ray": ["system.cluster=ray"],

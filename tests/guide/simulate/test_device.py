@@ -25,6 +25,7 @@ from tunesmith.guide.simulate.memory import CACHED
 from tunesmith.guide.simulate.processes import FakeProcesses
 from tunesmith.guide.simulate.threads import FIRST, Occupant, inside
 from tunesmith.learn.usercode.far import gather
+from tunesmith.models.kernels.attention import AttentionRule
 from tunesmith.models.parallel.host_memory import HostShelf
 from tunesmith.plan.cost.memory import planned, planned_devices
 from tunesmith.plan.devices import BUCKET
@@ -388,7 +389,9 @@ def test_capped_scores_of_decoding_are_float32() -> None:
 
     query = torch.ones(1, 2, 3, 16, dtype=torch.bfloat16)
     with Kinds():
-        attend(query, query, query, torch.ones(3, 3, dtype=torch.bool), (1.0, None, 30.0))
+        attend(
+            query, query, query, torch.ones(3, 3, dtype=torch.bool), AttentionRule(1.0, None, 30.0)
+        )
     assert kinds[0] == torch.float32
 
 
@@ -403,7 +406,8 @@ HELD = ("keys and values", "engines' weights")
 def test_ranks_and_engines_take_turns_on_a_gpu(
     tmp_path: Path, options: tuple[str, ...], engine: str
 ) -> None:
-    phases = phases_of(tmp_path, "rl", *options, f"system.engine={engine}", spec="4xH100-80GB")
+    said = (*options, "system.hybrid=true", f"system.engine={engine}")
+    phases = phases_of(tmp_path, "rl", *said, spec="4xH100-80GB")
     scored = ["score"] if "algorithm.name=ppo" in options else []
     assert [*phases] == ["load", "publish", "sample", "hand over", "train", *scored]
     sample = phases["sample"].peak

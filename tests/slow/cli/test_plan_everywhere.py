@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.cli.test_plan import RUNS, SIZED
 from tests.support.clusters import FILES, SIZES
 from tests.support.documents import ROOT
 from tests.support.hub_of_sizes import serve
+from tests.support.planned_runs import RUNS, SIZED
 from tunesmith.cli.main import app
 from tunesmith.config.presets import PRESETS
 from tunesmith.plan.cost.memory import LIMIT, LIMIT_OF_SEVERAL

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from tests.support.families import SPECIAL
 from tests.support.fake_runs import GIVEN, resolved
+from tests.support.families import SPECIAL
 from tunesmith.guide.simulate.dry_run import dry_run
 from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.cost.memory import planned

@@ -166,7 +166,7 @@ def test_every_argument_that_a_key_sets_is_refused_in_the_table() -> None:
         **engine_arguments(VllmSettings("m", "float32", kv_bytes=9)),
     }
     assert given.keys() - {"speculative_config"} <= OWN_ARGUMENTS.keys() | FIXED_ARGUMENTS.keys()
-    known = {"system", "model"}
+    known = {"system", "model", "lora"}
     assert {key.partition(".")[0] for key in OWN_ARGUMENTS.values()} == known
     keys = settings(load_config(RLConfig, None, [*BASE])).keys()
     assert set(OWN_ARGUMENTS.values()) <= keys
