@@ -17,7 +17,6 @@ from tunesmith.config.load import load_config
 from tunesmith.guide.simulate.dry_run import dry_run
 from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.cost.memory import planned, planned_devices
-from tunesmith.plan.facts.hub import estimated_parameters
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import facts_of
 from tunesmith.plan.facts.run import Facts
@@ -150,7 +149,7 @@ def resolved(directory: Path, case: Case) -> AnyPlan:
     model = facts_of(shape)
     there = machine(case.machine)
     assert model is not None
-    model = replace(model, parameters=estimated_parameters(shape, model))
+    model = replace(model, parameters=model.estimated)
     facts = Facts(
         there, model, train_size=1000, ranks_here=len(there.gpus) if there.nodes > 1 else None
     )

@@ -42,7 +42,9 @@ GUIDES = [
     for name in ("start", "choosing", "curves", "troubleshooting", "models", "runs")
 ]
 KEY = re.compile(r"`([a-z]+(?:\.[a-z_]+)+)(?: = [^`]+|=[^`]+)?`")
-NOT_KEYS = re.compile(r"\.(jsonl|toml|json|py|md|safetensors)$|^(pytorch\.org|torch\.compile)$")
+NOT_KEYS = re.compile(
+    r"\.(jsonl|toml|json|py|md|safetensors)$|^(pytorch\.org|torch\.compile|tunesmith\..*)$"
+)
 METRIC = re.compile(r"`([a-z]+(?:[_/][a-z@_]+)+)`")
 
 

@@ -51,10 +51,12 @@ ODD = ModelFacts(
     switch=64,
     family="llama",
 )
+STATES = replace(USUAL, family="qwen3_next", attending=2, carrying=4)
 FACTS = {
     "": None,
     "usual": Facts(CPU, USUAL, train_size=1000, longest=100),
     "launched": Facts(replace(CPU, nodes=2), USUAL, longest=100, ranks_here=1),
+    "states": Facts(CPU, STATES, train_size=1000, longest=100),
     "odd": Facts(
         CPU, ODD, train_size=1000, longest=100, instances_for="rewards.py:of_environments"
     ),

@@ -13,7 +13,7 @@ from tests.support import tiny
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.forest import Forest
 from tunesmith.models.kernels.layers import KINDS
-from tunesmith.plan.facts.families import check_family, families
+from tunesmith.plan.facts.families import check_family, family
 from tunesmith.types import Sample
 
 WINDOW = 6  # shorter than the prompt, so that completions look back past their parent
@@ -291,7 +291,7 @@ def module_of(model_type: str, dtype: torch.dtype = torch.float32, **overrides: 
 
 
 def auto_class(model_type: str) -> Any:
-    multimodal = families()[model_type].multimodal
+    multimodal = family(model_type).multimodal
     return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
 
 
