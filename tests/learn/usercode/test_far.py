@@ -63,6 +63,9 @@ class Thing:
         return released
     async def release(self):
         self.released.set()
+    def mute(self):
+        sys.stdout = None
+        return "done"
     def die(self):
         print("my last words", file=sys.stderr)
         os._exit(7)
@@ -152,6 +155,12 @@ async def test_methods_run_one_after_the_other_and_coroutines_meanwhile(far: Far
     assert await asyncio.gather(*(far.call_async("later", 0.05, i) for i in range(3))) == [0, 1, 2]
     await far.call_async("release")
     assert await asyncio.to_thread(gather, [held, *counts]) == [True] + [1] * 5
+
+
+@pytest.mark.timeout(60)
+def test_an_answer_comes_while_nothing_is_printed(far: Far) -> None:
+    """As within ``redirect_stdout(None)`` on another thread."""
+    assert far.call("mute") == "done"
 
 
 def test_errors_arrive_as_they_were_raised(far: Far) -> None:

@@ -137,9 +137,9 @@ def serve(
             message = encode(number, await host.ask(do, *pickle.loads(packed)), None)
         except BaseException as error:
             message = encode(number, None, error)
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None in ``redirect_stdout(None)``
+            with suppress(OSError, ValueError):
+                stream.flush()
         with suppress(OSError):
             connection.send_bytes(message)
 
