@@ -178,6 +178,7 @@ def engines_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.long
 def test_machines_with_engines_end_as_one_machine_also_when_parts_are_lost(
     machines: Any, model: Path, tmp_path: Path
 ) -> None:
@@ -216,6 +217,7 @@ def test_machines_with_engines_end_as_one_machine_also_when_parts_are_lost(
     assert "2 machines 1 + 1" in (run / "config.toml").read_text()
 
 
+@pytest.mark.long
 def test_a_machine_that_only_has_engines_may_be_lost(
     machines: Any, model: Path, tmp_path: Path
 ) -> None:
