@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from tunesmith.models.forest import Forest, ForestLevel, Segment, levels
-from tunesmith.models.kernels.attention import AttentionContext, AttentionRule, Kernel
+from tunesmith.models.kernels.attention import AttentionContext, AttentionRule, Kernel, softmax
 from tunesmith.models.kernels.cpu_attention import CpuFlash
 from tunesmith.models.kernels.flex_attention import CudaFlex
 from tunesmith.models.kernels.layers import State, StatefulLayer
@@ -100,11 +100,9 @@ class Eager:
             scores = scores.to(torch.promote_types(q.dtype, torch.float32))
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            scores = scores.masked_fill(hidden, -torch.inf)
             if sinks is not None:
-                logits = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1)
-                scores = torch.cat([scores, logits.expand(-1, -1, len(q), -1)], -1)
-            weights = scores.softmax(-1)[..., : len(k)].to(q.dtype)
+                sinks = sinks.view(*scores.shape[:2], 1, 1)
+            weights = softmax(scores.masked_fill(hidden, -torch.inf), sinks).to(q.dtype)
             outs.append(torch.einsum("kgts,skd->tkgd", weights, v).flatten(1, 2))
         return torch.cat(outs) if outs else torch.zeros_like(query)
 

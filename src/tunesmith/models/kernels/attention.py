@@ -72,6 +72,15 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     torch.logaddexp(lse, part_lse, out=lse)
 
 
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax over the last dimension of ``scores [..., c]``, in which sinks, if any, have a
+    share too; they broadcast to ``[..., 1]``."""
+    if sinks is None:
+        return scores.softmax(-1)
+    logits = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, logits], -1).softmax(-1)[..., :-1]
+
+
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Take the sinks' share from ``out [T, ..., D]`` and ``lse [T, ...]`` in place.
 

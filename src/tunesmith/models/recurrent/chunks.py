@@ -75,3 +75,15 @@ class Chunks:
         # Sequences end in the reverse of the order of their lengths.
         ended = torch.cat([state, *reversed(ends)])
         return torch.cat(outputs), ended.index_select(0, self._places)
+
+
+def decay_between(passed: Tensor) -> Tensor:
+    """``[..., c, c]``: what remains at token ``i`` of what token ``j ≤ i`` wrote, and zero for
+    later ones.
+
+    Args:
+        passed: sums of ``log α`` up to each token, ``[..., c]``.
+    """
+    later = torch.ones(passed.shape[-1], passed.shape[-1], device=passed.device).triu(1).bool()
+    between = passed.unsqueeze(-1) - passed.unsqueeze(-2)
+    return between.masked_fill(later, -torch.inf).exp()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.models.forest import PackedLengths
-from tunesmith.models.recurrent.chunks import Chunks
+from tunesmith.models.recurrent.chunks import Chunks, decay_between
 
 CHUNK = 64
 CHUNK_BY_CHANNEL = 16
@@ -91,15 +91,3 @@ def _products(rows: Tensor, columns: Tensor, passed: Tensor) -> Tensor:
         return (rows @ columns.transpose(-1, -2)) * decay_between(passed.squeeze(-1))
     decay = decay_between(passed.transpose(-1, -2))  # [..., K, c, c]
     return torch.einsum("...ik,...jk,...kij->...ij", rows, columns, decay)
-
-
-def decay_between(passed: Tensor) -> Tensor:
-    """``[..., c, c]``: what remains at token ``i`` of what token ``j ≤ i`` wrote, and zero for
-    later ones.
-
-    Args:
-        passed: sums of ``log α`` up to each token, ``[..., c]``.
-    """
-    later = torch.ones(passed.shape[-1], passed.shape[-1], device=passed.device).triu(1).bool()
-    between = passed.unsqueeze(-1) - passed.unsqueeze(-2)
-    return between.masked_fill(later, -torch.inf).exp()

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.models.forest import PackedLengths
-from tunesmith.models.recurrent.chunks import Chunks
-from tunesmith.models.recurrent.delta_rule import decay_between
+from tunesmith.models.recurrent.chunks import Chunks, decay_between
 
 CHUNK = 64
 

@@ -377,15 +377,19 @@ def planned_roles(plan: AnyPlan) -> dict[str, Price]:
 
 
 def request_kv(plan: AnyPlan, model: ModelFacts) -> int:
-    """Bytes of the longest sample's keys and values in an engine, and of the states after its
-    prompt and after its last token.
+    """Bytes of the longest sample in an engine.
 
     Keys and values are stored in blocks, of which those of the prompt and of the completion are
     only partly full.
     """
-    per_token = model.kv_bytes_per_token(kv_bytes_per_number(plan))
     tokens = (plan.training.longest or LEAST_TOKENS) + 2 * BLOCK_TOKENS
-    return ceil(tokens * per_token) + 2 * model.state_bytes
+    return ceil(kept_of_request(plan, model, tokens))
+
+
+def kept_of_request(plan: AnyPlan, model: ModelFacts, tokens: float) -> float:
+    """Bytes of a request's keys and values, and of the states after its prompt and after its last
+    token."""
+    return tokens * model.kv_bytes_per_token(kv_bytes_per_number(plan)) + 2 * model.state_bytes
 
 
 def kv_bytes_per_number(plan: AnyPlan) -> int:

@@ -13,7 +13,7 @@ from math import ceil
 
 from tunesmith.costs import CostModel, chunk_rows
 from tunesmith.plan.cost.device import Layout
-from tunesmith.plan.cost.memory import engine_kv, kv_bytes_per_number, layout_of
+from tunesmith.plan.cost.memory import engine_kv, kept_of_request, kv_bytes_per_number, layout_of
 from tunesmith.plan.cost.price import (
     USUAL_RANK,
     adapter_numbers,
@@ -115,7 +115,7 @@ def work_of(plan: AnyPlan, longest: int) -> Work:
 
 def _running(plan: AnyPlan, model: ModelFacts, asked: int, tokens: float) -> int:
     """How many of the completions that an engine is ``asked`` for it decodes together."""
-    kept = tokens * model.kv_bytes_per_token(kv_bytes_per_number(plan)) + 2 * model.state_bytes
+    kept = kept_of_request(plan, model, tokens)
     kv = engine_kv(plan, model)
     held = int(kv * plan.devices.ranks_per_engine // kept) if kv else asked
     return max(1, min(asked, plan.sampling.running, held))

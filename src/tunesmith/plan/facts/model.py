@@ -17,6 +17,7 @@ from tunesmith.plan.facts.layers import (
     NO_MIXER,
     Mixer,
     Written,
+    first,
     layer_kinds,
     mixer_of,
 )
@@ -127,7 +128,7 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
 def facts_of(whole: Written) -> ModelFacts | None:
     """Facts from a model's configuration; ``parameters`` is None."""
     config = decoder_config(whole)
-    size = {name: _first(config, *names) for name, names in _SIZES.items()}
+    size = {name: first(config, *names) for name, names in _SIZES.items()}
     hidden, heads, layers, vocabulary = (
         size[name] for name in ("hidden_size", "heads", "layers", "vocab_size")
     )
@@ -146,7 +147,7 @@ def facts_of(whole: Written) -> ModelFacts | None:
         kv_heads=size["kv_heads"] or heads,
         head_dim=size["head_dim"] or hidden // heads,
         vocab_size=vocabulary,
-        context=size["context"],
+        context=size["context"] or None,
         tied="gemma" in str(config.get("model_type")) if tied is None else bool(tied),
         switch=_switch(config),
         family=config.get("model_type"),
@@ -175,9 +176,9 @@ def decoder_config(whole: Written) -> Written:
     name = str(config.get("model_type"))
     if family(name).multimodal:  # sizes beside those of the towers
         config["model_type"] = name = f"{name}_text"
-    parts = (_first(config, "qk_nope_head_dim"), _first(config, "qk_rope_head_dim"))
-    if _first(config, "kv_lora_rank") and all(parts):  # keys of latent attention
-        config["head_dim"] = sum(part for part in parts if part)
+    parts = (first(config, "qk_nope_head_dim"), first(config, "qk_rope_head_dim"))
+    if first(config, "kv_lora_rank") and all(parts):  # keys of latent attention
+        config["head_dim"] = sum(parts)
     return {**DEFAULTS.get(name, {}), **config}
 
 
@@ -201,7 +202,7 @@ def _switch(config: Written) -> int | None:
     ]
     name = "original_max_position_embeddings"
     return min(
-        (n for kind in switching if (n := _first(config, name) or _first(kind, name))), default=None
+        (n for kind in switching if (n := first(config, name) or first(kind, name))), default=None
     )
 
 
@@ -225,7 +226,7 @@ def _check_sizes(path: Path, config: Written) -> None:
         if isinstance(value, str | float) or (isinstance(value, int) and not 0 < value < 2**31):
             raise ModelError(f"{path}: {name} is {value!r}; it must be a whole number above 0")
     hidden, heads, kv_heads = (
-        _first(config, *_SIZES[name]) for name in ("hidden_size", "heads", "kv_heads")
+        first(config, *_SIZES[name]) for name in ("hidden_size", "heads", "kv_heads")
     )
     if hidden and heads and not config.get("head_dim") and hidden % heads:
         raise ModelError(
@@ -257,7 +258,3 @@ def _check_end(directory: Path, facts: ModelFacts | None) -> None:
                     "(vocab_size), so the model could never stop. Correct the id, or use the file "
                     "that belongs to the model"
                 )
-
-
-def _first(config: Written, *names: str) -> int | None:
-    return next((v for name in names if isinstance(v := config.get(name), int)), None)

@@ -69,9 +69,11 @@ def _mixing(config: Written, kind: str, sizes: Sizes, family: Family) -> Iterato
     if kind in CARRYING:
         mixer = sizes.mixer
         yield sizes.hidden * (mixer.width + mixer.out) + mixer.window
+    if kind in CARRYING and kind != "hybrid":
+        return
     if first(config, "kv_lora_rank"):
         yield _latent_attention(config, sizes)
-    elif kind not in CARRYING or kind == "hybrid":
+    else:
         gate = sizes.queries if family.output_gate else 0
         yield sizes.hidden * (2 * sizes.queries + 2 * sizes.keys + gate)
 

@@ -8,7 +8,7 @@ from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import Problem
-from tunesmith.plan.cost.memory import kv_bytes_per_number
+from tunesmith.plan.cost.memory import kept_of_request
 from tunesmith.plan.rules.rule import rule, unread
 from tunesmith.plan.rules.situation import Situation, more
 
@@ -205,7 +205,7 @@ def kv_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     tokens = sum(
         -(-count // BLOCK_TOKENS) * BLOCK_TOKENS for count in (s.longest, max(1, new - 1))
     )
-    needed = tokens * model.kv_bytes_per_token(kv_bytes_per_number(plan)) + 2 * model.state_bytes
+    needed = int(kept_of_request(plan, model, tokens))
     if needed > parse_size(kv):
         yield Problem(("system.kv_memory",),
             f"system.kv_memory = {kv} does not hold one prompt of {s.longest} tokens with {new} "

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tunesmith.models.attention import ForestAttention
 from tunesmith.models.forest import PackedLengths, Segment
-from tunesmith.models.kernels.attention import AttentionRule
+from tunesmith.models.kernels.attention import AttentionRule, softmax
 from tunesmith.models.kernels.decoding import KVSpan, tables
 from tunesmith.models.kernels.layers import StatefulLayer
 from tunesmith.run.engines.local.pool import KVMemory
@@ -209,7 +209,7 @@ class PoolAttention:
 
 def with_sinks(rule: AttentionRule, shape: tuple[int, ...]) -> AttentionRule:
     """The rule with the sinks, if any, in a shape beside that of scores."""
-    return rule if rule.sinks is None else rule._replace(sinks=rule.sinks.float().view(shape))
+    return rule if rule.sinks is None else rule._replace(sinks=rule.sinks.view(shape))
 
 
 def attend(
@@ -223,6 +223,4 @@ def attend(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~seen, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
-    return torch.softmax(scores, -1)[..., : keys.shape[-2]].to(values.dtype) @ values
+    return softmax(scores, sinks).to(values.dtype) @ values
