@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.documents import SUPPORT
 from tunesmith.plan.facts.families import families
 from tunesmith.plan.facts.model import facts_of
 
@@ -21,21 +23,22 @@ MISSING: dict[str, dict[str, Any]] = {
 """What a family's default configuration lacks."""
 
 
-TEXT = [
-    name
-    for name, each in families().items()
-    if not (each.multimodal or each.inner)
-    and name != "gemma4_text"  # whose layers differ in width, share keys, and have embeddings
-]
+TEXT = [name for name, each in families().items() if not (each.multimodal or each.inner)]
+CHECKPOINTS: dict[str, dict[str, Any]] = tomllib.loads((SUPPORT / "checkpoints.toml").read_text())
+
+
+def module_of(config: Any) -> Any:
+    with init_empty_weights(), torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    module.tie_weights()
+    return module
 
 
 @pytest.mark.parametrize("model_type", TEXT)
 def test_counts_are_those_of_the_modules(model_type: str) -> None:
     """In the sizes of the family's default configuration: 0.1 to 230 billion."""
     config: Any = AutoConfig.for_model(model_type, **MISSING.get(model_type, {}))
-    with init_empty_weights(), torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)
-    module.tie_weights()
+    module = module_of(config)
     facts = facts_of(config.to_dict())
     assert facts is not None
     counted = sum(parameter.numel() for parameter in module.parameters())
@@ -44,10 +47,36 @@ def test_counts_are_those_of_the_modules(model_type: str) -> None:
     if experts:
         chosen = next(
             getattr(config, name)
-            for name in ("num_experts_per_tok", "moe_k")
+            for name in ("num_experts_per_tok", "moe_k", "top_k_experts")
             if hasattr(config, name)
         )
         share = 1 - chosen / experts[0].shape[0]
         assert facts.idle == pytest.approx(share * sum(p.numel() for p in experts), rel=0.005)
     else:
         assert facts.idle == 0
+
+
+@pytest.mark.parametrize("model_type", TEXT)
+def test_heads_are_tied_where_published_configurations_leave_it_out(model_type: str) -> None:
+    config: Any = AutoConfig.for_model(model_type, **MISSING.get(model_type, {}))
+    written = config.to_dict()
+    written.pop("tie_word_embeddings")
+    facts = facts_of(written)
+    assert facts is not None
+    assert facts.tied == config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_published_checkpoints_have_the_parameters_of_their_modules(name: str) -> None:
+    published = CHECKPOINTS[name]
+    whole = published["config"]
+    written = dict(whole.get("text_config") or whole)
+    written.pop("quantization_config", None)
+    if "tie_word_embeddings" in whole:
+        written["tie_word_embeddings"] = whole["tie_word_embeddings"]
+    module = module_of(AutoConfig.for_model(written.pop("model_type"), **written))
+    counted = sum(parameter.numel() for parameter in module.parameters())
+    assert published["billions"] == pytest.approx(counted / 1e9, rel=0.005)
+    facts = facts_of(whole)
+    assert facts is not None
+    assert facts.estimated == pytest.approx(counted, rel=0.005)

@@ -53,6 +53,10 @@ class Family:
     """There is an embedding of positions."""
     rotary_by_kind: bool = False
     """Local and global layers have different rotary tables."""
+    wide_global: bool = False
+    """Heads of layers with full attention are wider than those of layers with a window."""
+    dense_beside_experts: bool = False
+    """A dense network stands beside the experts of a layer, as a shared expert does."""
     multimodal: bool = False
     """Its text decoder, which is of another family, stands beside towers for images or sound."""
     inner: bool = False

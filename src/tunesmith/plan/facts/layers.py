@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 Written = Mapping[str, Any]
 """A ``config.json``."""
-ATTENDING = ("full_attention", "sliding_attention", "attention", "hybrid")
+ATTENDING = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
 CARRYING = ("linear_attention", "mamba", "conv", "hybrid")
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 """Nemotron-H writes one letter per layer."""
@@ -33,6 +33,16 @@ def layer_kinds(config: Written, layers: int) -> Sequence[str]:
     if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"):
         every = config.get("full_attention_interval", 4)
         return ["attention" if (i + 1) % every == 0 else "mamba" for i in range(layers)]
+    if family == "kimi_linear":
+        attending = (config.get("linear_attn_config") or {}).get("full_attn_layers")
+        if isinstance(attending, list):  # counted from one
+            return ["attention" if i + 1 in attending else "mamba" for i in range(layers)]
+        return ["attention" if i and i % 4 == 0 else "mamba" for i in range(layers)]
+    if family == "gemma4_text":
+        kinds = ["sliding_attention"] * layers
+        for i in range(5, layers, 6):
+            kinds[i] = "full_attention"
+        return [*kinds[:-1], "full_attention"]
     return ["attention"] * layers
 
 
@@ -47,6 +57,8 @@ class Mixer(NamedTuple):
     """Numbers that its recurrence remembers per sequence."""
     out: int = 0
     """Inputs of its output projection."""
+    between: int = 0
+    """Parameters of the second products of its low-rank gates."""
 
 
 NO_MIXER = Mixer()
@@ -56,6 +68,8 @@ def mixer_of(config: Written, hidden: int) -> Mixer:
     """The sizes of a model's mixers; zero for a family that says nothing."""
     if "linear_num_value_heads" in config:
         return _delta_net(config)
+    if config.get("model_type") == "kimi_linear":
+        return _delta_attention(config)
     if "conv_L_cache" in config:
         return Mixer(3 * hidden, (config["conv_L_cache"] - 1) * hidden, out=hidden)
     if first(config, "mamba_n_heads", "mamba_num_heads"):
@@ -70,6 +84,17 @@ def _delta_net(config: Written) -> Mixer:
     channels = 2 * config["linear_num_key_heads"] * key + values
     window = (config["linear_conv_kernel_dim"] - 1) * channels
     return Mixer(channels + values + 2 * heads, window, key * values, values)
+
+
+def _delta_attention(config: Written) -> Mixer:
+    """A delta net that forgets by channel, with two gates of the rank of a head."""
+    written: Written = config.get("linear_attn_config") or {}
+    head = first(written, "head_dim") or first(config, "linear_head_dim") or 128
+    heads = first(written, "num_heads") or first(config, "linear_num_heads") or 32
+    kernel = first(written, "short_conv_kernel_size") or first(config, "linear_conv_kernel_dim")
+    values = heads * head
+    window = ((kernel or 4) - 1) * 3 * values
+    return Mixer(3 * values + heads + 2 * head, window, head * values, values, 2 * head * values)
 
 
 def _state_space(config: Written, hidden: int) -> Mixer:

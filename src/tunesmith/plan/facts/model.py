@@ -148,7 +148,7 @@ def facts_of(whole: Written) -> ModelFacts | None:
         head_dim=size["head_dim"] or hidden // heads,
         vocab_size=vocabulary,
         context=size["context"] or None,
-        tied="gemma" in str(config.get("model_type")) if tied is None else bool(tied),
+        tied=bool(tied),
         switch=_switch(config),
         family=config.get("model_type"),
         rotates_in_part=_rotates_in_part(config),
@@ -212,9 +212,9 @@ _SIZES = {
     "layers": ("num_hidden_layers", "n_layer"),
     "kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim",),
-    "intermediate_size": ("intermediate_size", "n_inner"),
+    "intermediate_size": ("block_ff_dim", "intermediate_size", "n_inner"),
     "vocab_size": ("vocab_size",),
-    "context": ("max_position_embeddings", "n_positions"),
+    "context": ("max_position_embeddings", "n_positions", "model_max_length"),
 }
 
 

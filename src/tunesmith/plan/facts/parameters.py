@@ -13,7 +13,7 @@ from tunesmith.plan.facts.families import Family
 from tunesmith.plan.facts.layers import CARRYING, Mixer, Written, first
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "moe_k")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
 SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
 ALONE = ("mlp", "moe")
 """Kinds of layers that are only a feed-forward network, in families that have these."""
@@ -47,12 +47,14 @@ def count(config: Written, sizes: Sizes, family: Family) -> Counts:
     for index, kind in enumerate(sizes.layers):
         total += sizes.hidden if apart else 2 * sizes.hidden
         if kind not in ALONE:
-            total += sum(_mixing(config, kind, sizes, family))
+            total += sum(_mixing(config, index, sizes, family))
         if apart and kind not in ALONE:
             continue
         sparse = kind == "moe" if apart else _is_sparse(config, index)
         whole = (
-            _experts(config, sizes, family) if sparse else Counts(_dense(config, sizes, family), 0)
+            _experts(config, sizes, family)
+            if sparse
+            else Counts(_dense(config, index, sizes, family), 0)
         )
         total += whole.total
         idle += whole.idle
@@ -60,22 +62,47 @@ def count(config: Written, sizes: Sizes, family: Family) -> Counts:
 
 
 def _positions(config: Written, sizes: Sizes, family: Family) -> int:
+    """Of embeddings beside the one of tokens: of positions, and of tokens for each layer."""
     learned = first(config, "max_position_embeddings", "n_positions")
-    return learned * sizes.hidden if family.learned_positions else 0
+    positions = learned * sizes.hidden if family.learned_positions else 0
+    by_layer = first(config, "hidden_size_per_layer_input") * len(sizes.layers)
+    return positions + by_layer * (
+        first(config, "vocab_size_per_layer_input") + 3 * sizes.hidden  # read once, used twice
+    )
 
 
-def _mixing(config: Written, kind: str, sizes: Sizes, family: Family) -> Iterator[int]:
+def _mixing(config: Written, index: int, sizes: Sizes, family: Family) -> Iterator[int]:
     """Of the attention and of the mixer with a state that a layer has."""
+    kind = sizes.layers[index]
     if kind in CARRYING:
         mixer = sizes.mixer
-        yield sizes.hidden * (mixer.width + mixer.out) + mixer.window
+        yield sizes.hidden * (mixer.width + mixer.out) + mixer.window + mixer.between
     if kind in CARRYING and kind != "hybrid":
         return
     if first(config, "kv_lora_rank"):
         yield _latent_attention(config, sizes)
+    elif family.wide_global and kind == "full_attention":
+        yield _global_attention(config, index, sizes)
     else:
         gate = sizes.queries if family.output_gate else 0
-        yield sizes.hidden * (2 * sizes.queries + 2 * sizes.keys + gate)
+        keys = 0 if _borrows_keys(config, index, sizes) else 2 * sizes.keys
+        yield sizes.hidden * (2 * sizes.queries + keys + gate)
+
+
+def _borrows_keys(config: Written, index: int, sizes: Sizes) -> bool:
+    """Whether a layer attends to the keys and values of an earlier one."""
+    return index >= len(sizes.layers) - first(config, "num_kv_shared_layers")
+
+
+def _global_attention(config: Written, index: int, sizes: Sizes) -> int:
+    """Of heads that are wider than the local layers', whose values may be their keys."""
+    width = config["global_head_dim"]
+    alike = bool(config.get("attention_k_eq_v"))
+    heads = first(config, "num_global_key_value_heads") if alike else 0
+    keys = (heads or first(config, "num_key_value_heads")) * width * (1 if alike else 2)
+    if _borrows_keys(config, index, sizes):
+        keys = 0
+    return sizes.hidden * (2 * config["num_attention_heads"] * width + keys)
 
 
 def _latent_attention(config: Written, sizes: Sizes) -> int:
@@ -91,8 +118,10 @@ def _latent_attention(config: Written, sizes: Sizes) -> int:
     return queries + keys + values * hidden
 
 
-def _dense(config: Written, sizes: Sizes, family: Family) -> int:
-    inner = first(config, "shared_intermediate_size") or sizes.inner
+def _dense(config: Written, index: int, sizes: Sizes, family: Family) -> int:
+    inner = first(config, "shared_intermediate_size", "intermediate_size_mlp") or sizes.inner
+    if config.get("use_double_wide_mlp") and _borrows_keys(config, index, sizes):
+        inner *= 2
     if first(config, "block_multiple_of") and config.get("block_auto_adjust_ff_dim", True):
         multiple = config["block_multiple_of"]
         scaled = int(config.get("block_ffn_dim_multiplier", 1.0) * (2 * inner // 3))
@@ -107,9 +136,11 @@ def _experts(config: Written, sizes: Sizes, family: Family) -> Counts:
     width = first(config, "moe_latent_size") or hidden
     each = _matrices(family) * width * inner
     shared = first(config, *SHARED) or (
-        first(config, "n_shared_experts", "moe_num_shared_experts")
+        first(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
         * (first(config, "moe_shared_expert_intermediate_size") or inner)
     )
+    if family.dense_beside_experts:
+        shared = sizes.inner
     total = experts * (each + hidden) + _matrices(family) * hidden * shared
     return Counts(total, (experts - first(config, *CHOSEN)) * each)
 
@@ -121,8 +152,12 @@ def _is_sparse(config: Written, layer: int) -> bool:
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list):
         return kinds[layer] in ("sparse", "moe")
+    chosen = config.get("moe_layers")
+    if isinstance(chosen, list):
+        return layer in chosen
     dense = first(config, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-    step = first(config, "decoder_sparse_step", "moe_layer_interval") or 1
+    names = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step")
+    step = first(config, *names) or 1
     alone: Sequence[int] = config.get("mlp_only_layers") or ()
     return layer >= dense and (layer + 1) % step == 0 and layer not in alone
 
