@@ -57,6 +57,7 @@ FACTS = {
     "usual": Facts(CPU, USUAL, train_size=1000, longest=100),
     "launched": Facts(replace(CPU, nodes=2), USUAL, longest=100, ranks_here=1),
     "states": Facts(CPU, STATES, train_size=1000, longest=100),
+    "experts": Facts(CPU, replace(USUAL, expert_widths=(256, 20))),
     "odd": Facts(
         CPU, ODD, train_size=1000, longest=100, instances_for="rewards.py:of_environments"
     ),

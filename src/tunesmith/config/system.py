@@ -116,6 +116,9 @@ class SystemSection(Section):
     kernels: Literal["torch", "liger"] = "torch"
     """Implementation of the decoder layers' norms, rotations and SwiGLU in training and scoring:
     PyTorch's operations, or Liger's Triton kernels on GPUs (``kernels.liger``)."""
+    experts_implementation: Open[Literal["grouped_mm", "eager"]] = None
+    """How the experts of a mixture compute: all in one grouped product per matrix, or one expert
+    after the other."""
     max_tokens_per_microbatch: Open[PositiveInt] = None
     """Maximum tokens per micro-batch of one rank, or of a ``sequence_parallel`` group together."""
     scoring_max_tokens: Open[PositiveInt] = None

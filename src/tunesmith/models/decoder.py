@@ -36,6 +36,7 @@ from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, spli
 from tunesmith.models.source import load_config, load_tokenizer
 from tunesmith.models.towers import Towers
 from tunesmith.models.weight_checks import Differences
+from tunesmith.plan.facts.experts import ExpertsImplementation
 
 RUNNERS: tuple[type[LayerRunner], ...] = (LeanDecoder, ModuleRunner)
 """In order of preference: the first that supports a decoder runs its layers."""
@@ -88,6 +89,7 @@ class Decoder:
         quantize: Quantize | None = None,
         sharding: Sharding | None = None,
         trains: bool = True,
+        experts: ExpertsImplementation | None = None,
     ) -> Self:
         """Load from a directory or a hub name; safetensors only, dropout off.
 
@@ -96,6 +98,7 @@ class Decoder:
             quantize: the format of the linear modules' weights, which are then frozen.
             sharding: shard the weights over ranks.
             trains: whether a sharded model is trained and therefore has float32 weights.
+            experts: see ``load_module``.
 
         Raises:
             ModelError: the model does not exist, is incomplete, or its family is not supported.
@@ -113,6 +116,7 @@ class Decoder:
             differences=cls.weight_differences(config),
             sharding=sharding,
             trains=trains,
+            experts=experts,
             **cls.settings,
         )
         model = cls(module, tokenizer, sharding=sharding, trust_remote_code=trust_remote_code)

@@ -41,6 +41,7 @@ from tunesmith.models.weight_checks import (
     check_tie,
     check_values,
 )
+from tunesmith.plan.facts.experts import ExpertsImplementation, expert_widths, implementation
 from tunesmith.plan.facts.families import family
 
 
@@ -55,6 +56,7 @@ def load_module(
     differences: Differences = ((), ()),
     sharding: Sharding | None = None,
     trains: bool = True,
+    experts: ExpertsImplementation | None = None,
     **settings: Any,
 ) -> tuple[PreTrainedModel, Towers]:
     """Load a model from safetensors files, with attention through an ``AttentionContext`` and
@@ -67,6 +69,7 @@ def load_module(
             only they may have.
         sharding: shard the model; each rank reads only its rows, in float32 if the model
             ``trains``.
+        experts: how the experts of a mixture compute; None: as is best for the device.
         settings: configuration entries to set.
 
     Raises:
@@ -83,7 +86,12 @@ def load_module(
     if takes_tf32(dtype, device):
         torch.set_float32_matmul_precision("high")  # Inductor reads this setting
     auto = auto_class(config, auto)
-    options = {"attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {
+        "attn_implementation": ATTENTION_NAME,
+        "trust_remote_code": trust_remote_code,
+    }
+    if _experts_of(config, dtype, device, experts) == "eager":
+        options["experts_implementation"] = "eager"
     trains = trains and quantize is None
     make = partial(auto.from_config, config=config, **options)
     load = partial(auto.from_pretrained, path, config=config, dtype=dtype, **options)
@@ -107,6 +115,20 @@ def load_module(
     check_tie(path, module)
     _disable_dropout(module, dropouts)
     return module.eval(), towers
+
+
+def _experts_of(
+    config: Any,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    wanted: ExpertsImplementation | None,
+) -> ExpertsImplementation:
+    """``grouped_mm`` is also what transformers does by itself."""
+    widths = expert_widths(config.get_text_config().to_dict())
+    if wanted is not None or not widths:
+        return wanted or "grouped_mm"
+    on_gpu = torch.device(device).type == "cuda"
+    return implementation(widths, dtype.itemsize, on_gpu=on_gpu)[0]
 
 
 def auto_class(config: Any, auto: Any = AutoModelForCausalLM) -> Any:

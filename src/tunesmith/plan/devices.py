@@ -10,6 +10,7 @@ from typing import Literal
 from tunesmith.config.engines import EngineKind
 from tunesmith.config.system import PlacementSection, Role
 from tunesmith.errors import Problem
+from tunesmith.plan.facts.experts import ExpertsImplementation
 from tunesmith.plan.kind import RunKind
 
 NOT_PLACED = PlacementSection()
@@ -40,6 +41,7 @@ class Devices:
     threads: int = 1
     """Of each trainer process."""
     compile: bool | str = False
+    experts: ExpertsImplementation = "grouped_mm"
     machines: int = 1
     """Machines on which a launcher started processes for a run that samples and trains in one
     loop: each has engines, trainer ranks, or both."""

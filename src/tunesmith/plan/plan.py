@@ -48,6 +48,7 @@ OF_DEVICES = {
     "device": "device",
     "threads": "threads",
     "compile": "compile",
+    "experts": "experts_implementation",
 }
 """The key of ``[system]`` for fields of ``Devices``."""
 OF_MEMORY = {
@@ -318,6 +319,7 @@ def devices_said(kind: RunKind, said: RunConfig, facts: Facts | None = None) -> 
         dtype=said.model.dtype or "",
         threads=system.threads or 1,
         compile=system.compile or False,
+        experts=system.experts_implementation or "grouped_mm",
         machines=machines,
         ranks_per_machine=each,
         trainer_ranks=system.trainer_ranks or 1,

@@ -47,6 +47,7 @@ LAYOUT = (
         "system.threads",
         "system.placement",
         "system.compile",
+        "system.experts_implementation",
     ),
 )
 """The settings that a plan shows, besides given settings in ``[system]`` and ``[lora]``."""

@@ -21,6 +21,7 @@ from tunesmith.plan.derive.engines import (
     with_own_processes,
     with_said_engine,
 )
+from tunesmith.plan.derive.experts import with_experts
 from tunesmith.plan.derive.generation import most_running, with_profile, with_sampling
 from tunesmith.plan.derive.lengths import isolate, with_episode, with_limits
 from tunesmith.plan.derive.training import with_training
@@ -118,7 +119,7 @@ def _with_devices(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     """The plan with its processes and memory."""
     plan, turns_open = with_layout(plan, reasons)
     plan = with_capacity(plan, reasons, turns_open=turns_open)
-    plan = with_vllm(with_weights(plan, reasons), reasons)
+    plan = with_vllm(with_weights(with_experts(plan, reasons), reasons), reasons)
     devices = plan.devices
     usual: dict[str, Any] = {
         "system.trainer_ranks": devices.trainer_ranks,

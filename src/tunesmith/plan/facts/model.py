@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ModelError, boundary
+from tunesmith.plan.facts.experts import expert_widths
 from tunesmith.plan.facts.families import DEFAULTS, family
 from tunesmith.plan.facts.layers import (
     ATTENDING,
@@ -63,6 +64,8 @@ class ModelFacts:
     """Layers that carry a state from token to token."""
     mixer: Mixer = NO_MIXER
     """The sizes of their mixers."""
+    expert_widths: tuple[int, ...] = ()
+    """The sizes of an expert's matrices; empty: the model has no experts."""
 
     @property
     def lean(self) -> bool:
@@ -156,6 +159,7 @@ def facts_of(whole: Written) -> ModelFacts | None:
         carrying=carrying,
         mixer=mixer_of(config, hidden),
         head_norms=family(config.get("model_type")).head_norms or bool(config.get("use_qk_norm")),
+        expert_widths=expert_widths(config),
     )
     sizes = Sizes(
         kinds,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import Problem
+from tunesmith.plan.facts.experts import implementation
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.rules.rule import rule, unread
 from tunesmith.plan.rules.situation import Situation
@@ -15,6 +16,7 @@ from tunesmith.plan.rules.situation import Situation
 
 COMPILE = "system.compile"
 KERNELS = "system.kernels"
+EXPERTS = "system.experts_implementation"
 CHECKPOINTING = "system.gradient_checkpointing"
 WIDEST = 65536
 """Elements of the longest row that Liger's kernels hold."""
@@ -83,6 +85,18 @@ def liger(s: Situation[RunConfig]) -> Iterator[Problem]:
             f"{widest}; leave it out")
 
 
+@rule(RunConfig)
+def grouped_products(s: Situation[RunConfig]) -> Iterator[Problem]:
+    said = s.config.system.experts_implementation
+    if said != "grouped_mm" or not s.model or s.device_kind != "cuda":
+        return
+    best, why = implementation(s.model.expert_widths, 4 if s.dtype == "float32" else 2, on_gpu=True)
+    if best == "eager":
+        yield s.clash(EXPERTS, f": {why}; leave it out")
+
+
+unread(RunConfig, EXPERTS, lambda s: s.model and not s.model.expert_widths,
+       "on a model without experts; leave it out")
 unread(RunConfig, "system.compile", lambda s: s.compilable is False,
        "here: on a CPU it compiles decoding in the local engine for models of Llama's shape, and "
        "training in bfloat16 with AMX or AVX-512 BF16; leave it out, or name a torch.compile mode "

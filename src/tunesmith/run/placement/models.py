@@ -18,6 +18,7 @@ from tunesmith.errors import StorageError, about, boundary
 from tunesmith.learn.data.chat import HERMES
 from tunesmith.learn.data.chat_checks import check_chatml
 from tunesmith.models.embedding_rows import check_end, set_rows
+from tunesmith.plan.facts.experts import ExpertsImplementation
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.records.waits import long_wait
 
@@ -105,6 +106,8 @@ class ModelSpec:
     """The value of ``system.compile``; None leaves this process's compiled functions as they
     are."""
     liger: bool = False
+    experts: ExpertsImplementation | None = None
+    """How experts compute; None: as ``plan.facts.experts`` finds best for this model."""
     threads: int | None = None
     """Threads of this process; None: as many as it has."""
     lora: LoraSection | None = None
@@ -143,6 +146,7 @@ class ModelSpec:
                     self.device, self.zero_stage, self.shard_size, streams=self.streams
                 ),
                 trains=not self.frozen and self.lora is None,
+                experts=self.experts,
             )
         self._share_sequences(model)
         if isinstance(self.compile, str):

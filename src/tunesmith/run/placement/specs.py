@@ -57,6 +57,7 @@ def model_spec(plan: AnyPlan, *, frozen: bool = False) -> ModelSpec:
         streams=not frozen and plan.memory.offload_parameters,
         compile=devices.compile,
         liger=said.system.kernels == "liger",
+        experts=devices.experts,
         threads=devices.threads,
         lora=said.lora if said.lora.on else None,
         seed=said.train.seed,
@@ -136,6 +137,7 @@ def optimizer_spec(plan: AnyPlan) -> OptimizerSpec:
 def critic_spec(plan: Plan[RLConfig]) -> TrainerSpec:
     """A value model of its own; its adapter is new, even if the policy continues one."""
     said = plan.said
+    devices = plan.devices
     lora = said.lora
     if lora.path is not None:
         lora = lora.model_copy(update={"path": None, "rank": lora.rank or USUAL_RANK})
@@ -145,6 +147,7 @@ def critic_spec(plan: Plan[RLConfig]) -> TrainerSpec:
         path=path or said.model.path,
         key="critic.path" if path else "model.path",
         scores=True,
+        experts=None if path else devices.experts,
         lora=lora if lora.on else None,
     )
     optimizer = replace(
@@ -155,8 +158,8 @@ def critic_spec(plan: Plan[RLConfig]) -> TrainerSpec:
         tokenizer_spec(said),
         optimizer,
         role="critic",
-        shares_gpu=plan.devices.critic_beside,
-        ranks=plan.devices.trainer_ranks,
+        shares_gpu=devices.critic_beside,
+        ranks=devices.trainer_ranks,
         offload_reference=plan.memory.offload_reference,
     )
 
