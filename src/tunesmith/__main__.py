@@ -2,14 +2,19 @@
 are imported."""
 
 from tunesmith.cli.standard_output import report_start
+from tunesmith.records.garbage import collect_rarely, leave_all
 
 
 def main() -> None:
     """Run the command."""
     report_start()
+    collect_rarely()
     from tunesmith.cli.main import main
 
-    main()
+    try:
+        main()
+    finally:
+        leave_all()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.kernels.quantised import Quantize, weights_of
 from tunesmith.models.kernels.selective import recomputed
 from tunesmith.models.loading import load_module
-from tunesmith.models.lora import LoraAdapter, merge_into
 from tunesmith.models.parallel.activations import HostActivations
 from tunesmith.models.parallel.sequence import SequenceGroup
 from tunesmith.models.parallel.shard_files import save_settings, save_weights
@@ -37,6 +36,9 @@ from tunesmith.models.source import load_config, load_tokenizer
 from tunesmith.models.towers import Towers
 from tunesmith.models.weight_checks import Differences
 from tunesmith.plan.facts.experts import ExpertsImplementation
+
+if TYPE_CHECKING:
+    from tunesmith.models.lora import LoraAdapter
 
 RUNNERS: tuple[type[LayerRunner], ...] = (LeanDecoder, ModuleRunner)
 """In order of preference: the first that supports a decoder runs its layers."""
@@ -391,6 +393,8 @@ class Decoder:
             ModelError: the base does not exist, or the adapter does not fit it.
             StorageError: the model cannot be written.
         """
+        from tunesmith.models.lora import merge_into
+
         stored = load_config(base, trust_remote_code=trust_remote_code).dtype
         model = cls.load(base, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
         end = end_of_turn(model.tokenizer)

@@ -20,6 +20,7 @@ from tunesmith.learn.data.chat_checks import check_chatml
 from tunesmith.models.embedding_rows import check_end, set_rows
 from tunesmith.plan.facts.experts import ExpertsImplementation
 from tunesmith.plan.facts.hub import known_model_facts
+from tunesmith.records.garbage import collect_as_usual
 from tunesmith.records.waits import long_wait
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class ModelSpec:
         from tunesmith.models.causal_lm import CausalLM
         from tunesmith.models.score_model import ScoreModel
 
+        collect_as_usual()
         if self.compile is not None:
             from tunesmith.models.kernels import functions
 

@@ -1,0 +1,36 @@
+import gc
+from collections.abc import Generator
+
+import pytest
+
+from tunesmith.records import garbage
+
+
+@pytest.fixture(autouse=True)
+def thresholds() -> Generator[None]:
+    before = gc.get_threshold()
+    frozen = gc.get_freeze_count()
+    yield
+    gc.set_threshold(*before)
+    if not frozen:
+        gc.unfreeze()
+
+
+def test_a_start_collects_rarely_and_then_as_before() -> None:
+    gc.set_threshold(700, 11, 12)
+    garbage.collect_rarely()
+    garbage.collect_rarely()
+    assert gc.get_threshold() == garbage.RARELY
+    kept = [{"imported": number} for number in range(1000)]
+    before = gc.get_freeze_count()
+    garbage.collect_as_usual()
+    assert gc.get_threshold() == (700, 11, 12)
+    assert gc.get_freeze_count() >= before + len(kept), "collections leave out what was imported"
+
+
+def test_nothing_changes_in_a_process_that_did_not_start_so() -> None:
+    gc.set_threshold(700, 11, 12)
+    before = gc.get_freeze_count()
+    garbage.collect_as_usual()
+    assert gc.get_threshold() == (700, 11, 12)
+    assert gc.get_freeze_count() == before
