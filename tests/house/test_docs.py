@@ -38,6 +38,7 @@ from tests.support.tiny_runs import write_lines
 from tunesmith.config.choice import Choice
 from tunesmith.config.commands import GenerateConfig, RFTConfig
 from tunesmith.config.engines import engine_kinds
+from tunesmith.config.judges import Criterion, JudgeReward
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.reading.overriding import parse_override
 from tunesmith.config.schema import ModelReward, RemoteReward, RLConfig, Source
@@ -254,6 +255,8 @@ def test_every_setting_is_documented_as_it_is() -> None:
         "A source": Source,
         "A reward model": ModelReward,
         "A remote reward": RemoteReward,
+        "A judge": JudgeReward,
+        "A criterion": Criterion,
     }
     for name, field in RLConfig.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):

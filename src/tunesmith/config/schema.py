@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from tunesmith.config.algorithm import AlgorithmSection, CriticSection
+from tunesmith.config.judges import JudgeReward
 from tunesmith.config.optimizer import AdamW, Optimizer
 from tunesmith.config.section import Open, Section
 from tunesmith.config.system import SystemSection
@@ -146,9 +147,10 @@ class RewardSection(Section):
     functions: tuple[Text, ...] = ()
     """``file.py:function``, or a built-in: exact_match, numeric_match, regex_format, math."""
     weights: tuple[float, ...] | None = None
-    """Weights of ``functions``; models and remote rewards have their own."""
+    """Weights of ``functions``; models, remote rewards and judges have their own."""
     models: tuple[ModelReward, ...] = ()
     remote: tuple[RemoteReward, ...] = ()
+    judge: tuple[JudgeReward, ...] = ()
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds that one call of a reward may take."""
     isolation: Literal["process", "thread"] | None = None
@@ -166,7 +168,12 @@ class RewardSection(Section):
     @property
     def given(self) -> bool:
         """Whether there is any reward."""
-        return bool(self.functions or self.models or self.remote)
+        return bool(self.functions or self.named)
+
+    @property
+    def named(self) -> tuple[ModelReward | RemoteReward | JudgeReward, ...]:
+        """The rewards that have a name and a weight of their own."""
+        return (*self.models, *self.remote, *self.judge)
 
 
 class EnvironmentSection(Section):

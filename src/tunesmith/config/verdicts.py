@@ -36,7 +36,9 @@ SETTINGS = (
         "reward.remote.timeout reward.remote.retries environment.timeout environment.isolation "
         "environment.memory environment.concurrency rollout.timeout rollout.queue_size "
         "sampling.timeout dpo.precompute_reference kto.precompute_reference "
-        "reward.remote.protocol",
+        "reward.remote.protocol reward.judge.url reward.judge.token_env reward.judge.concurrency "
+        "reward.judge.requests_per_minute reward.judge.timeout reward.judge.retries "
+        "reward.judge.deadline",
     ),
     Verdict(
         "content",
@@ -96,7 +98,8 @@ SETTINGS = (
     Verdict(
         "effect",
         "reward.functions reward.weights reward.models reward.models. reward.remote "
-        "reward.remote.name reward.remote.weight reward.answer reward.pattern",
+        "reward.remote.name reward.remote.weight reward.judge reward.judge. reward.answer "
+        "reward.pattern",
         "rewards are given by the new setting, and do not compare with earlier ones",
     ),
     Verdict(

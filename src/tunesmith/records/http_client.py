@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
@@ -14,6 +17,8 @@ from tunesmith.errors import TunesmithError, shortened
 FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 8.0
 """Seconds before the second attempt, doubled for each further one."""
+MOST_WAIT = 86400.0
+"""Seconds of a ``Retry-After`` that are taken for what they are."""
 RETRIED = frozenset({408, 425, 429})
 """Statuses below 500 after which another attempt may work."""
 
@@ -23,7 +28,11 @@ class BadAnswer(TunesmithError, RuntimeError):
 
 
 class Unavailable(TunesmithError, RuntimeError):
-    """A server answered that it cannot serve now."""
+    """A server answered that it cannot serve now, perhaps for ``after`` seconds."""
+
+    def __init__(self, reason: str, after: float = 0.0) -> None:
+        super().__init__(reason)
+        self.after = after
 
 
 async def request_json(
@@ -56,13 +65,23 @@ async def request_json(
                 raise BadAnswer(f"{url} answered more than {limit}")
     text = body.decode(errors="replace")
     if response.status >= 500 or response.status in RETRIED:
-        raise Unavailable(f"{url} answered {response.status}: {one_line(text)}")
+        after = seconds_to_wait(response.headers.get("Retry-After"))
+        raise Unavailable(f"{url} answered {response.status}: {one_line(text)}", after)
     if response.status != 200:
         raise BadAnswer(f"{url} answered {response.status}: {one_line(text)}")
     try:
         return json.loads(text) if text else None
     except (ValueError, RecursionError):
         raise BadAnswer(f"{url} did not answer with JSON: {one_line(text)}") from None
+
+
+def seconds_to_wait(said: str | None) -> float:
+    """The seconds of a ``Retry-After`` header, which may be a date; 0 without one."""
+    with suppress(ValueError):
+        return max(0.0, min(float(said or 0), MOST_WAIT))
+    with suppress(ValueError, TypeError):
+        return max(0.0, min(parsedate_to_datetime(str(said)).timestamp() - time.time(), MOST_WAIT))
+    return 0.0
 
 
 def pause(failures: int) -> float:

@@ -11,6 +11,7 @@
         rollouts.jsonl    some groups of each step
         rollouts-older.jsonl
         state.json        how far a run of generate or rft has come
+        judgements.jsonl  the answers of judges
         sinks.json        ids of the run in W&B, trackio and MLflow
         checkpoints/      step-000010, ...
         model             a link to the newest checkpoint's model
@@ -52,7 +53,7 @@ _OURS = (
     "config.toml", "resolved.json", "plan.json", "facts.json", "metrics.jsonl", "rollouts.jsonl",
     "rollouts-older.jsonl", "sinks.json", "skipped.jsonl", "checkpoints", "trace", "profile",
     "tensorboard", "completions.jsonl", "scores.jsonl", "best.jsonl", "pairs.jsonl",
-    "conditional.jsonl", "report.json", "report.html", "base", "round-1",
+    "conditional.jsonl", "report.json", "report.html", "base", "round-1", "judgements.jsonl",
 )  # fmt: skip
 """What runs write into their directories."""
 

@@ -28,11 +28,6 @@ from tunesmith.run import placement
 from tunesmith.types import Completion, Rollout, Status, Task
 
 
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "FIRST_PAUSE", 0.001)
-
-
 def rollout(name: str = "t", prompt: Any = "2+2=", **columns: Any) -> Rollout:
     made = Rollout(Task(name, prompt, (1, 5), columns))
     made.observe((1, 5))

@@ -98,6 +98,8 @@ CASES: dict[str, tuple[dict[str, Column], dict[str, Any]]] = {
     "always_clipped": ({"grad_norm": 30}, {}),
     "rollouts_fail": ({"rollouts/failed": 0.4, "rollouts/reward_error": 0.4}, {}),
     "some_rollouts_fail": ({"rollouts/failed": 0.1, "rollouts/timeout": 0.1}, {}),
+    "judge_fails": ({"judge/a/failed": 0.3, "rollouts/failed": 0.3, "rollouts/x": 0.3}, {}),
+    "judge_disagrees": ({"judge/a/agreement": 0.4, "judge/b/agreement": 0.9}, {}),
     "reward_threads_hang": ({"reward/abandoned_threads": 2}, {}),
     "no_answer_found": ({"answered": 0.2}, {}),
     "truncated": ({"truncated": rising(0.1, 0.6)}, {}),

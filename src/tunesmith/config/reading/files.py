@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from tunesmith.config.judges import names_text_file
 from tunesmith.config.reading.problems import FileProblem, KeyPath, Tree, dotted, leaves
 from tunesmith.config.reading.user_functions import check_defined
 from tunesmith.errors import ConfigError, closest, shortened
@@ -240,6 +241,10 @@ def _code(text: str, bases: list[Path]) -> str:
     return f"{path}:{name}"
 
 
+def _text_or_file(text: str, bases: list[Path]) -> str:
+    return _existing(text, bases) if names_text_file(text) else text
+
+
 _FILES: dict[str, Find] = {
     "run_dir": lambda text, _: str(Path(text).expanduser().absolute()),
     "model.path": _model,
@@ -266,6 +271,8 @@ _FILES: dict[str, Find] = {
     "reward.functions.[]": _reference("function"),
     "monitor.sinks.[]": _reference("class"),
     "reward.models.[].path": _model,
+    "reward.judge.[].rubric": _text_or_file,
+    "reward.judge.[].template": _text_or_file,
     "environment.path": _code,
     "environment.path.{}": _code,
     "environment.tools.[]": _code,

@@ -31,6 +31,8 @@ _HEADINGS = {
     "A source": ("data.train.", "data.eval."),
     "A reward model": ("reward.models.",),
     "A remote reward": ("reward.remote.",),
+    "A judge": ("reward.judge.",),
+    "A criterion": ("reward.judge.criteria.",),
     "Reward model": ("rm.",),
     "DPO": ("dpo.",),
     "KTO": ("kto.",),

@@ -138,7 +138,7 @@ class DryRun:
 
     async def _load(self, groups: Sequence[RolloutGroup]) -> RLParts:
         config: RLConfig = self.plan.said
-        models = {each.name: 1.0 for each in (*config.reward.models, *config.reward.remote)}
+        models = {each.name: 1.0 for each in config.reward.named}
         alone = self.plan.with_devices(engines=1)
         run = run_with_data(alone, [group.task for group in groups])
         parts = await rl_run.make_parts(

@@ -60,6 +60,8 @@ class RewardFunction:
     """Required columns of the data."""
     builtin: bool = False
     close: Callable[[], None] = lambda: None
+    costs: Callable[[], dict[str, float]] = dict
+    """Metrics of what it did since the last call, such as requests."""
     check_gold: Callable[[object], str | None] | None = None
     """The reason why a value of the answer column cannot be used, or None."""
     one_of: frozenset[str] = frozenset()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -27,6 +27,7 @@ from tunesmith.errors import ConfigError, about, nearest
 from tunesmith.learn.rewards.builtin import BUILTINS, check_builtins
 from tunesmith.learn.rewards.foreign import VERL, VERL_GOLD, from_verl
 from tunesmith.learn.rewards.function import INSTANCES, RewardFunction, required_columns
+from tunesmith.learn.rewards.judge_questions import JudgeQuestions
 from tunesmith.learn.rewards.reward_set import ENVIRONMENT, RewardSet
 from tunesmith.learn.rewards.stats import check_reward_model
 from tunesmith.learn.usercode.calls import Function
@@ -48,8 +49,8 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
     if not section.given:
         raise ConfigError(
             "reward.functions is empty; give a function of yours, as in functions = "
-            f"['rewards.py:correct'], a built-in ({', '.join(BUILTINS)}), [[reward.models]] or "
-            "[[reward.remote]].",
+            f"['rewards.py:correct'], a built-in ({', '.join(BUILTINS)}), [[reward.models]], "
+            "[[reward.remote]] or [[reward.judge]].",
             keys=("reward.functions",),
         )
     for key, problem in _problems_of_weights(section):
@@ -74,21 +75,31 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
     for entry in section.remote:
         for problem in _problems_of_remote(entry):
             raise ConfigError(f"reward.remote '{entry.name}': {problem}", keys=("reward.remote",))
+    for entry in section.judge:
+        for problem in _problems_of_token(entry.token_env, [entry.url] if entry.url else []):
+            raise ConfigError(f"reward.judge '{entry.name}': {problem}", keys=("reward.judge",))
+        with about("reward.judge"):
+            JudgeQuestions(entry)
 
 
 def _problems_of_remote(entry: RemoteReward) -> Iterator[str]:
     if not entry.urls:
         yield "urls is empty; give the addresses that serve it."
-    has_user = any(urlsplit(url).username is not None for url in entry.urls)
-    if entry.token_env is not None and has_user:
+    yield from _problems_of_token(entry.token_env, entry.urls)
+
+
+def _problems_of_token(variable: str | None, urls: Sequence[str]) -> Iterator[str]:
+    if variable is None:
+        return
+    if any(urlsplit(url).username is not None for url in urls):
         yield (
-            "token_env and a user in an address of urls both set the Authorization header; leave "
-            "one of them out."
+            "token_env and a user in an address both set the Authorization header; leave one of "
+            "them out."
         )
-    if entry.token_env is not None and not os.environ.get(entry.token_env, "").strip():
+    if not os.environ.get(variable, "").strip():
         yield (
-            f"the environment variable {entry.token_env} (token_env) is not set; export it with "
-            "the token that the server asks for."
+            f"the environment variable {variable} (token_env) is not set; export it with the "
+            "token that the server asks for."
         )
 
 
@@ -112,17 +123,18 @@ def _problems_of_weights(section: RewardSection) -> Iterator[tuple[str, str]]:
     if ENVIRONMENT in by_name:
         why = f"no reward may be called '{ENVIRONMENT}', the name of the environment's own"
         yield "reward.functions", f"{why}; rename it."
-    if len(by_name) < len(functions) + len(section.models) + len(section.remote):
+    if len(by_name) < len(functions) + len(section.named):
         why = (
             f"two of the rewards {', '.join(by_name)} have the same name; give each of "
-            "reward.models and reward.remote its own `name`, which is what it is called in the "
-            "metrics."
+            "reward.models, reward.remote and reward.judge its own `name`, which is what it is "
+            "called in the metrics."
         )
         yield "reward.models", why
 
 
 def weights_by_name(section: RewardSection) -> dict[str, float]:
-    """The weight of every reward: functions in their order, then models, then remote ones.
+    """The weight of every reward: functions in their order, then models, remote ones and
+    judges.
 
     Functions with the same name in two files are named by their full references.
     """
@@ -130,7 +142,7 @@ def weights_by_name(section: RewardSection) -> dict[str, float]:
     both = zip(short, section.functions, strict=True)
     names = [name if short.count(name) == 1 else whole for name, whole in both]
     weights = dict(zip(names, section.weights or (1.0,) * len(names), strict=True))
-    return weights | {entry.name: entry.weight for entry in (*section.models, *section.remote)}
+    return weights | {entry.name: entry.weight for entry in section.named}
 
 
 @about("reward.functions")
@@ -162,6 +174,7 @@ def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = Fa
         loaded = ((name, entry, user_code.load_function(entry, base_dir)) for name, entry in own)
         functions = (user_reward(*each, instances) for each in loaded)
     rewards = RewardSet(weights, section.timeout, isolated)
+    rewards.read_by_judges = {entry.name: JudgeQuestions(entry).columns for entry in section.judge}
     for entry in section.functions:
         rewards.add(BUILTINS[entry](section) if entry in BUILTINS else next(functions))
     return rewards

@@ -58,6 +58,8 @@ class RewardSet:
         self.weights = weights
         self.state = TrainerState()
         """The functions' ``trainer_state``; the loop replaces it each step."""
+        self.read_by_judges: dict[str, frozenset[str]] = {}
+        """Columns that the judges' questions need, by the judges' names."""
         self.hands_instances = False
         """Whether functions get the ``environments`` that played the episodes."""
         self._timeout = timeout
@@ -91,6 +93,13 @@ class RewardSet:
                 raise ConfigError(why, keys=("reward.functions",))
             for task in tasks if f.check_gold else ():
                 self._check_gold(f, task)
+        for judge, columns in self.read_by_judges.items():
+            for name in sorted(columns - available)[:1]:
+                raise ConfigError(
+                    f"reward.judge: '{judge}' needs the column '{name}', which {key} lacks."
+                    f"{nearest(name, available)}",
+                    keys=("reward.judge",),
+                )
 
     def _check_gold(self, f: RewardFunction, task: Task) -> None:
         assert f.check_gold is not None
@@ -128,12 +137,14 @@ class RewardSet:
             self._total(rollout)
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """``reward_metrics``, means of the ``log_metric`` values since the last call, and abandoned
-        threads."""
+        """``reward_metrics``, means of the ``log_metric`` values since the last call, the rewards'
+        costs, and abandoned threads."""
         logged = self._logged
         self._logged = {}
         metrics = reward_metrics(rollouts)
         metrics |= {f"logged/{name}": mean(values) for name, values in logged.items()}
+        for function in self.functions:
+            metrics |= function.costs()
         if self._calls.abandoned:
             metrics["reward/abandoned_threads"] = float(self._calls.abandoned)
         return metrics

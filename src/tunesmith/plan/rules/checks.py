@@ -231,7 +231,7 @@ def _metrics(config: RunConfig) -> Iterator[str]:
     yield from _ROLLOUTS
     powers = [2**n for n in range(section.samples.bit_length())]
     yield from (f"pass@{k}" for k in (section.pass_at or powers) if section.samples > 1)
-    named = [entry.name for entry in (*reward.models, *reward.remote)]
+    named = [entry.name for entry in reward.named]
     environment = ["environment"] if config.environment.used else []
     for name in (*reward.functions, *named, *environment):
         yield from (f"reward/{name}", f"reward/{name.rpartition(':')[2]}")

@@ -186,8 +186,27 @@ def _tells_solved(config: RLConfig) -> bool:
     """Whether any reward has a weight above 0."""
     reward = config.reward
     weights = reward.weights or (1.0,) * len(reward.functions)
-    apart = [entry.weight for entry in (*reward.models, *reward.remote)]
+    apart = [entry.weight for entry in reward.named]
     return any(weight > 0 for weight in (*weights, *apart))
+
+
+@rule(RLConfig)
+def compared_in_pairs(s: Situation[RLConfig]) -> Iterator[Problem]:
+    config = s.config
+    reward = config.reward
+    pairs = [entry for entry in reward.judge if entry.compare == "pairs"]
+    if not pairs:
+        return
+    if config.rollout.group_size == 1:
+        yield Problem(("reward.judge", "rollout.group_size"),
+            "reward.judge compares the answers of a group, and with rollout.group_size = 1 there "
+            "is nothing to compare; use 4 or more, or compare = 'scale'")
+    alone = len(pairs) == len(reward.functions) + len(reward.named)
+    if alone and config.data.eval is not None and not config.environment.used:
+        yield Problem(("reward.judge", "data.eval"),
+            "reward.judge compares the answers of a group, and an evaluation has one greedy answer "
+            "to each prompt, which would have no reward. Add another reward (weight 0 will do), or "
+            "leave data.eval out")
 
 
 unread(RLConfig, "critic.", lambda s: s.needs("critic") is False,

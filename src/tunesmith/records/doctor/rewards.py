@@ -33,6 +33,37 @@ def some_rollouts_fail(run: Signs) -> Evidence:
         yield f"{failed:.1%} of the rollouts failed ({run.failures})"
 
 
+@RULES.add("warning")
+@explains("some_rollouts_fail rollouts_fail")
+def judge_fails(run: Signs) -> Evidence:
+    """The judge's server is down, slow or refuses, or its answers hold no verdict; the fields
+    ending in /error in rollouts.jsonl say which.
+
+    Completions without a judgement get no reward from it: raise retries or deadline, lower
+    concurrency, or write a template that says how to end the answer.
+    """
+    shares = {name: run[f"judge/{name}/failed"].mean for name in run.names("judge/(.+)/failed")}
+    failing = [
+        f"'{name}' gave none for {share:.0%}" for name, share in shares.items() if share > 0.1
+    ]
+    if failing:
+        yield f"of the completions to judge, {', '.join(failing)}"
+
+
+@RULES.add("note")
+def judge_disagrees(run: Signs) -> Evidence:
+    """The judge decides by the order of the answers, or its votes differ: its reward is noise.
+
+    A clearer rubric, a better model or more votes make it repeatable.
+    """
+    shares = {
+        name: run[f"judge/{name}/agreement"].mean for name in run.names("judge/(.+)/agreement")
+    }
+    unsure = [f"'{name}' in {share:.0%}" for name, share in shares.items() if share < 0.6]
+    if unsure:
+        yield f"judges agree with themselves: {', '.join(unsure)}"
+
+
 @RULES.add("warning", 'reward.isolation = "process"', over_last=True)
 @explains("some_rollouts_fail")
 def reward_threads_hang(run: Signs) -> Evidence:

@@ -92,7 +92,7 @@ def answer_tasks(
     n = plan.sampling.n
     temperature = plan.sampling.temperature
     with usage.phase("setup"):
-        engine = _load(plan, tokenizer, rewards)
+        engine = _load(plan, tokenizer, rewards, out.parent)
     sampling = make_sampling(section, tokenizer, temperature, saved_generation(config), stop)
 
     async def produce(place: int, task: Task, unfinished: Unfinished) -> RolloutGroup:
@@ -130,7 +130,7 @@ async def _serving(plan: AnyPlan, engine: RolloutEngine, usage: Usage) -> AsyncG
         await engine.close()
 
 
-def _load(plan: AnyPlan, tokenizer: Any, rewards: RewardSet | None) -> RolloutEngine:
+def _load(plan: AnyPlan, tokenizer: Any, rewards: RewardSet | None, folder: Path) -> RolloutEngine:
     """The engine, with the model that it needs; also loads the reward models."""
     report = partial(print, flush=True)
     placement = on_this_machine(plan)
@@ -141,7 +141,7 @@ def _load(plan: AnyPlan, tokenizer: Any, rewards: RewardSet | None) -> RolloutEn
         source = WeightSource(model, spec.build(model) if spec else None)
     engine = placement.engine(engine_spec(plan), source, report)
     if rewards is not None:
-        add_rewards(rewards, plan, tokenizer, report, placement)
+        add_rewards(rewards, plan, tokenizer, report, placement, folder, engine.generate)
     return engine
 
 
@@ -176,7 +176,7 @@ def identity(plan: AnyPlan, data: str, tokenizer: Any, *, greedy: bool = False) 
     if isinstance(config, GenerateConfig):
         values["output.logprobs"] = config.output.logprobs
     if config.reward is not None:
-        outcome = {"functions", "weights", "models", "remote", "answer", "pattern"}
+        outcome = {"functions", "weights", "models", "remote", "judge", "answer", "pattern"}
         reward = config.reward.model_dump(mode="json", include=outcome)
         values |= {f"reward.{key}": value for key, value in reward.items()}
     return values

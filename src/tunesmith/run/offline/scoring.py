@@ -69,7 +69,8 @@ def score(
         return RolloutGroup(task, rollouts)
 
     if repair(out) < len(tasks):
-        add_rewards(rewards, plan, tokenizer, partial(print, flush=True), Here())
+        report = partial(print, flush=True)
+        add_rewards(rewards, plan, tokenizer, report, Here(), out.parent, None)
         line = partial(_line, column=column)
         share = config.reward.max_failed_share
         watch.follow(config, tokenizer, EngineStats, 1)

@@ -1,21 +1,31 @@
-"""Rewards that need the run's tokenizer or a reward model."""
+"""Rewards that need the run's tokenizer, its directory or a model."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.commands import SamplingConfig
-from tunesmith.config.schema import RLConfig
-from tunesmith.errors import about
+from tunesmith.config.judges import JudgeReward
+from tunesmith.config.schema import DataSection, RLConfig
+from tunesmith.errors import ConfigError, about
+from tunesmith.learn.data.chat import end_of_turn_id
+from tunesmith.learn.data.prompts import PromptEncoder, with_system
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.run.placement.base import Report
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.placement.specs import scorer_spec
+from tunesmith.types import Completion, Sampling
 
 if TYPE_CHECKING:
+    from tunesmith.learn.rewards.judge_answers import Written
     from tunesmith.learn.rewards.model import RewardModel
+
+Generate = Callable[[Sequence[int], Sampling], Awaitable[Completion]]
+"""An engine's ``generate``."""
 
 
 def add_rewards(
@@ -24,12 +34,16 @@ def add_rewards(
     tokenizer: Any,
     report: Report,
     placement: Placement,
+    folder: Path | None,
+    engine: Generate | None,
 ) -> None:
-    """Add the remote rewards and reward models, unless they have already been added.
+    """Add the remote rewards, judges and reward models, unless they have already been added.
 
     Args:
         report: receives a sentence about the tokens that each model sees.
         placement: where the reward models score.
+        folder: where the answers of judges are kept; None: only in memory.
+        engine: generates with the policy, which may be a judge; None: there is no engine.
 
     Raises:
         ConfigError, ModelError: a reward model cannot be loaded.
@@ -43,9 +57,10 @@ def add_rewards(
         decode = partial(tokenizer.decode, skip_special_tokens=False)
         for entry in config.reward.remote:
             rewards.add(remote_reward(entry, config.reward.answer, decode))
+    if config.reward.judge:
+        _add_judges(rewards, config, tokenizer, folder, engine)
     if not config.reward.models:
         return
-    from tunesmith.learn.data.prompts import with_system
     from tunesmith.learn.rewards.model import model_reward, same_tokens
 
     for entry in config.reward.models:
@@ -63,6 +78,52 @@ def add_rewards(
             )
         )
         report(f"reward model '{entry.name}' sees {_seen_by(model, exact)}")
+
+
+@about("reward.judge")
+def _add_judges(
+    rewards: RewardSet,
+    config: RLConfig | SamplingConfig,
+    tokenizer: Any,
+    folder: Path | None,
+    engine: Generate | None,
+) -> None:
+    from tunesmith.learn.rewards.judge import judge_reward
+    from tunesmith.learn.rewards.judge_answers import AnswerFile, PolicyJudge, ServedJudge
+
+    assert config.reward is not None, "there are judges"
+    kept = AnswerFile(folder)
+    for entry in config.reward.judge:
+        if not entry.by_policy:
+            rewards.add(judge_reward(entry, ServedJudge(entry, kept)))
+        elif engine is None:
+            raise ConfigError(
+                f"reward.judge '{entry.name}': the policy cannot judge where nothing is sampled; "
+                "give the url of a server",
+                keys=("reward.judge",),
+            )
+        else:
+            write = partial(_written, tokenizer, engine, entry)
+            rewards.add(judge_reward(entry, PolicyJudge(entry, write)))
+
+
+async def _written(
+    tokenizer: Any, generate: Generate, entry: JudgeReward, question: str, seed: int
+) -> Written:
+    """The policy's answer to a judge's question."""
+    from tunesmith.learn.rewards.judge_answers import Written
+
+    prompt = PromptEncoder.of(DataSection(train="questions"), tokenizer, [question]).ids(question)
+    end = end_of_turn_id(tokenizer)
+    sampling = Sampling(
+        entry.max_new_tokens,
+        entry.temperature,
+        stop_token_ids=() if end is None else (end,),
+        seed=seed,
+    )
+    done = await generate(prompt, sampling)
+    text = tokenizer.decode(done.token_ids, skip_special_tokens=True)
+    return Written(text, len(prompt), len(done.token_ids))
 
 
 def _seen_by(model: RewardModel, exact: bool) -> str:

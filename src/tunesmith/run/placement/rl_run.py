@@ -100,9 +100,11 @@ async def make_parts(
             policy_rate(plan, len(run.train)),
             max_new_tokens=rollout.max_new_tokens,
         )
-        add_rewards(rewards, plan, tokenizer, report, placement)
         sampling = make_sampling(rollout, tokenizer, rollout.temperature, saved_generation(said))
         gate = Gate(engine, partial=rollout.partial) if rollout.max_staleness else None
+        generate = (gate or engine).generate
+        folder = run.directory.path
+        add_rewards(rewards, plan, tokenizer, report, placement, folder, generate)
         parts = RLParts(
             plan=plan,
             algorithm=algorithm,
@@ -113,7 +115,7 @@ async def make_parts(
             tasks=_tasks(run, algorithm),
             rewards=rewards,
             collector=Collector(
-                (gate or engine).generate,
+                generate,
                 rewards,
                 make_environments(plan, environments, tokenizer, run.train),
                 partial(tokenizer.decode, skip_special_tokens=True),

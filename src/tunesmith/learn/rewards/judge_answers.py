@@ -1,0 +1,318 @@
+"""Where a judge's answers come from: an OpenAI-compatible server, with a record of all answers on
+disk, or the policy.
+
+A judge that fails has no answer (``Unanswered``); it never raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+
+from tunesmith.config.judges import JudgeReward
+from tunesmith.errors import EngineError, NoEngineError, UserError
+from tunesmith.learn.usercode.calls import PerLoop
+from tunesmith.records.http_client import BadAnswer, Unavailable, one_line, pause, request_json
+from tunesmith.records.metrics import JsonLines, keep_lines
+from tunesmith.records.redact import HIDDEN, redact
+
+ANSWERS_FILE = "judgements.jsonl"
+LONGEST_ANSWER = 4 << 20
+"""Bytes of a server's answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeQuestion:
+    text: str
+    vote: int = 0
+    """Its number among questions of the same text, each of which is sampled anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """A question without an answer."""
+
+    reason: str
+
+
+Answer = str | Unanswered
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a judge did since its metrics were read last."""
+
+    questions: int = 0
+    cached: int = 0
+    """JudgeQuestions that had been answered before."""
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Judge(Protocol):
+    tally: Tally
+
+    async def answers(self, questions: Sequence[JudgeQuestion]) -> list[Answer]:
+        """One answer per question; questions that are equal are asked once."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _TryAgain(Exception):
+    """An attempt failed, and another one may work after ``wait`` seconds."""
+
+    def __init__(self, reason: str, wait: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait = wait
+
+
+class AnswerFile:
+    """The answers of a run's judges by the content of the request, also for a run that resumes.
+
+    Args:
+        folder: the run's directory; None keeps the answers in memory.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = folder / ANSWERS_FILE if folder else None
+        self._file: JsonLines | None = None
+        self._kept: dict[str, str] | None = None
+
+    def get(self, key: str) -> str | None:
+        return self._loaded().get(key)
+
+    def add(self, key: str, judge: str, answer: str) -> None:
+        self._loaded()[key] = answer
+        if self._path is None:
+            return
+        if self._file is None:
+            self._file = JsonLines(self._path, private=True)
+        self._file.write({"key": key, "judge": judge, "answer": answer})
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _loaded(self) -> dict[str, str]:
+        if self._kept is None:
+            self._kept = {}
+            if self._path is not None:
+                keep_lines(self._path, self._keep)
+        return self._kept
+
+    def _keep(self, line: Mapping[str, str]) -> bool:
+        assert self._kept is not None
+        self._kept[line["key"]] = line["answer"]
+        return True
+
+
+class ServedJudge:
+    """Asks a server, ``concurrency`` questions at a time and ``requests_per_minute`` at the most.
+
+    After a question for which the server was not reached in any attempt, further ones have one
+    attempt each until it answers again.
+    """
+
+    def __init__(self, entry: JudgeReward, kept: AnswerFile) -> None:
+        assert entry.url is not None
+        self._entry = entry
+        self._url = f"{entry.url.rstrip('/')}/chat/completions"
+        self._key = os.environ.get(entry.token_env or "", "").strip()
+        self._kept = kept
+        self._room = PerLoop(lambda: asyncio.Semaphore(entry.concurrency))
+        self._next = 0.0
+        """When the next request may start, in monotonic time."""
+        self._down = False
+        self.tally = Tally()
+
+    async def answers(self, questions: Sequence[JudgeQuestion]) -> list[Answer]:
+        self.tally.questions += len(questions)
+        keys = {question: self._digest(question) for question in questions}
+        found: dict[JudgeQuestion, Answer] = {}
+        for question, key in keys.items():
+            answer = self._kept.get(key)
+            if answer is not None:
+                found[question] = answer
+        self.tally.cached += sum(question in found for question in questions)
+        asked = [question for question in keys if question not in found]
+        if asked:
+            headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
+            timeout = aiohttp.ClientTimeout(total=self._entry.timeout)
+            # A session per call leaves nothing open between steps or after the run.
+            async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+                jobs = (self._ask(session, question, keys[question]) for question in asked)
+                answers = await asyncio.gather(*jobs)
+            found |= zip(asked, answers, strict=True)
+        return [found[question] for question in questions]
+
+    def close(self) -> None:
+        self._kept.close()
+
+    def _body(self, question: JudgeQuestion) -> dict[str, object]:
+        entry = self._entry
+        return {
+            "model": entry.model,
+            "messages": [{"role": "user", "content": question.text}],
+            "temperature": entry.temperature,
+            "max_tokens": entry.max_new_tokens,
+            "seed": entry.seed + question.vote,
+            **(entry.extra or {}),
+        }
+
+    def _digest(self, question: JudgeQuestion) -> str:
+        content = json.dumps([self._url, self._body(question)], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, question: JudgeQuestion, key: str
+    ) -> Answer:
+        try:
+            body = json.dumps(self._body(question)).encode()
+        except ValueError as error:
+            return Unanswered(f"the question cannot be sent as JSON: {error}")
+        async with self._room.here:
+            await self._turn()
+            answer = await self._try(session, body)
+        if isinstance(answer, str):
+            self._kept.add(key, self._entry.name, answer)
+        return answer
+
+    async def _try(self, session: aiohttp.ClientSession, body: bytes) -> Answer:
+        entry = self._entry
+        end = time.monotonic() + entry.deadline
+        tried = 0
+        while True:
+            tried += 1
+            try:
+                return await self._attempt(session, body)
+            except BadAnswer as error:
+                return self._unanswered(str(error), tried)
+            except _TryAgain as error:
+                reason = str(error)
+                wait = error.wait + pause(tried)
+            if tried > (0 if self._down else entry.retries):
+                self._down = True
+                return self._unanswered(reason, tried)
+            if time.monotonic() + wait > end:
+                late = f"another attempt would exceed the deadline of {entry.deadline:g} s"
+                return self._unanswered(f"{reason}; {late}", tried)
+            await asyncio.sleep(wait)
+            await self._turn()
+
+    async def _attempt(self, session: aiohttp.ClientSession, body: bytes) -> str:
+        """The answer.
+
+        Raises:
+            BadAnswer: another attempt would not help.
+            _TryAgain: it might.
+        """
+        self.tally.requests += 1
+        try:
+            async with asyncio.timeout(self._entry.timeout):
+                answer = await request_json(session, self._url, body, longest=LONGEST_ANSWER)
+        except BadAnswer:
+            self._down = False
+            raise
+        except Unavailable as error:
+            if error.after <= self._entry.deadline:
+                self._next = max(self._next, time.monotonic() + error.after)
+            raise _TryAgain(str(error), error.after) from None
+        except TimeoutError:
+            late = f"{self._url} did not answer within {self._entry.timeout:g} s"
+            raise _TryAgain(late) from None
+        except (aiohttp.ClientError, OSError) as error:
+            why = f"had no answer from {self._url}: {error or type(error).__name__}"
+            raise _TryAgain(why) from None
+        self._down = False
+        return self._read(answer)
+
+    async def _turn(self) -> None:
+        """Wait until the next request may start."""
+        now = time.monotonic()
+        start = max(now, self._next)
+        if self._entry.requests_per_minute:
+            self._next = start + 60.0 / self._entry.requests_per_minute
+        if start > now:
+            await asyncio.sleep(start - now)
+
+    def _read(self, answer: object) -> str:
+        """The text of a chat completion, whose tokens are counted."""
+        match answer:
+            case {"choices": [{"message": {"content": str() as text}}, *_]}:
+                pass
+            case _:
+                shown = one_line(json.dumps(answer))
+                raise BadAnswer(f"{self._url} answered {shown}; expected a chat completion")
+        match answer:
+            case {"usage": {"prompt_tokens": int() as read, "completion_tokens": int() as written}}:
+                self.tally.prompt_tokens += read
+                self.tally.completion_tokens += written
+            case _:
+                pass
+        return text
+
+    def _unanswered(self, reason: str, tried: int) -> Unanswered:
+        """The reason without the key, which a server may repeat."""
+        shown = reason.replace(self._key, HIDDEN) if self._key else reason
+        return Unanswered(redact(f"{shown} (attempts: {tried})"))
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the policy wrote as a judge."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+Write = Callable[[str, int], Awaitable[Written]]
+"""From a question and a seed to the policy's answer."""
+
+
+class PolicyJudge:
+    """Asks the policy, as it is now; its answers are not kept, because it changes."""
+
+    def __init__(self, entry: JudgeReward, write: Write) -> None:
+        self._entry = entry
+        self._write = write
+        self._room = PerLoop(lambda: asyncio.Semaphore(entry.concurrency))
+        self.tally = Tally()
+
+    async def answers(self, questions: Sequence[JudgeQuestion]) -> list[Answer]:
+        self.tally.questions += len(questions)
+        asked = list(dict.fromkeys(questions))
+        answers = await asyncio.gather(*map(self._ask, asked))
+        found = dict(zip(asked, answers, strict=True))
+        return [found[question] for question in questions]
+
+    def close(self) -> None:
+        """It has nothing open."""
+
+    async def _ask(self, question: JudgeQuestion) -> Answer:
+        self.tally.requests += 1
+        try:
+            async with self._room.here, asyncio.timeout(self._entry.deadline):
+                seed = self._entry.seed + question.vote
+                written = await self._write(question.text, seed)
+        except NoEngineError:
+            raise
+        except (EngineError, UserError, TimeoutError) as error:
+            late = isinstance(error, TimeoutError)
+            limit = f"not answered within {self._entry.deadline:g} s (deadline)"
+            return Unanswered(limit if late else str(error))
+        self.tally.prompt_tokens += written.prompt_tokens
+        self.tally.completion_tokens += written.completion_tokens
+        return written.text
