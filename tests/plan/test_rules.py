@@ -52,10 +52,12 @@ ODD = ModelFacts(
     family="llama",
 )
 STATES = replace(USUAL, family="qwen3_next", attending=2, carrying=4)
+FIXED = replace(USUAL, family="gpt_oss")
 FACTS = {
     "": None,
     "usual": Facts(CPU, USUAL, train_size=1000, longest=100),
     "launched": Facts(replace(CPU, nodes=2), USUAL, longest=100, ranks_here=1),
+    "fixed": Facts(CPU, FIXED, train_size=1000, longest=100),
     "states": Facts(CPU, STATES, train_size=1000, longest=100),
     "experts": Facts(CPU, replace(USUAL, expert_widths=(256, 20))),
     "odd": Facts(

@@ -84,6 +84,9 @@ class EngineKind:
     least_temperature: float = 0.0
     """It raises lower positive temperatures to this, and the log-probabilities would then not
     match."""
+    fixed_families: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Families whose new weights it does not take, each with the reason; it samples them as they
+    are published."""
     unaltered_only: str = ""
     """Why sampling must not be altered (``top_p``, ``min_new_tokens``, ...); empty if it may be."""
     launch: str = ""

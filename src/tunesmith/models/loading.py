@@ -43,6 +43,7 @@ from tunesmith.models.weight_checks import (
 )
 from tunesmith.plan.facts.experts import ExpertsImplementation, expert_widths, implementation
 from tunesmith.plan.facts.families import family
+from tunesmith.plan.facts.model_files import is_packed
 
 
 def load_module(
@@ -96,7 +97,7 @@ def load_module(
     make = partial(auto.from_config, config=config, **options)
     load = partial(auto.from_pretrained, path, config=config, dtype=dtype, **options)
     read = partial(_read, path, load, differences)
-    if sharding is not None or quantize is not None:
+    if sharding is not None or quantize is not None or _in_pieces(path):
         stored = torch.float32 if sharding and trains and dtype.itemsize == 2 else dtype
         with boundary(ModelError, f"cannot make model '{path}' without its weights", ANY_ERROR):
             module = _without_weights(path, partial(make, dtype=stored), trains, None)
@@ -129,6 +130,11 @@ def _experts_of(
         return wanted or "grouped_mm"
     on_gpu = torch.device(device).type == "cuda"
     return implementation(widths, dtype.itemsize, on_gpu=on_gpu)[0]
+
+
+def _in_pieces(path: str | Path) -> bool:
+    """Whether a model's weights are read one by one because transformers would keep them packed."""
+    return not detect_fake_mode() and is_packed(directory_of(path))
 
 
 def auto_class(config: Any, auto: Any = AutoModelForCausalLM) -> Any:

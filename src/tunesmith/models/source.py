@@ -21,6 +21,7 @@ from tunesmith.models.directory import check_model
 from tunesmith.models.kernels.layers import KINDS
 from tunesmith.models.no_tokenizer import NoTokenizer
 from tunesmith.plan.facts.families import check_family
+from tunesmith.plan.facts.model_files import check_method, quantised_by
 
 HUB_SECONDS = 5.0
 ANY_ERROR = Exception
@@ -37,10 +38,15 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     with boundary(ModelError, f"cannot read the configuration of model '{path}'", ANY_ERROR):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         check_family(config, [name for kind in KINDS.rooms for name in kind.layer_types])
-        whole, _ = PreTrainedConfig.get_config_dict(path)
-    if "tie_word_embeddings" not in whole:  # engines then read it of the text decoder
-        own = config.tie_word_embeddings
-        config.tie_word_embeddings = getattr(config.get_text_config(), "tie_word_embeddings", own)
+        text = config.get_text_config()
+        written = {} if text is config else PreTrainedConfig.get_config_dict(path)[0]
+    check_method(f"'{path}'", quantised_by(vars(config)))
+    vars(config).pop("quantization_config", None)  # weights are unpacked as they are read
+    if text is not config and "tie_word_embeddings" not in written:
+        # The configuration shows a default; engines read it of the text decoder.
+        config.tie_word_embeddings = getattr(
+            text, "tie_word_embeddings", config.tie_word_embeddings
+        )
     return config
 
 
@@ -77,9 +83,8 @@ def directory_of(path: str | Path) -> Path:
     if directory.is_dir():
         return directory
     patterns = ["*.safetensors", "*.json"]
-    return Path(
-        snapshot_download(str(path), allow_patterns=patterns, ignore_patterns="consolidated*")
-    )
+    others = ["consolidated*", "*/*"]  # other layouts of the same weights
+    return Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=others))
 
 
 @cache

@@ -22,8 +22,9 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from transformers.dynamic_module_utils import custom_object_save
 
 from tunesmith.models.kernels.quantised import QuantisedLinear
+from tunesmith.models.parallel.mxfp4 import unpacked
 from tunesmith.models.parallel.sharding import Sharding, first_row, local, whole
-from tunesmith.plan.facts.model_files import weights_in
+from tunesmith.plan.facts.model_files import BLOCKS, SCALES, weights_in
 
 FILE_BYTES = 2 << 30
 """Size of a weight file; a rank holds one at a time while it writes."""
@@ -43,10 +44,18 @@ class WeightFiles:
         return set(self.weights)
 
     def rows(self, name: str, start: int, count: int) -> Tensor:
-        with safe_open(self.weights[name].file, framework="pt") as opened:
-            stored = self._stored.get(name, name)
-            piece = opened.get_slice(stored)
-            return piece[start : start + count] if piece.get_shape() else opened.get_tensor(stored)
+        weight = self.weights[name]
+        stored = self._stored.get(name, name)
+        if weight.scales is None:
+            return _rows(weight.file, stored, start, count)
+        blocks = _rows(weight.file, stored + BLOCKS, start, count)
+        return unpacked(blocks, _rows(weight.scales, stored + SCALES, start, count))
+
+
+def _rows(file: Path, name: str, start: int, count: int) -> Tensor:
+    with safe_open(file, framework="pt") as opened:
+        piece = opened.get_slice(name)
+        return piece[start : start + count] if piece.get_shape() else opened.get_tensor(name)
 
 
 def names_in(file: Path) -> list[str]:

@@ -13,7 +13,12 @@ from tunesmith.errors import ModelError, boundary
 from tunesmith.plan.facts.families import family
 from tunesmith.plan.facts.layers import Written
 from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts
-from tunesmith.plan.facts.model_files import INDEX, count_parameters
+from tunesmith.plan.facts.model_files import (
+    INDEX,
+    check_method,
+    count_parameters,
+    quantised_by,
+)
 from tunesmith.plan.facts.model_files import ONE as WEIGHTS
 
 PATIENCE = 5.0
@@ -58,10 +63,12 @@ def _hub_facts(name: str) -> ModelFacts | None:
         return None
     with boundary(ModelError, f"cannot read {file}", (OSError, ValueError)):
         config: Written = json.loads(file.read_text(encoding="utf-8"))
+    method = quantised_by(config)
+    check_method(f"'{name}'", method)
     facts = facts_of(config)
     if facts is None:
         return None
-    index = _file(name, INDEX)
+    index = None if method else _file(name, INDEX)  # which counts the bytes of what is packed
     parameters: int | None = None
     if index is not None:
         with boundary(ModelError, f"cannot read {index}", (OSError, ValueError)):

@@ -16,6 +16,7 @@ from typing import Any
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.errors import ModelError, boundary
+from tunesmith.plan.facts.layers import Written
 
 ONE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,6 +34,19 @@ _LFS_POINTER = b"version "
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error)
 
 
+BLOCKS = "_blocks"
+SCALES = "_scales"
+"""What follows the name of a weight in MXFP4 in the names of its two parts."""
+_PACKED = "mxfp4"
+_ADVICE = {
+    "fp8": "make a copy in bfloat16: load it with "
+    "quantization_config=FineGrainedFP8Config(dequantize=True) and save it with save_pretrained",
+    "compressed-tensors": "make a copy in bfloat16: load it with "
+    "quantization_config=CompressedTensorsConfig(dequantize=True) and save it with save_pretrained",
+}
+"""What to do with checkpoints that often have no other form, by the method of their weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A weight in a file, as its header describes it."""
@@ -41,6 +55,9 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     """In safetensors' spelling, such as ``BF16``."""
+    scales: Path | None = None
+    """The file of its scales, if the weight is in MXFP4; shape and dtype are then those of the
+    numbers that it stands for."""
 
 
 def check_files(directory: Path) -> None:
@@ -68,17 +85,32 @@ def check_files(directory: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         if (directory / name).is_file():
             with boundary(ModelError, f"cannot read {directory / name}", _DAMAGED):
-                settings: dict[str, Any] = json.loads(
-                    (directory / name).read_text(encoding="utf-8")
-                )
-                quantised: dict[str, Any] = settings.get("quantization_config") or {}
-            if quantised:
-                raise ModelError(
-                    f"{directory / name}: quantization_config: the weights are quantised by "
-                    f"'{quantised.get('quant_method')}'. Name the model they were made from; "
-                    "model.quantize keeps its weights in 8 or 4 bits"
-                )
+                settings: Written = json.loads((directory / name).read_text(encoding="utf-8"))
+                method = quantised_by(settings)
+            check_method(f"{directory / name}", method)
     weights_in(directory)
+
+
+def quantised_by(config: Written) -> str | None:
+    """The method by which a configuration says that weights are quantised."""
+    settings: Written = config.get("quantization_config") or {}
+    return str(settings.get("quant_method")) if settings else None
+
+
+def check_method(place: str, method: str | None) -> None:
+    """Refuse weights that are quantised in another way than MXFP4, in which they are read exactly.
+
+    Raises:
+        ModelError: names the place, the method and what to do.
+    """
+    if method in (None, _PACKED):
+        return
+    advice = _ADVICE.get(method, "name the model they were made from")
+    raise ModelError(
+        f"{place}: quantization_config: the weights are quantised by '{method}'; read are those in "
+        f"float32, bfloat16, float16 and MXFP4. To train it, {advice}; model.quantize then keeps "
+        "frozen weights in 8 or 4 bits"
+    )
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -106,14 +138,38 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def weights_in(directory: Path) -> dict[str, Stored]:
-    """The weights of a model by name, from the headers of its files.
+    """The weights of a model by name, from the headers of its files; those in MXFP4 under one name
+    each, with the shape that transformers gives them.
 
     Raises:
         ModelError: a file is missing, damaged, or does not hold numbers that a model computes with.
     """
-    return {
+    stored = {
         name: weight for file in weight_files(directory) for name, weight in _header(file).items()
     }
+    for name in [name for name in stored if name.endswith(BLOCKS)]:
+        scaled = name.removesuffix(BLOCKS) + SCALES
+        if scaled in stored:
+            packed = _packed(name, stored.pop(name), stored.pop(scaled))
+            stored[name.removesuffix(BLOCKS)] = packed
+    return stored
+
+
+def is_packed(directory: Path) -> bool:
+    """Whether weights of a model are in MXFP4."""
+    return any(weight.scales is not None for weight in weights_in(directory).values())
+
+
+def _packed(name: str, blocks: Stored, scales: Stored) -> Stored:
+    """The weights of experts whose parts are ``[experts, outputs, groups]``, the blocks with 16
+    bytes of two numbers each."""
+    if len(scales.shape) != 3 or blocks.shape != (*scales.shape, 16):
+        raise ModelError(
+            f"{blocks.file}: '{name}' has the shape {list(blocks.shape)}, and its scales have "
+            f"{list(scales.shape)}: they are not weights of experts in MXFP4"
+        )
+    experts, outputs, groups = scales.shape
+    return Stored(blocks.file, (experts, 32 * groups, outputs), "BF16", scales.file)
 
 
 def is_of_tower(name: str) -> bool:

@@ -149,12 +149,16 @@ def weights_through_mapped_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
 @rule(RunConfig)
 def weights_as_engines_take_them(s: Situation[RunConfig]) -> Iterator[Problem]:
     alone = s.devices.adapter_sync == "adapter"
+    family = s.model.family if s.model else None
+    fixed = s.engine.fixed_families.get(str(family)) if s.config.rl and not alone else None
+    if fixed:
+        yield s.clash(ENGINE,
+            f"does not take new weights of '{family}': {fixed}. Set {ENGINE} = \"local\"")
     if alone and s.engine.adapters is None:
         yield s.clash(SYNC,
             f'with {s.said(ENGINE)}, which takes whole weights; set "merged", or leave it out',
             ENGINE)
     elif alone and s.plan and s.engine.adapters:
-        family = s.model.family if s.model else None
         problem = s.engine.adapters.problem(family, s.plan.adapter_rank)
         if problem:
             yield s.clash(SYNC,

@@ -29,5 +29,6 @@ KIND = EngineKind(
     speculates_elsewhere=True,
     fastest_on_gpus=True,
     install="pip install 'tunesmith[vllm]'",
+    fixed_families={"gpt_oss": "its reload leaves experts and sinks as they were"},
     least_temperature=0.01,
 )

@@ -14,6 +14,8 @@ from pydantic import ValidationError
 
 from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.errors import EngineError, ModelError, UserError, boundary
+from tunesmith.models.source import directory_of
+from tunesmith.plan.facts.model_files import is_packed
 from tunesmith.plan.rules.vllm import extra_problem, version_problem
 
 _ENVIRONMENT = {
@@ -90,7 +92,9 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
         raise UserError(problem)
     refused = f"vLLM {version} refuses system.vllm.extra"
     with boundary(UserError, refused, (TypeError, ValueError)) if settings.extra else nullcontext():
-        arguments = EngineArgs(**engine_arguments(settings, on_cpu=current_platform.is_cpu()))
+        arguments = EngineArgs(
+            **engine_arguments(settings, on_cpu=current_platform.is_cpu()), **_reading(settings)
+        )
     with _random_states():
         # vLLM refuses an unknown architecture here, before it loads any weights.
         try:
@@ -106,6 +110,15 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
                 # Allocate the buffers between stages, which the CPU build skips.
                 engine.collective_rpc("execute_dummy_batch")
         return engine, context
+
+
+def _reading(settings: VllmSettings) -> Mapping[str, object]:
+    """Arguments with which vLLM reads weights in MXFP4 as bfloat16; none for other models."""
+    if not is_packed(directory_of(settings.model)):
+        return {}
+    from tunesmith.run.engines.vllm.unpacked import LOADER, without_method
+
+    return {"load_format": LOADER, "hf_overrides": without_method}
 
 
 def _refusal(error: ValueError, settings: VllmSettings, version: str) -> UserError:
