@@ -38,6 +38,18 @@ def share(completions, trainer_state, **columns):
 wants to."""
 
 
+def hold(folder: Path, steps: Sequence[int]) -> dict[str, Any]:
+    """The settings of a run that waits in the rollouts of these steps until it is ``let_go``."""
+    (folder / "holding.py").write_text(HOLDING)
+    for step in steps:
+        (folder / f"holds {step}").touch()
+    return {"reward__functions": [f"{folder}/holding.py:share"], "reward__timeout": 600}
+
+
+def let_go(folder: Path, step: int) -> None:
+    (folder / f"holds {step}").unlink()
+
+
 class Ended:
     """A run that has ended."""
 
@@ -78,10 +90,7 @@ class Run(Ended):
         super().__init__(folder / name)
         self.folder = folder
         if holds:
-            (folder / "holding.py").write_text(HOLDING)
-            changed |= {"reward__functions": [f"{folder}/holding.py:share"], "reward__timeout": 600}
-        for step in holds:
-            (folder / f"holds {step}").touch()
+            changed |= hold(folder, holds)
         model = folder / "model"
         if not model.exists():
             save_model(model)
@@ -112,7 +121,7 @@ class Run(Ended):
         """While the run waits in a step of ``holds``."""
         self.wait_for((self.folder / f"came to {step}").exists)
         yield
-        (self.folder / f"holds {step}").unlink()
+        let_go(self.folder, step)
 
     def kill(self, actor: str) -> None:
         """The first of the actors that ``ps`` shows under this name."""

@@ -11,6 +11,7 @@ cd @directory@
 
 mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((20000 + SLURM_JOB_ID % 10000))
-srun --kill-on-bad-exit=1 @python@ -m torch.distributed.run --nnodes @nodes@ --nproc-per-node @ranks@ \
-    --rdzv-backend c10d --rdzv-endpoint "${machines[0]}:$port" --rdzv-id "$SLURM_JOB_ID" \
+srun --kill-on-bad-exit=1 bash -c 'PET_NODE_RANK=$SLURM_NODEID exec "$@"' torchrun \
+    @python@ -m torch.distributed.run --nnodes @nodes@ --nproc-per-node @ranks@ \
+    --master-addr "${machines[0]}" --master-port "$port" \
     -m tunesmith @command@ @run@ @overrides@

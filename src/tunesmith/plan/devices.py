@@ -206,7 +206,8 @@ class Devices:
         places: list[list[tuple[int, ...] | None]] = []
         for machine in range(self.machines):
             own = self.own_gpus(gpus, machine)
-            places.append([None] * self.engines if own is None else [*own])
+            each = ceil(self.engines / self.machines)
+            places.append([None] * each if own is None else [*own])
         rounds = range(max(map(len, places)))
         return [
             EnginePlace(machine, there[number])

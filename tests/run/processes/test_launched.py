@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from tunesmith.errors import EngineError, EngineLostError, NoPlaceError, TrainerLostError
+from tunesmith.errors import (
+    EngineError,
+    EngineLostError,
+    ModelError,
+    NoPlaceError,
+    TrainerLostError,
+)
 from tunesmith.learn.usercode.far import Far
 from tunesmith.plan.devices import EnginePlace
 from tunesmith.run.processes import machines, torchrun
 from tunesmith.run.processes.local import RANKED
-from tunesmith.run.processes.machines import address_towards
+from tunesmith.run.processes.machines import address_towards, own_view
 from tunesmith.run.processes.torchrun import (
     ALIKE,
     ChildStart,
     Launch,
     LaunchedProcesses,
     Meeting,
+    ServedRank,
+    machine_view,
     serve_rank,
 )
 
@@ -33,6 +44,8 @@ class Gathered:
     def __init__(self) -> None:
         self.taken: list[tuple[str, int]] = []
         self.starts: list[ChildStart] = []
+        self.returned = False
+        """Whether the processes of a lost machine have come again."""
 
     def take(self, role: Any, rank: int, lost: Any, start: ChildStart = ALIKE) -> Far:
         self.taken.append((role, rank))
@@ -40,6 +53,11 @@ class Gathered:
         from tunesmith.learn.usercode.child import ChildProcess
 
         return ChildProcess(f"rank {rank}", lost)
+
+    def take_again(self, ranks: Sequence[int]) -> list[Far]:
+        returned = self.returned
+        self.returned = False
+        return [self.take("actor", rank, TrainerLostError) for rank in ranks if returned]
 
 
 def settings() -> dict[str, str]:
@@ -94,7 +112,68 @@ def test_the_first_rank_of_each_machine_starts_its_engines(tmp_path: Path) -> No
         assert len(met.taken) == 6
         with pytest.raises(NoPlaceError, match=r"4 engines .*, 2 of them"):
             processes.spawn("rollout", EngineLostError)
+
+        def refuse(fars: Sequence[Far]) -> None:
+            assert [far.name.split(" (")[0] for far in fars] == ["rank 2", "rank 3"]
+            raise ModelError("another model")
+
+        met.returned = True
+        processes.check_returned = refuse
+        with pytest.raises(NoPlaceError, match="another model"):
+            processes.spawn("rollout", EngineLostError)
+        met.returned = True
+        processes.check_returned = lambda _: None
+        processes.spawn("rollout", EngineLostError)
+        assert met.taken[-1] == ("rollout", 2), "the machine is back"
+        assert [far.lost for far in processes.others] == [False] * 3
     assert all(far.lost for far in processes.others)
+
+
+def test_the_processes_of_a_machine_that_is_back_are_taken_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Launch, "directory", tmp_path / "meeting")
+    met = Meeting(Launch(rank=0, world=3, local_world=3))
+
+    def come(rank: int, role: Any, **differing: str) -> Connection:
+        connection = Client(str(tmp_path / "meeting" / "ranks"), "AF_UNIX")
+        view = own_view() if role in RANKED else machine_view(met.launch)
+        connection.send((rank, role, os.getpid(), "there", view | differing))
+        return connection
+
+    def take_again() -> list[ServedRank]:
+        deadline = time.monotonic() + 60
+        while not (fars := met.take_again([1, 2])) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return fars
+
+    stale = come(1, "rollout")
+    first = [come(rank, "actor") for rank in (1, 2)]
+    fars = [met.take("actor", rank, TrainerLostError) for rank in (1, 2)]
+    for connection in (stale, *first):
+        connection.close()
+    for far in fars:
+        far.ended.result(60)
+    with pytest.raises(TrainerLostError, match="only once"):
+        met.take("actor", 1, TrainerLostError)
+
+    again = come(1, "actor")
+    assert met.take_again([1, 2]) == []
+    other = come(2, "actor", arguments="another command")
+    with pytest.raises(NoPlaceError, match="another command"):
+        take_again()
+    for connection in (again, other):
+        with pytest.raises(EOFError):
+            connection.recv()
+
+    again = [come(rank, "actor") for rank in (1, 2)]
+    offered = come(1, "rollout")
+    assert len(take_again()) == 2
+    engine = met.take("rollout", 1, EngineLostError)
+    assert offered.recv() == ALIKE, "not the engine of the machine that was lost"
+    for connection in (*again, offered):
+        connection.close()
+    engine.ended.result(60)
 
 
 def test_a_machine_offers_all_its_gpus_to_engines_though_its_first_rank_sees_one(

@@ -584,6 +584,7 @@ exec "$@"
 PYTHON = """#!/bin/bash
 if [ "$1" = -c ]; then ls "$CALLS" | grep -c joined; exit; fi
 echo "$@" > "$CALLS/run"
+echo "$PET_NODE_RANK" > "$CALLS/node"
 """
 RAY = """#!/bin/bash
 [ -n "$RAY_AUTH_TOKEN" ] || exit 1
@@ -636,7 +637,12 @@ def submit(script: Path, folder: Path, **environment: str) -> subprocess.Complet
     for name, text in stand_ins.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
-    job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "77", "CALLS": str(calls)}
+    job = {
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_ID": "77",
+        "SLURM_NODEID": "1",
+        "CALLS": str(calls),
+    }
     path = f"{tools}:{os.environ['PATH']}"
     env = {**os.environ, **job, "PATH": path, **environment}
     return subprocess.run(
@@ -703,8 +709,8 @@ def job_of(folder: Path, text: str, *arguments: str) -> str:
 def test_the_slurm_job_of_every_command(tmp_path: Path) -> None:
     many = ("--nodes", "2", "--gpus-per-node", "8")
     launcher = (
-        "-m torch.distributed.run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
-        "--rdzv-endpoint one:20077"
+        "-m torch.distributed.run --nnodes 2 --nproc-per-node 8 --master-addr one "
+        "--master-port 20077"
     )
     for section, command in {
         "": "sft",
@@ -716,6 +722,7 @@ def test_the_slurm_job_of_every_command(tmp_path: Path) -> None:
         run = job_of(tmp_path, section, *many, "system.zero_stage=2")
         assert run.startswith(launcher) and f"-m tunesmith {command} {tmp_path}/run.toml" in run
         assert run.endswith("checkpoint.resume=auto run_dir=runs/run system.zero_stage=2")
+        assert (tmp_path / "calls/node").read_text() == "1\n", "torchrun reads it there"
     rewards = '[reward]\nfunctions = ["exact_match"]\n'
     alone = job_of(tmp_path, rewards, "--no-ray", "--gpus-per-node", "8")
     assert "--nnodes 1 --nproc-per-node 1 " in alone and "-m tunesmith rl " in alone

@@ -8,15 +8,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.support.held_runs import hold, let_go
 from tests.support.rank_runs import same, sft_settings, wait_for_step
 from tests.support.tiny_runs import rl_settings
+from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 
 pytestmark = pytest.mark.timeout(600)
@@ -30,7 +33,7 @@ def free_port() -> int:
 
 class Machines:
     """``torchrun --nnodes 2``: each launcher's working directory has the run file; the model is the
-    settings'."""
+    settings'. Rank 0 is on machine 0."""
 
     def __init__(
         self,
@@ -40,65 +43,56 @@ class Machines:
         kind: str = "sft",
         **texts: str,
     ) -> None:
+        self.folder = folder
         port = free_port()
-        self.launchers: list[subprocess.Popen[str]] = []
+        meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        each = ["--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1"]
+        command = [*TORCHRUN, *meeting, *each, "--node-rank"]
+        self._commands = [
+            [*command, str(node), "-m", "tunesmith", kind, "run.toml", *settings]
+            for node in range(2)
+        ]
         for node in range(2):
             own = folder / f"machine-{node}"
             own.mkdir(exist_ok=True)
             (own / "run.toml").write_text(texts.get(f"machine_{node}", ""))
-            where = [
-                "--nnodes",
-                "2",
-                "--node-rank",
-                str(node),
-                "--nproc-per-node",
-                str(ranks),
-                "--local-addr",
-                "127.0.0.1",
-            ]
-            meeting = [
-                "--rdzv-backend",
-                "c10d",
-                "--rdzv-endpoint",
-                f"127.0.0.1:{port}",
-                "--rdzv-id",
-                folder.name,
-            ]
-            command = [
-                *TORCHRUN,
-                *where,
-                *meeting,
-                "-m",
-                "tunesmith",
-                kind,
-                "run.toml",
-                *settings,
-            ]
-            env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
-            with (own / "output.txt").open("w") as out:
-                started = subprocess.Popen(
-                    command,
-                    cwd=own,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env=env,
-                    text=True,
-                    start_new_session=True,
-                )
-            self.launchers.append(started)
-        self.folder = folder
+        self.launchers = [self._start(node) for node in range(2)]
+
+    def _start(self, node: int) -> subprocess.Popen[str]:
+        own = self.folder / f"machine-{node}"
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+        with (own / "output.txt").open("a") as out:
+            return subprocess.Popen(
+                self._commands[node],
+                cwd=own,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=env,
+                text=True,
+                start_new_session=True,
+            )
+
+    def start_again(self, node: int) -> None:
+        """A machine that was lost is back."""
+        self.launchers[node] = self._start(node)
+
+    def wait_for(self, holds: Callable[[], Any]) -> None:
+        """Wait for what machine 0 does."""
+        deadline = time.monotonic() + 300
+        while not holds():
+            assert self.launchers[0].poll() is None and time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    @contextmanager
+    def held(self, step: int) -> Generator[None]:
+        """While the run waits in a step that ``hold`` names."""
+        self.wait_for((self.folder / f"came to {step}").exists)
+        yield
+        let_go(self.folder, step)
 
     def said(self) -> str:
         return "".join(
             (self.folder / f"machine-{node}" / "output.txt").read_text() for node in range(2)
-        )
-
-    def first(self) -> int:
-        """The node that rank 0 is on: which launcher comes first."""
-        return next(
-            n
-            for n in range(2)
-            if "run directory" in (self.folder / f"machine-{n}" / "output.txt").read_text()
         )
 
     def kill(self, node: int) -> None:
@@ -107,6 +101,8 @@ class Machines:
         family += family[0].children(recursive=True)
         for process in family:
             process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(family[1:], timeout=60)
+        self.launchers[node].wait(60)
 
     def end(self) -> list[int]:
         return [launcher.wait(300) for launcher in self.launchers]
@@ -115,7 +111,6 @@ class Machines:
         for node, launcher in enumerate(self.launchers):
             if launcher.poll() is None:
                 self.kill(node)
-                launcher.wait(60)
 
 
 @pytest.fixture
@@ -147,9 +142,8 @@ def test_a_machine_that_is_lost_ends_the_run_which_resumes(
     changed = {"checkpoint__every": 2, "eval__every": 1000, "checkpoint__resume": "auto"}
     long = machines(sft_settings(tmp_path, model, "run", train__steps=400, **changed))
     wait_for_step(tmp_path / "run", 4, long.launchers[0])
-    first = long.first()
-    long.kill(1 - first)
-    assert long.launchers[first].wait(120) != 0
+    long.kill(1)
+    assert long.launchers[0].wait(120) != 0
     assert "rank 1 of the trainer" in long.said() and "on " in long.said()
     again = machines(sft_settings(tmp_path, model, "run", train__steps=400, **changed))
     assert "step-0000" in str([*(tmp_path / "run" / "checkpoints").iterdir()])
@@ -178,67 +172,71 @@ def engines_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     ]
 
 
-@pytest.mark.long
 def test_machines_with_engines_end_as_one_machine_also_when_parts_are_lost(
     machines: Any, model: Path, tmp_path: Path
 ) -> None:
     """Two machines of one rank and one engine each. An engine of the second is lost, which is
     replaced there; then the whole machine is, and the run resumes."""
-    settings = {
+    settings: dict[str, Any] = {
         "system__device": "cpu",
         "monitor__progress": False,
-        "train__steps": 30,
+        "train__steps": 6,
         "train__lr": 1e-3,
-        "checkpoint__every": 5,
+        "checkpoint__every": 1,
         "checkpoint__keep": 1,
+        **hold(tmp_path, ()),
     }
     two = {**settings, "system__trainer_ranks": 2, "system__engines": 2}
     alone = placement.run_rl(None, rl_settings(tmp_path, model, "alone", **two))
+    for step in range(1, 7):
+        (tmp_path / f"came to {step}").unlink(missing_ok=True)
+    hold(tmp_path, (2, 4))
     run = tmp_path / "launched"
     again = rl_settings(tmp_path, model, "launched", **settings, checkpoint__resume="auto")
 
     launched = machines(again, kind="rl")
-    wait_for_step(run, 6, launched.launchers[0])
-    first = launched.first()
-    here, there = (engines_of(launched.launchers[node]) for node in (first, 1 - first))
-    assert len(here) == len(there) == 1
-    there[0].kill()
-    wait_for_step(run, 12, launched.launchers[0])
-    assert "the engine's process on " in launched.said()
-    [replacement] = engines_of(launched.launchers[1 - first])
-    assert replacement.pid != there[0].pid
-
-    launched.kill(1 - first)
-    assert launched.launchers[first].wait(120) != 0
+    with launched.held(2):
+        here, there = (engines_of(launcher) for launcher in launched.launchers)
+        assert len(here) == len(there) == 1
+        there[0].kill()
+    with launched.held(4):
+        assert "the engine's process on " in launched.said()
+        [replacement] = engines_of(launched.launchers[1])
+        assert replacement.pid != there[0].pid
+        launched.kill(1)
+    assert launched.launchers[0].wait(120) != 0
     assert "rank 1 of the trainer" in launched.said() or "process on" in launched.said()
     resumed = machines(again, kind="rl")
     assert resumed.end() == [0, 0], resumed.said()
-    same(alone, placement.RunResult(run, run / "checkpoints/step-000030/model", [], {}))
+    same(alone, placement.RunResult(run, run / "checkpoints/step-000006/model", [], {}))
     assert "2 machines 1 + 1" in (run / "config.toml").read_text()
 
 
-@pytest.mark.long
-def test_a_machine_that_only_has_engines_may_be_lost(
+def test_a_machine_that_only_has_engines_may_be_lost_and_come_back(
     machines: Any, model: Path, tmp_path: Path
 ) -> None:
-    settings = {
+    """The run takes its steps with the other engine, and with both when the machine is back."""
+    settings: dict[str, Any] = {
         "system__device": "cpu",
         "monitor__progress": False,
-        "train__steps": 12,
+        "train__steps": 6,
         "train__lr": 1e-3,
         "system__trainer_ranks": 1,
         "system__engines": 2,
     }
     apart = {**settings, "system__engine_process": True}
     alone = placement.run_rl(None, rl_settings(tmp_path, model, "alone", **apart))
+    settings |= hold(tmp_path, (2, 4))
     launched = machines(rl_settings(tmp_path, model, "launched", **settings), kind="rl")
+    with launched.held(2):
+        assert len(engines_of(launched.launchers[1])) == 1
+        launched.kill(1)
+    with launched.held(4):
+        launched.start_again(1)
+        launched.wait_for(lambda: "2 of 2 engines" in launched.said())
+        assert len(engines_of(launched.launchers[1])) == 1
+    assert launched.end() == [0, 0], launched.said()
     run = tmp_path / "launched"
-    wait_for_step(run, 3, launched.launchers[0])
-    first = launched.first()
-    assert len(engines_of(launched.launchers[1 - first])) == 1
-    launched.kill(1 - first)
-    trained = run / "checkpoints/step-000012"
-    deadline = time.monotonic() + 300
-    while not (trained / "manifest.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    same(alone, placement.RunResult(run, trained / "model", [], {}))
+    same(alone, placement.RunResult(run, run / "checkpoints/step-000006/model", [], {}))
+    engines = {line["step"]: line["engines"] for line in read_metrics(run / "metrics.jsonl")}
+    assert engines[4] == 1 and engines[6] == 2

@@ -216,12 +216,14 @@ class Roster:
 
     async def _filled(self, number: int) -> None:
         """Start an engine in an empty place; if that fails, again and again."""
+        reported = ""
         for attempt in count():
             try:
                 await self._add(number)
             except TunesmithError as error:
-                if not self._goes_on(number, error, first=attempt == 0):
+                if not self._goes_on(number, error, is_new=str(error) != reported):
                     return
+                reported = str(error)
             except Exception as error:  # a bug, not a fault of an engine
                 self._fail(error)
                 return
@@ -254,8 +256,8 @@ class Roster:
             if member is not None and seat is None:
                 await member.close()
 
-    def _goes_on(self, number: int, error: TunesmithError, *, first: bool) -> bool:
-        """Whether to try again after an engine could not be started."""
+    def _goes_on(self, number: int, error: TunesmithError, *, is_new: bool) -> bool:
+        """Whether to try again after an engine could not be started; a new reason is reported."""
         if self._is_opening(number) and not isinstance(error, EngineLostError):
             self._fail(error)
             return False
@@ -267,7 +269,7 @@ class Roster:
         if alone and time.monotonic() - self._none_since > self._patience:
             self._fail(NoEngineError(f"{error}; no engine has come back for {limit}"))
             return False
-        if first:
+        if is_new:
             until = f"; the run ends if there is none for {limit}" if alone else ""
             again = f"tried again every {RETRY:g} s"
             self._report(

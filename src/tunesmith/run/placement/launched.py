@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tunesmith.learn.usercode.far import Far, gather
 from tunesmith.run.placement.elsewhere import OnThisMachine
 from tunesmith.run.placement.host import PartHost
-from tunesmith.run.placement.machines import check_machines
+from tunesmith.run.placement.machines import Machine, check_machines, check_model, look
 from tunesmith.run.processes.torchrun import Launch, LaunchedProcesses
 
 if TYPE_CHECKING:
@@ -32,5 +32,16 @@ class Launched(OnThisMachine):
         if launch and launch.several_machines:
             # Their machines may have engines.
             idle = self._launched.others[len(ranks) - 1 :]
-            gather(far.make(partial(PartHost, spec, self._own_address)) for far in idle)
-            check_machines(ranks, spec.model.path, self._run_dir, idle)
+            self._host(idle, spec)
+            first = check_machines(ranks, spec.model.path, self._run_dir, idle)
+            self._launched.check_returned = partial(self._check_returned, first, spec)
+
+    def _check_returned(self, first: Machine, spec: TrainerSpec, fars: Sequence[Far]) -> None:
+        self._host(fars, spec)
+        model = spec.model.path
+        found = gather(far.submit("run", partial(look, model)) for far in fars)
+        for far, machine in zip(fars, found, strict=True):
+            check_model(model, first, machine, far.name)
+
+    def _host(self, fars: Sequence[Far], spec: TrainerSpec) -> None:
+        gather(far.make(partial(PartHost, spec, self._own_address)) for far in fars)

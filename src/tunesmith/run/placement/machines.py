@@ -26,18 +26,18 @@ class Machine:
 
     host: str
     probe: str | None
-    """The text of the probed file; None if it does not exist."""
+    """The text of the probed file; None if it does not exist, or none was named."""
     files: dict[str, str]
     """Size and digest of the files in the model's directory, by name; empty for a model on the
     hub."""
 
 
-def look(model: str, probe: Path) -> Machine:
+def look(model: str, probe: Path | None = None) -> Machine:
     """The findings of this process.
 
     Args:
         model: ``model.path``.
-        probe: a file in the run's directory, which is read.
+        probe: a file in the run's directory, which is read; None: the run's directory is not used.
     """
     directory = Path(model).expanduser()
     kinds = (".safetensors", ".json", ".jinja", ".model")
@@ -46,7 +46,7 @@ def look(model: str, probe: Path) -> Machine:
         if directory.is_dir()
         else []
     )
-    seen = probe.read_text(encoding="utf-8") if probe.is_file() else None
+    seen = probe.read_text(encoding="utf-8") if probe and probe.is_file() else None
     return Machine(socket.gethostname(), seen, {file.name: _digest(file) for file in names})
 
 
@@ -73,12 +73,15 @@ def written_probe(directory: Path) -> Generator[tuple[Path, str]]:
 
 def check_machines(
     ranks: Sequence[Far], model: str, run_dir: Path, idle: Sequence[Far] = ()
-) -> None:
+) -> Machine:
     """Refuse machines that do not see the run's directory, or whose files of the model differ.
 
     Args:
         ranks: far objects with a method ``run``.
         idle: the same for processes that write nothing.
+
+    Returns:
+        The findings of rank 0.
 
     Raises:
         ConfigError: the machines write to different directories of the same name.
@@ -96,10 +99,23 @@ def check_machines(
                 "machines share under one path",
                 keys=("run_dir",),
             )
-        different = differences(first.files, found.files)
-        if different:
-            raise ModelError(
-                f"model.path = '{model}' is not the same model everywhere: on {first.host} (rank "
-                f"0) and {found.host} (rank {rank}) {'; '.join(different)}",
-                keys=("model.path",),
-            )
+        check_model(model, first, found, f"rank {rank}")
+    return first
+
+
+def check_model(model: str, first: Machine, other: Machine, name: str) -> None:
+    """Refuse another model than that of rank 0.
+
+    Args:
+        name: the process that found the other one.
+
+    Raises:
+        ModelError: files of the model differ.
+    """
+    different = differences(first.files, other.files)
+    if different:
+        raise ModelError(
+            f"model.path = '{model}' is not the same model everywhere: on {first.host} (rank 0) "
+            f"and {other.host} ({name}) {'; '.join(different)}",
+            keys=("model.path",),
+        )

@@ -101,7 +101,7 @@ class LocalProcesses(Starter):
         return ChildProcess(name, lost, python=python, environment=environment)
 
     def _places(self, role: Role) -> int | None:
-        """How many processes of a role have GPUs; None: any number may run."""
+        """How many processes of a role there is room for; None: any number may run."""
         return len(self._gpus[role]) if role in self._gpus else None
 
     def _usable(self, role: Role, place: int) -> bool:
@@ -122,11 +122,16 @@ class LocalProcesses(Starter):
                 return free
             ending = [far.ended for far in running.values() if far.lost]
             if not ending:
-                size = len(self._gpus[role][0])
-                each = "1 GPU" if size == 1 else f"{size} GPUs"
-                what = f"there are GPUs for {places} {NAMES[role]}s of {each} each"
+                what = self._room(role, places)
                 gone = sum(not self._usable(role, place) for place in range(places or 0))
                 if gone:
                     raise NoPlaceError(f"{what}, {gone} of them on machines that are lost")
                 raise EngineError(f"{what}, and none is left for another")
             wait(ending, return_when=FIRST_COMPLETED)
+
+    def _room(self, role: Role, places: int | None) -> str:
+        if role not in self._gpus:
+            return f"there is room for {places} {NAMES[role]}s"
+        size = len(self._gpus[role][0])
+        each = "1 GPU" if size == 1 else f"{size} GPUs"
+        return f"there are GPUs for {places} {NAMES[role]}s of {each} each"

@@ -4,7 +4,8 @@ Rank 0 runs the command. The others serve it as trainer ranks until it ends; as 
 starts a child. On one machine they meet at a socket in a directory that only this user can open,
 named after their launcher; on several as described in ``machines.py``. There the first process of
 each machine starts its engines as children, whose connections it opens: it keeps one open for the
-next engine, and rank 0 sends on it what to start.
+next engine, and rank 0 sends on it what to start. A machine without trainer ranks may be lost and
+come back: its processes then come to the same meeting.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tempfile import gettempdir
 from typing import Any, NoReturn
 
 from tunesmith.config.system import Role
-from tunesmith.errors import ConfigError, TrainerLostError, TunesmithError
+from tunesmith.errors import ConfigError, NoPlaceError, TrainerLostError, TunesmithError
 from tunesmith.learn.usercode.far import PATIENCE, ConnectedFar, Far
 from tunesmith.learn.usercode.host import ignore_signals, serve, serve_parent
 from tunesmith.plan.cluster import NAMES
@@ -331,14 +332,41 @@ class Meeting:
             raise lost(f"rank {rank} did not offer a place for the {NAMES[role]}")
         self._taken.add(key)
         if newcomer.differs:
-            raise ConfigError(
-                f"the machines of this launch differ: rank 0 on {socket.gethostname()} and rank "
-                f"{rank} on {newcomer.host} have {newcomer.differs}. Make them equal"
-            )
+            raise ConfigError(_differing(rank, newcomer))
         if role != RANKED[0]:
             with suppress(OSError):  # it has ended, which its far object notices
                 newcomer.connection.send(start)
         return self._served(role, rank, newcomer, start, lost)
+
+    def take_again(self, ranks: Sequence[int]) -> list[ServedRank]:
+        """Accept all ranks of a machine that was lost and has been started again; none if not all
+        of them have come.
+
+        Raises:
+            NoPlaceError: they have other versions of what they need, or another command; they end.
+        """
+        keys: list[tuple[Role, int]] = [(RANKED[0], rank) for rank in ranks]
+        offered: tuple[Role, int] = ("rollout", ranks[0])
+        with self._changed:
+            for key in (*keys, offered):
+                # Nobody sends before rank 0 answers: what can be read is the connection's end.
+                if key in self._there and self._there[key].connection.poll():
+                    del self._there[key]
+            if any(key not in self._there for key in keys):
+                return []
+            newcomers = [self._there[key] for key in keys]
+            differing = [
+                _differing(rank, newcomer)
+                for rank, newcomer in zip(ranks, newcomers, strict=True)
+                if newcomer.differs
+            ]
+            if differing:
+                for key, newcomer in zip(keys, newcomers, strict=True):
+                    del self._there[key]
+                    newcomer.connection.close()
+                raise NoPlaceError(differing[0])
+        self._taken.difference_update(keys)
+        return [self.take(RANKED[0], rank, TrainerLostError) for rank in ranks]
 
     def _served(
         self, role: Role, rank: int, one: Newcomer, start: ChildStart, lost: type[TunesmithError]
@@ -374,6 +402,13 @@ class Meeting:
         return self._views[ranked]
 
 
+def _differing(rank: int, newcomer: Newcomer) -> str:
+    return (
+        f"the machines of this launch differ: rank 0 on {socket.gethostname()} and rank {rank} on "
+        f"{newcomer.host} have {newcomer.differs}. Make them equal"
+    )
+
+
 class LaunchedProcesses(LocalProcesses):
     """Child processes, and the launcher's processes for all of the trainer's ranks but the first.
 
@@ -396,6 +431,8 @@ class LaunchedProcesses(LocalProcesses):
         ranks = range(1, meeting.launch.world if engines else 1)
         # An engine's machine is lost with the rank that starts its processes.
         self._others = [meeting.take(RANKED[0], rank, TrainerLostError) for rank in ranks]
+        self.check_returned: Callable[[Sequence[Far]], None] = lambda _: None
+        """Refuses the processes of a machine that has come back, with an error."""
 
     @property
     def others(self) -> Sequence[Far]:
@@ -414,14 +451,35 @@ class LaunchedProcesses(LocalProcesses):
 
     def _places(self, role: Role) -> int | None:
         """The launcher gave the other ranks their GPUs, some of them on other machines."""
+        if role == "rollout" and self._engines:
+            return len(self._engines)
         return None if role in RANKED else super()._places(role)
 
     def _usable(self, role: Role, place: int) -> bool:
-        """Whether the machine of a place is still there."""
+        """Whether the machine of a place is still there, or again."""
         if role != "rollout" or not self._engines:
             return True
         first = self._first_rank(self._engine_place(place))
-        return not first or not self._others[first - 1].lost
+        return not first or not self._others[first - 1].lost or self._is_back(first)
+
+    def _is_back(self, first: int) -> bool:
+        """Whether a lost machine was started again; its processes replace those that are lost.
+
+        Raises:
+            NoPlaceError: it was, and differs from the others.
+        """
+        ranks = range(first, first + self._meeting.launch.local_world)
+        returned = self._meeting.take_again(ranks)
+        if not returned:
+            return False
+        try:
+            self.check_returned(returned)
+        except TunesmithError as error:
+            for far in returned:
+                far.close()
+            raise NoPlaceError(str(error)) from error
+        self._others[first - 1 : first - 1 + len(ranks)] = returned
+        return True
 
     def _start_at(
         self, place: int, role: Role, lost: type[TunesmithError], python: Path | None
@@ -438,7 +496,7 @@ class LaunchedProcesses(LocalProcesses):
         return super()._start_at(place, role, lost, python)
 
     def _engine_place(self, place: int) -> EnginePlace:
-        return self._engines[place % len(self._engines)]
+        return self._engines[place]
 
     def _first_rank(self, place: EnginePlace) -> int:
         """The first of the launcher's processes on a machine."""
