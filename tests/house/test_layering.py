@@ -249,6 +249,7 @@ def adapter(module: tuple[str, ...]) -> tuple[str, str] | None:
 # Modules beside an adapter that serve one adapter only, by the adapter they belong to.
 PARTS = {
     ("trainers", "optimizer"): "torch",
+    ("trainers", "backward_sums"): "torch",
     ("engines", "roster"): "pool",
 }
 

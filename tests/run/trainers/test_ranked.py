@@ -39,6 +39,7 @@ from tunesmith.run.loop.learner import Learner
 from tunesmith.run.processes import rank_group
 from tunesmith.run.processes.process_group import open_store
 from tunesmith.run.processes.rank_group import RankGroup, reach_store
+from tunesmith.run.trainers.backward_sums import BackwardSums
 from tunesmith.run.trainers.base import Quantity
 from tunesmith.run.trainers.memory import memory_boundary
 from tunesmith.run.trainers.optimizer import AdamWSettings, MasterOptimizer
@@ -61,8 +62,7 @@ class Threads:
         self.pools = [ThreadPoolExecutor(1) for _ in replicas]
         self.counts = [0] * self.ranks
         self.lock = Lock()  # how torch multiplies is a setting of the whole process
-        for replica, group in zip(replicas, groups(self.ranks), strict=True):
-            replica.group = group
+        self.each(TorchBackend[CausalLM].join, groups(self.ranks))
 
     @property
     def optimizer_steps(self) -> int:
@@ -134,9 +134,21 @@ def together(world: int, do: Callable[[RankGroup], Any]) -> list[Any]:
         return [answer.result() for answer in [pool.submit(do, group) for group in groups(world)]]
 
 
-def backend_of(path: Path, dtype: torch.dtype = torch.float32) -> TorchBackend[CausalLM]:
+def backend_of(
+    path: Path, dtype: torch.dtype = torch.float32, lora: LoraSection | None = None
+) -> TorchBackend[CausalLM]:
     settings = AdamWSettings(0.1, max_grad_norm=0.5)
-    return TorchBackend(CausalLM.load(path, dtype=dtype), settings, CausalLM.predict, ema_decay=0.5)
+    loaded = CausalLM.load(path, dtype=dtype)
+    if lora:
+        torch.manual_seed(5)
+        adapters.attach(loaded, lora)
+    return TorchBackend(loaded, settings, CausalLM.predict, ema_decay=0.5)
+
+
+def embedding_of(backend: TorchBackend[CausalLM]) -> nn.Parameter:
+    """Its gradient comes last."""
+    embedding: Any = backend.model.module.get_input_embeddings()
+    return embedding.weight
 
 
 def learner_of(backend: Any, max_tokens: int = 60) -> Learner:
@@ -209,7 +221,22 @@ def test_any_number_of_ranks_takes_the_steps_of_one(
         torch.set_default_dtype(torch.float32)
 
 
-def test_memory_that_runs_out_on_one_rank_begins_the_step_again(model: Path) -> None:
+def test_ranks_with_adapters_take_the_steps_of_one(model: Path) -> None:
+    """A step has several micro-batches on each rank."""
+    lora = LoraSection(rank=2, targets=("q_proj", "v_proj"))
+    alone = backend_of(model, lora=lora)
+    ranks = Threads([backend_of(model, lora=lora) for _ in range(2)])
+    expected = [learn(learner_of(alone), samples) for samples in STEPS]
+    found = [learn(learner_of(ranks), samples) for samples in STEPS]
+    assert found[0]["microbatches"] > 2
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("place", ["loss", "backward"])
+def test_memory_that_runs_out_on_one_rank_begins_the_step_again(model: Path, place: str) -> None:
+    """In a backward pass some sums have begun, with gradients that nobody needs."""
     alone = learner_of(backend_of(model))
     ranks = learner_of(Threads([backend_of(model) for _ in range(2)]))
     tight: TorchBackend[CausalLM] = ranks.backend.replicas[1]  # type: ignore[attr-defined]
@@ -221,7 +248,15 @@ def test_memory_that_runs_out_on_one_rank_begins_the_step_again(model: Path) -> 
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
 
         calls.append(packing.num_tokens)
-        return usual(packing, exhausted if len(calls) == 1 else objective)
+        if len(calls) > 1:
+            return usual(packing, objective)
+        if place == "loss":
+            return usual(packing, exhausted)
+        hook = embedding_of(tight).register_hook(exhausted)
+        try:
+            return usual(packing, objective)
+        finally:
+            hook.remove()
 
     tight.forward_backward = narrow  # type: ignore[method-assign]
     ours = learn(ranks, STEPS[0])
@@ -281,14 +316,81 @@ def test_sums_by_hand(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.parametrize("bucket", [1, 40, 1 << 20])
+def test_sums_during_the_backward_pass_by_hand(
+    bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-batches, of which rank 2 has none; then a batch in which rank 1 fails."""
+    monkeypatch.setattr(rank_group, "BUCKET", bucket)
+
+    def sums_of(group: RankGroup) -> list[Any]:
+        module = Parts()
+        rank = group.rank
+        optimizer = MasterOptimizer(module, AdamWSettings(0.5, max_grad_norm=0.0))
+        sums = BackwardSums(optimizer.all_masters, group)
+        for scale in (10.0, 1.0):
+            optimizer.zero_grad()
+            sums.begin_batch()
+            for number in range(2 if rank < 2 else 0):
+                if number:
+                    sums.expect_last()
+                if rank == 1 and scale == 10.0 and number:
+                    optimizer.zero_grad()
+                    break
+                loss = scale * (rank + 1) * (module.narrow.sum() + module.wide.sum())
+                if rank == 0:
+                    loss = loss + 7 * scale * module.first.sum()
+                (loss + scale * module.all.sum()).backward()
+            sums.begin_rest()
+        sums.finish()
+        grads = [master.grad for master in optimizer.masters.values()]
+        return [grad if grad is None else grad.tolist() for grad in grads]
+
+    first, *others = together(3, sums_of)
+    assert first == [[[4.0, 4.0]] * 3, [14.0] * 4, None, [6.0] * 5, [6.0] * 3]
+    assert others == [first, first]
+
+
+def test_gradients_are_summed_while_others_are_computed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_group, "BUCKET", 1)
+    ranks = Threads([backend_of(model) for _ in range(2)])
+    group: Any = ranks.replicas[0].group
+    begin = group.begin_sum
+    begun: list[int] = []
+
+    def begin_sum(flat: Tensor) -> Any:
+        begun.append(flat.numel())
+        return begin(flat)
+
+    embedding = embedding_of(ranks.replicas[0])
+    seen: list[int] = []
+    monkeypatch.setattr(group, "begin_sum", begin_sum)
+
+    def note(_: Tensor) -> None:
+        seen.append(len(begun))
+
+    embedding.register_hook(note)
+    ranks.forward_backward(Packing.of(Batch.of(STEPS[0]), 60, multiple_of=2), with_weight_one)
+    weights = len(ranks.optimizer.masters)
+    assert len(seen) > 1 and len(begun) == weights
+    assert seen[:-1] == [0] * len(seen[:-1]), "sums wait for the last micro-batch"
+    assert seen[-1] == weights - 1, "only that of the embedding, whose gradient comes last, is left"
+
+
 def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_by_all(model: Path) -> None:
     ranks = Threads([backend_of(model) for _ in range(2)])
     before = {name: tensor.clone() for name, tensor in state_of(ranks.replicas[0]).items()}
+    broken = embedding_of(ranks.replicas[1])
+
+    def infinite(grad: Tensor) -> Tensor:
+        return grad + float("inf")
+
+    broken.register_hook(infinite)
     ranks.forward_backward(
         Packing.of(Batch.of([STEPS[0][0], STEPS[0][4]]), 22, multiple_of=2), with_weight_one
     )
-    gradients = [m.grad for m in ranks.replicas[1].optimizer.masters.values() if m.grad is not None]
-    gradients[0].view(-1)[0] = float("inf")
     assert ranks.step(0.1)["skipped_steps"] == 1.0
     for replica in ranks.replicas:
         assert all(tensor.equal(before[name]) for name, tensor in state_of(replica).items())

@@ -172,6 +172,7 @@ def engines_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.long
 def test_machines_with_engines_end_as_one_machine_also_when_parts_are_lost(
     machines: Any, model: Path, tmp_path: Path
 ) -> None:
@@ -221,12 +222,9 @@ def test_a_machine_that_only_has_engines_may_be_lost_and_come_back(
         "monitor__progress": False,
         "train__steps": 6,
         "train__lr": 1e-3,
-        "system__trainer_ranks": 1,
-        "system__engines": 2,
     }
-    apart = {**settings, "system__engine_process": True}
-    alone = placement.run_rl(None, rl_settings(tmp_path, model, "alone", **apart))
-    settings |= hold(tmp_path, (2, 4))
+    alone = placement.run_rl(None, rl_settings(tmp_path, model, "alone", **settings))
+    settings |= {"system__trainer_ranks": 1, "system__engines": 2, **hold(tmp_path, (2, 4))}
     launched = machines(rl_settings(tmp_path, model, "launched", **settings), kind="rl")
     with launched.held(2):
         assert len(engines_of(launched.launchers[1])) == 1

@@ -112,7 +112,7 @@ class RankGroup:
         every = list(parameters)
         there = torch.tensor([float(p.grad is not None) for p in every], device=self.device)
         self.sum(there, over)
-        for bucket in _buckets([p for p, n in zip(every, there.tolist(), strict=True) if n]):
+        for bucket in buckets([p for p, n in zip(every, there.tolist(), strict=True) if n]):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = (
                 grads[0].contiguous().view(-1)
@@ -157,6 +157,11 @@ class RankGroup:
             (over or self._group).allreduce([tensor]).wait()
         return tensor
 
+    def begin_sum(self, tensor: Tensor) -> Any:
+        """Begin the sum over all ranks, in place; it is done after ``wait`` of the result."""
+        with self.waiting():
+            return self._group.allreduce([tensor])
+
     def waiting(self) -> AbstractContextManager[None]:
         """The context in which ranks wait for each other."""
         return self._lost("waited for")
@@ -175,7 +180,7 @@ class RankGroup:
             ) from error
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Parameters of one dtype whose gradients total at most ``BUCKET`` bytes, or a single larger
     one."""
     bucket: list[nn.Parameter] = []

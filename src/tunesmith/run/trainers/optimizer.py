@@ -126,6 +126,15 @@ class MasterOptimizer:
         parts = [(o, group["params"]) for o in self._optimizers for group in o.param_groups]
         self._of = {weight: optimizer for optimizer, weights in parts for weight in weights}
 
+    @property
+    def sums_on_device(self) -> bool:
+        """Whether each gradient is summed whole, on the device of its parameter."""
+        return self._host is None and not self.sharded
+
+    @property
+    def all_masters(self) -> list[Master]:
+        return [*self._all.values()]
+
     def join(self, waiting: Callable[[], Any]) -> None:
         """Set ``waiting``, the context in which a rank waits for the ranks that it shares the model
         with."""

@@ -58,6 +58,11 @@ class Passes(Generic[M]):
 
             self._lock_step = LockStep(model.module, self._waiting, model.sequence)
 
+    @property
+    def alone(self) -> bool:
+        """Whether no pass waits for other ranks."""
+        return self._lock_step is None
+
     def predict(self, forest: Forest) -> Predictions:
         """All predictions of the forest, even if a sequence group shares its tokens."""
         if self.model.sequence is None or forest.own is None:

@@ -15,7 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tunesmith.costs import CostModel
-from tunesmith.errors import CheckpointError, DivergedError, ModelError, boundary
+from tunesmith.errors import (
+    CheckpointError,
+    DeviceMemoryError,
+    DivergedError,
+    ModelError,
+    boundary,
+)
 from tunesmith.learn.algorithms.objective import Objective
 from tunesmith.learn.data.batch import Floats
 from tunesmith.learn.data.micro_batches import Packing
@@ -26,6 +32,7 @@ from tunesmith.models.parallel.activations import HostActivations, compute_again
 from tunesmith.models.parallel.sharding import local
 from tunesmith.plan.parts import Checkpointing
 from tunesmith.run.processes.rank_group import RankGroup
+from tunesmith.run.trainers.backward_sums import BackwardSums
 from tunesmith.run.trainers.base import Metrics, Quantity
 from tunesmith.run.trainers.memory import memory_boundary
 from tunesmith.run.trainers.optimizer import AdamWSettings, LossScale, MasterOptimizer
@@ -90,6 +97,8 @@ class TorchBackend(Generic[M]):
         if model.dtype == torch.float16:
             self.optimizer.loss_scale = LossScale()
         self.group: RankGroup | None = None
+        self._sums: BackwardSums | None = None
+        """Sums gradients during the backward pass; None: they are summed before the step."""
         self._reference_is_new = False
         self.optimizer_steps = 0
         self._held: dict[str, Tensor] = {}
@@ -116,6 +125,8 @@ class TorchBackend(Generic[M]):
             group.check_equal(rows, self._copies.get_group())
         self.group = self.passes.group = group
         self.optimizer.join(group.waiting)
+        if self.passes.alone and self.optimizer.sums_on_device:
+            self._sums = BackwardSums(self.optimizer.all_masters, group)
         if self.reference is not None:
             self.reference.group = group
         torch.manual_seed(torch.initial_seed() + group.rank)
@@ -163,14 +174,33 @@ class TorchBackend(Generic[M]):
             last = index == len(packing) - 1
             return sharding is not None and sharding.set_gradient_sync(self.model.module, last=last)
 
-        for forest in self.passes.over(packing, set_gradient_sync):
-            with self.passes.attempt("a micro-batch", forest):
-                loss, metrics = objective(forest, self.passes.predict(forest))
-                self.optimizer.backward(loss)
-                sums.add({"loss": loss, **metrics})
-            # Frees the graph before the next one grows, even if this pass failed.
-            loss = metrics = None
+        with self._summing() as expect_last:
+            for index, forest in enumerate(self.passes.over(packing, set_gradient_sync)):
+                with self.passes.attempt("a micro-batch", forest):
+                    loss, metrics = objective(forest, self.passes.predict(forest))
+                    if index == len(packing) - 1:
+                        expect_last()
+                    self.optimizer.backward(loss)
+                    sums.add({"loss": loss, **metrics})
+                # Frees the graph before the next one grows, even if this pass failed.
+                loss = metrics = None
         return sums.read()
+
+    @contextmanager
+    def _summing(self) -> Generator[Callable[[], None]]:
+        """The context of an optimizer batch's passes, with what is called before the last backward
+        pass. Where memory runs out, others still wait for this rank's sums."""
+        if self._sums is None:
+            yield lambda: None
+            return
+        self._sums.begin_batch()
+        try:
+            yield self._sums.expect_last
+        except DeviceMemoryError:
+            self.optimizer.zero_grad()
+            self._sums.begin_rest()
+            raise
+        self._sums.begin_rest()
 
     @torch.no_grad()
     def evaluate(self, packing: Packing, objective: Objective) -> Metrics:
@@ -207,6 +237,9 @@ class TorchBackend(Generic[M]):
         done so."""
         self.optimizer.take_gradients()
         if self.group is None:
+            return
+        if self._sums is not None and self._sums.begun:
+            self._sums.finish()
             return
         masters = self.optimizer.masters
         sharded = self.optimizer.sharded
