@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.micro_batches import build_forest, gather
 from tunesmith.learn.data.trie import num_forest_tokens
-from tunesmith.models.forest import Forest, Segment
+from tunesmith.models.forest import Forest, Segment, subtree_ends, within_chunks
 from tunesmith.types import Sample
 
 
@@ -226,3 +228,39 @@ def test_a_part_of_a_batch_is_the_batch_of_those_samples(
     )
     assert part.finite.tolist() == [chosen[s] != 0 for s in part.sample]
     assert batch.take(range(len(samples))) is batch
+
+
+def test_a_forest_within_chunks_sees_only_its_own_run_of_positions() -> None:
+    """A prompt of 5, completions of 4 and 2, one of which goes on twice; runs of 3 positions."""
+    segments = [
+        Segment(0, 5, -1),
+        Segment(5, 4, 0),
+        Segment(9, 2, 1),
+        Segment(11, 1, 1),
+        Segment(12, 2, 0),
+        Segment(14, 6, -1),
+    ]
+    cut, rows = within_chunks(segments, 3)
+    assert sorted(rows) == list(range(20))
+    assert [segment.start for segment in cut] == [0, *accumulate(s.length for s in cut[:-1])]
+    assert subtree_ends(cut)[1] == 7  # what continues the prompt's second run lies behind it
+    want = seen(segments)
+    ages = want.sum(1) - 1  # the position of each row in its sequence
+    together = ages[:, None] // 3 == ages // 3
+    assert seen(cut)[torch.tensor(rows).argsort()][:, torch.tensor(rows).argsort()].equal(
+        want & together
+    )
+
+
+def seen(segments: list[Segment]) -> torch.Tensor:
+    """``[T, T]`` bool: whether a row sees a column, by the definition of a forest."""
+    total = sum(segment.length for segment in segments)
+    mask = torch.zeros(total, total, dtype=torch.bool)
+    for start, length, parent in segments:
+        own = slice(start, start + length)
+        mask[own, own] = torch.ones(length, length).tril().bool()
+        while parent >= 0:
+            above = segments[parent]
+            mask[own, above.start : above.start + above.length] = True
+            parent = above.parent
+    return mask

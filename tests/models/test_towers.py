@@ -29,6 +29,7 @@ PUBLISHED = {
     "gemma3": ("language_model.model.layers.0.mlp.up_proj.weight", "vision_tower."),
     "mistral3": ("language_model.model.layers.0.mlp.up_proj.weight", "vision_tower."),
     "qwen2_5_vl": ("model.layers.0.mlp.up_proj.weight", "visual."),
+    "llama4": ("language_model.model.layers.0.feed_forward.up_proj.weight", "vision_model."),
     "gemma4": ("model.language_model.layers.0.mlp.up_proj.weight", "model.vision_tower."),
     "qwen3_5": ("model.language_model.layers.0.mlp.up_proj.weight", "model.visual."),
     "qwen3_5_moe": (

@@ -180,6 +180,14 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {"vision_config": {**_QWEN_VISION, "num_position_embeddings": 16}},
     "qwen3_5_moe": {"vision_config": {**_QWEN_VISION, "num_position_embeddings": 16}},
+    "llama4": {
+        "vision_config": {
+            **_VISION,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        }
+    },
     "gemma4": {
         "vision_config": {
             **_VISION,
@@ -250,6 +258,26 @@ _GEMMA4 = {
     "final_logit_softcapping": 3.0,
 }
 SPECIAL["gemma4"] = SPECIAL["gemma4_text"] = _GEMMA4
+SPECIAL["kimi_linear"] = {
+    name: value for name, value in LATENT.items() if name != "q_lora_rank"
+} | {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "num_local_experts": 4,
+}
+SPECIAL["llama4"] = SPECIAL["llama4_text"] = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": WINDOW,
+    "floor_scale": 3,
+}
 
 
 def samples() -> list[Sample]:

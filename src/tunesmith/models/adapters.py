@@ -114,7 +114,7 @@ def attach(
 def _fresh(model: Decoder, section: LoraSection, kind: str) -> PeftModel:
     rank = section.rank
     assert rank is not None, "a new adapter needs a rank"
-    linear = linear_modules(model.module.base_model)
+    linear = linear_modules(text_decoder(model.module))
     targets = choose_targets(linear, section.targets)
     if model.module.config.model_type in _FUSED_OUTPUT and not isinstance(section.targets, tuple):
         targets.remove("out_proj")
@@ -196,7 +196,7 @@ def _check_embeddings(path: Path, model: Decoder) -> None:
 def _check_adapted(path: Path, peft: PeftModel) -> None:
     """Refuse an adapter on another module than a linear one of the decoder."""
     module = cast(Any, peft.get_base_model())
-    linear = {id(part) for part in linear_modules(module.base_model).values()}
+    linear = {id(part) for part in linear_modules(text_decoder(module)).values()}
     for name, part in module.named_modules():
         if isinstance(part, LoraLayer) and id(part.get_base_layer()) not in linear:
             raise ModelError(
@@ -222,8 +222,15 @@ def check_targets(
 
 
 def linear_modules(decoder: nn.Module) -> dict[str, nn.Module]:
-    """The linear modules of a decoder, by dotted name, without the vocabulary or score head."""
-    return {name: m for name, m in decoder.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    """The linear modules of a decoder, by dotted name, without the vocabulary or score head.
+
+    A router that is one returns more than a product, which peft cannot add to.
+    """
+    return {
+        name: part
+        for name, part in decoder.named_modules()
+        if isinstance(part, nn.Linear | Conv1D) and not type(part).__name__.endswith("Router")
+    }
 
 
 def choose_targets(linear: Iterable[str], targets: str | Sequence[str] | None) -> list[str]:

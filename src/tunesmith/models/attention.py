@@ -24,11 +24,12 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from tunesmith.models.forest import Forest, ForestLevel, Segment, levels
+from tunesmith.models.forest import Forest, ForestLevel, Segment, levels, within_chunks
 from tunesmith.models.kernels.attention import AttentionContext, AttentionRule, Kernel, softmax
 from tunesmith.models.kernels.cpu_attention import CpuFlash
 from tunesmith.models.kernels.flex_attention import CudaFlex
 from tunesmith.models.kernels.layers import State, StatefulLayer
+from tunesmith.models.kernels.llama4 import Tempered, chunk_of
 from tunesmith.models.kernels.varlen_attention import CudaFlash
 
 ATTENTION_NAME = "tunesmith"
@@ -45,6 +46,7 @@ def _attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     attention_context: AttentionContext | None = None,
+    query_positions: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The Hugging Face signature: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out.
@@ -53,10 +55,12 @@ def _attention(
     """
     assert attention_context is not None, "the model was called without an attention_context"
     assert attention_mask is None, "an attention context takes no mask"
-    rule = AttentionRule(
-        query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = AttentionRule(scale, sliding_window, softcap, s_aux)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    if query_positions is not None:
+        rule = rule._replace(chunk=chunk_of(module.config, module.layer_idx))
+        q = module.tempered(q, query_positions) if isinstance(module, Tempered) else q
     width = v.shape[-1]
     if width < k.shape[-1]:
         v = pad(v, (0, k.shape[-1] - width))
@@ -84,7 +88,7 @@ class Eager:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         groups = query.shape[1] // key.shape[1]
-        scale, window, softcap, sinks = rule
+        scale, window, softcap, sinks, _ = rule
         # One split, not a slice per segment: the backward of a slice fills a tensor of the full
         # size.
         keys = key.split(self.lengths)
@@ -120,7 +124,9 @@ class ForestAttention:
         for segment in self.segments:
             ends.append(segment.length + (ends[segment.parent] if segment.parent >= 0 else 0))
         self._longest_path = max(ends, default=0)
-        self._kernels: dict[type[Kernel], Kernel] = {}
+        self._kernels: dict[tuple[type[Kernel], int | None], Kernel] = {}
+        self._orders: dict[int, tuple[list[Segment], Tensor]] = {}
+        """Segments within chunks of a size, and the rows in their order."""
         self._levels: list[ForestLevel] = []
 
     def attend(
@@ -134,10 +140,35 @@ class ForestAttention:
         """See ``AttentionContext.attend``; every layer sees the same."""
         if rule.window is not None and rule.window >= self._longest_path:
             rule = rule._replace(window=None)
+        if rule.chunk is not None and rule.chunk < self._longest_path:
+            return self._within_chunks(rule.chunk, query, key, value, rule._replace(chunk=None))
+        return self._attend(self.segments, None, query, key, value, rule._replace(chunk=None))
+
+    def _within_chunks(
+        self, chunk: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        """Attention over another forest of the same rows, whose segments are cut at the chunks."""
+        if chunk not in self._orders:
+            segments, rows = within_chunks(self.segments, chunk)
+            self._orders[chunk] = segments, torch.tensor(rows, device=query.device)
+        segments, order = self._orders[chunk]
+        q, k, v = (t.index_select(0, order) for t in (query, key, value))
+        out = self._attend(segments, chunk, q, k, v, rule)
+        return out.index_select(0, order.argsort())
+
+    def _attend(
+        self,
+        segments: Sequence[Segment],
+        chunk: int | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: AttentionRule,
+    ) -> Tensor:
         kind = next(kernel for kernel in KERNELS if kernel.supports(query, rule))
-        if kind not in self._kernels:
-            self._kernels[kind] = kind(self.segments, query.device)
-        return self._kernels[kind].attend(query, key, value, rule)
+        if (kind, chunk) not in self._kernels:
+            self._kernels[kind, chunk] = kind(segments, query.device)
+        return self._kernels[kind, chunk].attend(query, key, value, rule)
 
     def carry(self, layer: StatefulLayer, x: Tensor) -> Tensor:
         """See ``StateContext.carry``: a segment continues from the state at its parent's end."""

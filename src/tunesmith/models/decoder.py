@@ -168,7 +168,7 @@ class Decoder:
         config: Any = self.module.config.get_text_config()
         embedding = cast(nn.Embedding, self.module.get_input_embeddings()).weight.numel()
         heads = config.num_attention_heads
-        weights = list(weights_of(self.module.base_model))
+        weights = list(weights_of(text_decoder(self.module)))
         cost = CostModel.of_decoder(
             parameters=sum(count for _, count in weights) - embedding,
             layers=config.num_hidden_layers,

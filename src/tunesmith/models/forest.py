@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -202,6 +203,46 @@ def levels(segments: Sequence[Segment], device: torch.device) -> list[ForestLeve
         found.append(ForestLevel(torch.cat(rows), PackedLengths(s.length for s in own), parents))
         places.update({index: place for place, index in enumerate(indices)})
     return found
+
+
+def within_chunks(segments: Sequence[Segment], chunk: int) -> tuple[list[Segment], list[int]]:
+    """A forest in which a token sees only those of its own run of ``chunk`` positions, counted from
+    the start of its sequence: segments are cut at the runs, and what starts one is a root.
+
+    Returns:
+        Its segments, and its rows in their order.
+    """
+    ends: list[int] = []  # tokens on the path of each segment
+    last: list[int] = []  # the piece that a segment's children continue; -1: they start a run
+    pieces: list[Segment] = []
+    for start, length, parent in segments:
+        before = ends[parent] if parent >= 0 else 0
+        above = last[parent] if parent >= 0 else -1
+        cuts = [*range(-before % chunk or chunk, length, chunk), length]
+        for first, stop in pairwise([0, *cuts]):
+            pieces.append(Segment(start + first, stop - first, above))
+            above = -1
+        ends.append(before + length)
+        last.append(-1 if ends[-1] % chunk == 0 else len(pieces) - 1)
+    return _in_pre_order(pieces)
+
+
+def _in_pre_order(pieces: Sequence[Segment]) -> tuple[list[Segment], list[int]]:
+    """Each tree's pieces after one another, and the rows in this order."""
+    children: list[list[int]] = [[] for _ in pieces]
+    roots: list[int] = []
+    for index, piece in enumerate(pieces):
+        (children[piece.parent] if piece.parent >= 0 else roots).append(index)
+    ordered: list[Segment] = []
+    rows: list[int] = []
+    waiting = [(root, -1) for root in reversed(roots)]
+    while waiting:
+        index, parent = waiting.pop()
+        start, length, _ = pieces[index]
+        waiting += [(child, len(ordered)) for child in reversed(children[index])]
+        ordered.append(Segment(len(rows), length, parent))
+        rows += range(start, start + length)
+    return ordered, rows
 
 
 def subtree_ends(segments: Sequence[Segment]) -> list[int]:

@@ -47,7 +47,7 @@ class Towers:
         """Take the towers out of a module; their weights come from the model's files."""
         base = module.base_model
         names = [name for name, _ in base.named_children() if name in TOWERS]
-        if not names or base is module:
+        if not names:
             return cls()
         for name in names:
             delattr(base, name)

@@ -36,7 +36,7 @@ from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.micro_batches import Packing, build_forest
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.kernels.layers import ModuleRunner
+from tunesmith.models.kernels.layers import ModuleRunner, text_decoder
 from tunesmith.models.parallel.lock_step import LockStep
 from tunesmith.models.parallel.sequence import SequenceGroup, SequenceKind
 from tunesmith.models.score_model import ScoreModel, whole_sequence
@@ -191,6 +191,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "sinks": ("gpt_oss", {**SPECIAL["gpt_oss"], "layer_types": ["full_attention"] * 2}),
     "latent keys and values": ("deepseek_v3", SPECIAL["deepseek_v3"]),
+    "chunks": ("llama4_text", SPECIAL["llama4_text"]),
     "windows and soft caps": ("gemma2", {"sliding_window": 6, "head_dim": 8}),
     "frequencies by length": (
         "llama",
@@ -243,7 +244,7 @@ def test_four_ranks_share_four_heads(
     def make(sequence: SequenceGroup | None) -> TorchBackend[Any]:
         backend = CASES["sft"].backend(path, sequence)
         if hugging_face:
-            backend.model.runner = ModuleRunner(backend.model.module.base_model)
+            backend.model.runner = ModuleRunner(text_decoder(backend.model.module))
         return backend
 
     same_steps(

@@ -10,6 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from tests.support.families import SPECIAL, save_multimodal
+from tests.support.long import again
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.plan.facts.model_files import is_of_tower, weights_in
@@ -47,8 +48,10 @@ def test_multimodal_models_learn_and_are_loaded_whole(
 
 
 @pytest.mark.parametrize("changed", [{}, LORA], ids=["whole", "lora"])
-@pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3"])
-def test_sinks_and_latent_attention_learn(
+@pytest.mark.parametrize(
+    "model_type", ["gpt_oss", "deepseek_v3", again("llama4_text"), again("kimi_linear")]
+)
+def test_attention_of_other_kinds_learns(
     tmp_path: Path, model_type: str, changed: dict[str, Any]
 ) -> None:
     path = save_model(tmp_path / "model", model_type, **SPECIAL[model_type])

@@ -217,7 +217,7 @@ class _Decoder:
         kind: str | None,
         products: Sequence[Compiled],
     ) -> Tensor:
-        scale, window, softcap, _ = layer.rule  # no lean family has sinks
+        scale, window, softcap, *_ = layer.rule  # no lean family has sinks or chunks
         return OPERATIONS.layer(
             layer.index,
             layer.shape.heads,

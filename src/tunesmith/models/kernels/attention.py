@@ -29,6 +29,9 @@ class AttentionRule(NamedTuple):
     """Scores become ``softcap * tanh(scores / softcap)``."""
     sinks: Tensor | None = None
     """One more logit of each query head's softmax, whose share no token gets, ``[H]``."""
+    chunk: int | None = None
+    """A token sees those of its own run of so many positions, counted from the start of its
+    sequence; None: all. ``ForestAttention`` cuts segments there, so kernels do not see it."""
 
 
 class AttentionContext(Protocol):

@@ -127,7 +127,8 @@ class ModuleRunner:
         self.stateful = tuple(_stateful_layers(model))
         for each in self.stateful:
             each.module.forward = partial(_carry, each)
-        for index in {each.layer for each in self.stateful}:
+        self._changed = set(_change_forward(model))
+        for index in {each.layer for each in self.stateful} | self._changed:
             layer = decoder_layers(model)[index]
             layer.register_forward_pre_hook(_enter, with_kwargs=True)
             layer.register_forward_hook(_leave, always_call=True)
@@ -153,11 +154,13 @@ class ModuleRunner:
         self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext
     ) -> Tensor:
         """See ``LayerRunner``."""
+        positions = {"query_positions": position_ids} if self._changed else {}
         out = self.model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
             use_cache=False,
             attention_context=attention,
+            **positions,
         )
         return out.last_hidden_state[0]
 
@@ -169,6 +172,28 @@ def _stateful_layers(model: Any) -> Iterator[StatefulLayer]:
                 if kind.supports(module):
                     yield StatefulLayer(index, module, kind)
                     break
+
+
+def _change_forward(model: PreTrainedModel) -> Iterator[int]:
+    """Let modules of Llama 4 run otherwise on packed sequences; yields their layers."""
+    if not model.config.model_type.startswith("llama4"):
+        return
+    from tunesmith.models.kernels.llama4 import changed
+
+    for index, layer in enumerate(decoder_layers(model)):
+        for module in layer.modules():
+            run = changed(module)
+            if run is not None:
+                module.forward = partial(_packed, module, run)
+                yield index
+
+
+def _packed(
+    module: nn.Module, run: Callable[..., object], *args: object, **kwargs: object
+) -> object:
+    """Called as a model of transformers, without a context, the module runs as its class says."""
+    plain = _CONTEXT.get() is None
+    return type(module).forward(module, *args, **kwargs) if plain else run(module, *args, **kwargs)
 
 
 _CONTEXT = ContextVar[AttentionContext | None]("attention_context", default=None)
@@ -205,7 +230,8 @@ def _carry(layer: StatefulLayer, *args: Any, **kwargs: Any) -> Tensor:
 
 def text_decoder(module: PreTrainedModel) -> nn.Module:
     """The decoder of a model without its head: in a multimodal model, one of its parts."""
-    return getattr(module.base_model, "language_model", module.base_model)
+    inner: Any = getattr(module.base_model, "language_model", module.base_model)
+    return inner.model if hasattr(inner, "lm_head") else inner  # Llama 4's has a head of its own
 
 
 def decoder_layers(module: Any) -> nn.ModuleList:

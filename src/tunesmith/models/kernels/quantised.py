@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tunesmith.errors import ModelError, about, boundary
+from tunesmith.models.kernels.layers import text_decoder
 
 Quantize = Literal["int8", "nf4"]
 Part = tuple[int, torch.dtype]
@@ -249,7 +250,7 @@ def quantise(module: PreTrainedModel, quantize: Quantize, dtype: torch.dtype) ->
     refused = f"model.quantize = '{quantize}': bitsandbytes cannot be used here"
     with about("model.quantize"), boundary(ModelError, refused, Exception):
         _functions()
-    decoder = module.base_model
+    decoder = text_decoder(module)
     for name, part in list(decoder.named_modules()):
         if type(part) is nn.Linear or isinstance(part, Conv1D):
             decoder.set_submodule(name, FORMATS[quantize](part, dtype))

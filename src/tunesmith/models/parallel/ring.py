@@ -45,16 +45,16 @@ _INSTEAD = 'set system.sequence_parallel.type = "ulysses"'
 
 
 def check_ring(path: Any, config: Any) -> None:
-    """Raises: ModelError: the model at ``path`` has attention windows or soft caps."""
+    """Raises: ModelError: the model at ``path`` has attention windows, chunks or soft caps."""
     kinds: list[str] = getattr(config, "layer_types", None) or []
     windows = (
-        any("sliding" in kind for kind in kinds)
+        any("sliding" in kind or "chunked" in kind for kind in kinds)
         if kinds
         else getattr(config, "sliding_window", None)
     )
     if windows or getattr(config, "attn_logit_softcapping", None):
         raise ModelError(
-            "ring attention has no kernel for windows and soft caps, which "
+            "ring attention has no kernel for windows, chunks and soft caps, which "
             f"'{path}' has: {_INSTEAD}"
         )
 

@@ -27,6 +27,7 @@ REFUSED = {
     name: str(entry["reason"]) for entry in _TABLES["refused"] for name in entry["names"].split()
 }
 """Architecture → the reason why it is not supported, unless somebody has added it."""
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 _BY_TOKEN = ("mlp", "moe", "dense", "sparse")
 """Kinds of layers that see one token at a time."""
 
@@ -118,7 +119,7 @@ def _refusal(config: Any, layer_types: Collection[str]) -> str | None:
         return "use_bidirectional_attention lets tokens see later ones"
     if getattr(config, "reorder_and_upcast_attn", False):
         return "reorder_and_upcast_attn bypasses the Hugging Face attention interface"
-    running = {"full_attention", "sliding_attention", *_BY_TOKEN, *layer_types}
+    running = {*_ATTENTION, *_BY_TOKEN, *layer_types}
     kinds = set(getattr(config, "layer_types", None) or ()) - running
     if kinds:
         return (

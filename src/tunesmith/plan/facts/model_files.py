@@ -22,6 +22,7 @@ ONE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOWERS = (
     "vision_tower",
+    "vision_model",
     "visual",
     "embed_vision",
     "multi_modal_projector",

@@ -75,7 +75,7 @@ class PoolAttention:
         self._slots = (
             torch.tensor(slots, device=self._device).unsqueeze(1) + self._heads * self._block_size
         ).flatten()  # [T * K]
-        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+        self._masks: dict[tuple[int, int, int | None, int | None], Tensor] = {}
         self._together = all(len(piece) == 1 and piece.prefix for piece in pieces)
         self._whole: ForestAttention | None = None
         """Of pieces without a context on a GPU, all of which one call of a kernel computes."""
@@ -111,7 +111,7 @@ class PoolAttention:
                 torch.cat([self._blocks(2 * place + i, table) for table in self._tables], 2)
                 for i in range(2)
             ]
-            mask = self._rows_see(rule.window)
+            mask = self._rows_see(rule.window, rule.chunk)
             rule = with_sinks(rule, (len(self._heads), -1, 1))
             rows = attend(grouped, context[0], context[1], mask, rule)
             return rows.flatten(1, 2).to(query.dtype)
@@ -164,10 +164,10 @@ class PoolAttention:
         heads = self._memory.planes[plane].flatten(0, 1)  # [N * K, C, D]
         return heads.index_select(0, table.flatten()).view(*table.shape[:-1], -1, heads.shape[-1])
 
-    def _rows_see(self, window: int | None) -> Tensor:
+    def _rows_see(self, window: int | None, chunk: int | None) -> Tensor:
         """``[B, 1, 1, slots]`` bool: the slots of the prompts and of the own tokens, up to the new
-        one, within the window."""
-        key = (0, 0, window)
+        one, within the window and the chunk."""
+        key = (0, 0, window, chunk)
         if key not in self._masks:
             prompt = torch.tensor([[p.prefix] for p in self._pieces], device=self._device)
             own = torch.tensor([[p.start] for p in self._pieces], device=self._device)
@@ -178,6 +178,7 @@ class PoolAttention:
             age = torch.cat((prompt + own - of_prompt, own - of_own), 1)
             real = torch.cat((of_prompt < prompt, of_own <= own), 1)
             seen = real if window is None else real & (age < window)
+            seen = seen if chunk is None else seen & (age <= (prompt + own) % chunk)
             self._masks[key] = seen[:, None, None]
         return self._masks[key]
 
@@ -187,23 +188,26 @@ class PoolAttention:
         new = query.shape[2]
         context = keys.shape[1]
         keys, values = (t.unsqueeze(1).expand(-1, query.shape[1], -1, -1) for t in (keys, values))
-        scale, window, softcap, sinks = rule
+        scale, window, softcap, sinks, chunk = rule
         plain = softcap is None and sinks is None
-        if plain and new == context and (window is None or context <= window):
+        if plain and new == context and context <= min(window or context, chunk or context):
             out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
         else:
             rule = with_sinks(rule, (len(self._heads), -1, 1, 1))
-            out = attend(query, keys, values, self._piece_sees(new, context, window), rule)
+            seen = self._piece_sees(new, context, window, chunk)
+            out = attend(query, keys, values, seen, rule)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 
-    def _piece_sees(self, new: int, context: int, window: int | None) -> Tensor:
+    def _piece_sees(self, new: int, context: int, window: int | None, chunk: int | None) -> Tensor:
         """``[n, c]`` bool: which context tokens each new token sees."""
-        shape = (new, context, window)
+        shape = (new, context, window, chunk)
         if shape not in self._masks:
             places = torch.arange(context, device=self._device)
-            age = places[context - new :].unsqueeze(1) - places
+            at = places[context - new :].unsqueeze(1)
+            age = at - places
             seen = age >= 0
-            self._masks[shape] = seen if window is None else seen & (age < window)
+            seen = seen if window is None else seen & (age < window)
+            self._masks[shape] = seen if chunk is None else seen & (age <= at % chunk)
         return self._masks[shape]
 
 
@@ -215,7 +219,7 @@ def with_sinks(rule: AttentionRule, shape: tuple[int, ...]) -> AttentionRule:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, rule: AttentionRule
 ) -> Tensor:
-    scale, _, softcap, sinks = rule
+    scale, _, softcap, sinks, _ = rule
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
     # Scores rounded to 16 bits would be off by up to 0.03.
