@@ -29,7 +29,17 @@ from statistics import median
 from typing import Any
 
 from benchmarks.protocol import ROOT
-from benchmarks.workload import FIRST_WORD, QWEN3, QWEN3_1_7B, QWEN3_4B, S, Shape, build_model
+from benchmarks.workload import (
+    DELTA_NET,
+    EXPERTS,
+    FIRST_WORD,
+    QWEN3,
+    QWEN3_1_7B,
+    QWEN3_4B,
+    S,
+    Shape,
+    build_model,
+)
 from tunesmith.costs import CostModel
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.machines import kind_of
@@ -121,6 +131,8 @@ CASES = [
         LORA,
         {"program": "prime-rl, H100", "tokens_per_second": 6_230, "memory/device_peak": 23.3e9},
     ),
+    _supervised("sft 0.8B delta net, 16k", DELTA_NET, {}, {}),
+    _supervised("sft 1.7B experts, 16k", EXPERTS, {}, {}),
     _rollouts("grpo 0.6B, derived engine", QWEN3, None),
     _rollouts("grpo 0.6B, vLLM", QWEN3, "vllm"),
     _rollouts("grpo 1.7B, derived engine", QWEN3_1_7B, None),
@@ -243,7 +255,7 @@ def read(run_dir: Path, case: Case) -> dict[str, Any]:
     }
     gpus = read_hardware().gpus
     kind = kind_of(gpus[0]) if gpus else None
-    if case.command == "sft" and kind:
+    if case.command == "sft" and kind and case.shape.architecture == "qwen3":
         per_token = operations_per_token(case.shape, LONG, lora="lora.rank" in case.settings)
         measured["mfu"] = measured["tokens_per_second"] * per_token / kind.flops
     planned = json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))

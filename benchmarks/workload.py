@@ -1,15 +1,16 @@
 """The workloads: models, prompts and completion lengths. Only torch is needed.
 
-The models have Qwen3's architecture, tied embeddings and random parameters. Completion lengths are
-forced, so that every system samples exactly the same number of tokens: lognormal around a median,
-between a shortest and a longest.
+The models have Qwen3's architecture where no other is named, tied embeddings and random parameters.
+Completion lengths are forced, so that every system samples exactly the same number of tokens:
+lognormal around a median, between a shortest and a longest.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ class Shape:
     feed_forward: int
     dtype: str = "bfloat16"
     """Type of the weights in the files."""
+    architecture: str = "qwen3"
+    others: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    """Further keys of the configuration."""
 
 
 S = Shape("S", 4096, 6, 256, 4, 2, 64, 768, "float32")
@@ -41,6 +45,35 @@ SMALL = Shape("0.1B", 32_000, 12, 768, 12, 4, 64, 2048)
 QWEN3 = Shape("0.6B", 151_936, 28, 1024, 16, 8, 128, 3072)
 QWEN3_1_7B = Shape("1.7B", 151_936, 28, 2048, 16, 8, 128, 6144)
 QWEN3_4B = Shape("4B", 151_936, 36, 2560, 32, 8, 128, 9728)
+DELTA_NET = Shape(
+    "0.8B-delta-net",
+    151_936,
+    24,
+    1024,
+    8,
+    2,
+    256,
+    3584,
+    architecture="qwen3_5_text",
+    others={
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+)
+EXPERTS = Shape(
+    "1.7B-experts",
+    151_936,
+    24,
+    1024,
+    16,
+    4,
+    128,
+    3072,
+    architecture="qwen3_moe",
+    others={"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512},
+)
 
 
 @dataclass(frozen=True)
@@ -115,7 +148,8 @@ def build_model(
     tokenizers: Any = import_module("tokenizers")
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
+    config = transformers.AutoConfig.for_model(
+        shape.architecture,
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.feed_forward,
@@ -128,9 +162,10 @@ def build_model(
         bos_token_id=1,
         eos_token_id=EOS_ID,
         pad_token_id=0,
+        **shape.others,
     )
     with torch.device(device):
-        model = transformers.Qwen3ForCausalLM(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
     model.to(getattr(torch, shape.dtype)).save_pretrained(directory)
     words = [
         "<pad>",

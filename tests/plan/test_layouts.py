@@ -275,32 +275,6 @@ def test_on_a_cpu_nothing_is_sharded_or_shared_unless_it_is_said(
     assert found == {(stage, 1)}
 
 
-@pytest.mark.parametrize(
-    ("torch", "stage"), [("2.12.1+cu130", 0), ("2.13.0", 3), ("3.0.0a0+git1", 3)]
-)
-def test_no_stage_is_derived_that_torch_does_not_have(
-    torch: str, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tunesmith.plan.layout.layouts.version", lambda _: torch)
-    here = facts("2xA100-80GB", QWEN_7B)
-    here = replace(here, hardware=replace(here.hardware, named=False))
-    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
-    assert resolve(config, here).settings["system.zero_stage"] == stage
-    assert resolved(SFTConfig, "2xA100-80GB", QWEN_7B).settings["system.zero_stage"] == 3, (
-        "another machine has its own torch"
-    )
-    said = load_config(
-        SFTConfig, None, ["model.path=org/m", "data.train=org/d", "system.zero_stage=3"]
-    )
-    assert resolve(said, here).settings["system.zero_stage"] == 3, "loading refuses it by name"
-    one = replace(
-        here, hardware=replace(here.hardware, gpus=here.hardware.gpus[:1], memory_available=10**9)
-    )
-    with pytest.raises(CapacityError) as caught:
-        resolve(config, one)
-    assert ("zero_stage" in str(caught.value)) == (stage > 0), "nor is it offered on more GPUs"
-
-
 @pytest.mark.slow
 def test_a_student_shares_no_sequence_with_a_teacher_whose_heads_are_not_known() -> None:
     model = replace(QWEN_7B, context=2**20)

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from tests.support.live_bytes import LiveBytes
 from tunesmith.config.optimizer import Muon
 from tunesmith.config.schema import LoraSection
-from tunesmith.errors import DeviceMemoryError, TrainerLostError
+from tunesmith.errors import ConfigError, DeviceMemoryError, TrainerLostError
 from tunesmith.learn.algorithms.objective import Objective, SFTObjective
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.learn.usercode.child import ChildProcess
@@ -142,6 +143,16 @@ class Rank:
         except DeviceMemoryError:
             failed = True
         return failed, self.gradient(smaller, most_tokens)[1]
+
+    def refused_after_failure(self, packing: Packing, most_tokens: int) -> tuple[str, ...]:
+        """The keys of the error that ends a run on a torch without ``reset_iter_state``."""
+        if hasattr(FSDPModule, "reset_iter_state"):
+            del FSDPModule.reset_iter_state
+        try:
+            self.gradient(packing, most_tokens)
+        except ConfigError as error:
+            return error.keys
+        return ()
 
     def train(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from tests.support import training
 from tests.support.families import save_multimodal
@@ -186,6 +187,9 @@ def test_scores_and_a_sharded_reference(start: Start, model: Path) -> None:
     )
 
 
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13 goes on after a failed pass"
+)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
     ("world", "sequence", "stage"), [(2, 1, 1), (2, 1, 3), (4, 1, 2), (2, 2, 3)]
@@ -204,6 +208,16 @@ def test_a_rank_that_runs_out_of_memory_stops_all_and_a_smaller_layout_gives_the
     found = ranks("after_failures", uneven, max(most, 25 // sequence), small, backward=backward)
     assert [failed for failed, _ in found] == world * [True]
     assert training.difference(found[0][1], gradients(alone(model), large)) < 1e-5
+
+
+def test_a_torch_that_cannot_go_on_after_a_failed_pass_ends_the_run_on_all_ranks(
+    start: Start,
+) -> None:
+    ranks = start(2, 3, size=2)
+    uneven = packing(60)
+    most = max(forest.num_tokens for forest in uneven.for_rank(1, 2).forests) - 1
+    keys = ranks("refused_after_failure", uneven, max(most, 25))
+    assert keys == [("system.max_tokens_per_microbatch",)] * 2
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from tests.support import training
 from tests.support.sharded_ranks import Ranks
@@ -105,6 +106,9 @@ def test_a_checkpoint_continues_either_way(
         )
 
 
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13 goes on after a failed pass"
+)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_a_rank_that_runs_out_of_memory_leaves_nothing_behind(start: Start, backward: bool) -> None:
     uneven = packing(60)

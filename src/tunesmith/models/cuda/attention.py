@@ -25,6 +25,8 @@ TILE = 64
 PROGRAMS = 512
 """Programs that keep a GPU busy: contexts of fewer rows are cut into parts."""
 MOST_PARTS = 16
+LEAST_SIDE = 16
+"""The shortest side of a matrix product that Triton compiles."""
 
 
 class BlockAttention:
@@ -57,14 +59,14 @@ class BlockAttention:
             shape = (parts, rows, heads)
             partial = torch.empty(*shape, size, dtype=torch.float32, device=query.device)
             lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-        sizes = {"SIZE": size, "PADDED": triton.next_power_of_2(size)}
+        sizes = {"SIZE": size, "PADDED": max(LEAST_SIDE, triton.next_power_of_2(size))}
         _attend[(rows, kv_heads, parts)](
             query, key, value, *self._planes[2 * layer : 2 * layer + 2], self._prompts, self._own,
             self._lengths, partial, lse, rule.scale, rule.softcap or 0.0, rule.window or 0,
             query.stride(0), key.stride(0), value.stride(0),
             self._prompts.stride(0), self._own.stride(0), rows,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads,
-            GROUP_PADDED=max(16, triton.next_power_of_2(heads // kv_heads)),
+            GROUP_PADDED=max(LEAST_SIDE, triton.next_power_of_2(heads // kv_heads)),
             SLOTS=self._planes[0].shape[2], TILE=TILE, PARTS=parts, **sizes,
         )  # fmt: skip
         if parts > 1:

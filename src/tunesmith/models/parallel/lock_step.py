@@ -19,13 +19,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from transformers import PreTrainedModel
 
-from tunesmith.errors import DeviceMemoryError
+from tunesmith.errors import ConfigError, DeviceMemoryError
 from tunesmith.models.parallel.sequence import SequenceGroup
 from tunesmith.models.parallel.sharding import shards
 
 Replay = Callable[[], object]
 Waiting = Callable[[], AbstractContextManager[None]]
 W = TypeVar("W")
+
+_MICRO_BATCH = "system.max_tokens_per_microbatch"
+_NO_RECOVERY = (
+    "a trainer rank ran out of memory, and before torch 2.13 a sharded model cannot run another "
+    f"pass after that (this is torch {torch.__version__}); set a smaller {_MICRO_BATCH}, or "
+    "install torch 2.13, which tries again with smaller micro-batches"
+)
 
 
 class LockStep:
@@ -66,6 +73,12 @@ class LockStep:
             part.set_custom_all_gather(_AllGather(recorder))
             part.set_custom_reduce_scatter(_ReduceScatter(recorder))
 
+    @property
+    def _recovers(self) -> bool:
+        """Whether a pass that failed can be followed by another."""
+        module = self._module
+        return not isinstance(module, FSDPModule) or hasattr(module, "reset_iter_state")
+
     def begin(self, kind: Hashable) -> bool:
         """Whether a pass of this kind has yet to be recorded; the caller then runs one that needs
         almost no memory."""
@@ -97,9 +110,9 @@ class LockStep:
         """Issue the remaining operations of a failed pass."""
         if self.failure is None:
             return
-        if isinstance(self._module, FSDPModule):
+        if isinstance(self._module, FSDPModule) and self._recovers:
             self._module.reset_iter_state()
-        forget_unsharded_gradients(self._module)
+            forget_unsharded_gradients(self._module)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         for replay in self._recorded[kind][len(self._issued) :]:
@@ -110,10 +123,15 @@ class LockStep:
 
         Args:
             total: sums a tensor over the ranks.
+
+        Raises:
+            ConfigError: and torch cannot run a sharded model any more after that.
         """
         failure = self.failure
         self.failure = None
         if total(torch.tensor([float(failure is not None)], device=device)).item():
+            if not self._recovers:
+                raise ConfigError(_NO_RECOVERY, keys=(_MICRO_BATCH,))
             forget_unsharded_gradients(self._module)
             raise DeviceMemoryError(failure or "another rank ran out of memory")
 

@@ -32,7 +32,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from tunesmith.errors import ConfigError
 from tunesmith.models.kernels.layers import decoder_layers
 from tunesmith.models.parallel.host_memory import host_memory
 
@@ -93,14 +92,7 @@ class Sharding:
 
         Args:
             dtype: the dtype of its computation.
-
-        Raises:
-            ConfigError: torch is too old.
         """
-        if not hasattr(FSDPModule, "reset_iter_state"):
-            raise ConfigError(
-                f"sharding a model needs torch 2.13 or newer, and this is torch {torch.__version__}"
-            )
         module.tie_weights()
         module.config.dtype = dtype
         trains = any(p.requires_grad for p in module.parameters())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import version
 from itertools import product, takewhile
 
 from tunesmith.config.system import SystemSection
@@ -37,20 +36,12 @@ def layouts(plan: AnyPlan) -> Iterator[ProcessLayout]:
         shapes = ray_shapes(plan, gpus, _tensor_sizes(plan, plan.gpus))
     for shape in shapes:
         whole = shape.trainer_ranks == 1 or not plan.devices.on_gpu
-        whole = whole or not (plan.facts.hardware.named or torch_shards())
         stages = (0,) if whole and not said["zero_stage"] else (0, 1, 2, 3)
         for size, stage in product(_sequence_sizes(plan, shape.trainer_ranks), stages):
             layout = replace(shape, zero_stage=stage, sequence=size)
             values = {name: getattr(layout, name) for name in said}
             if all(said[name] in (None, v) for name, v in values.items() if v is not None):
                 yield layout
-
-
-def torch_shards() -> bool:
-    """Whether the installed torch has the FSDP features that ``parallel.sharding`` needs: 2.13 has,
-    2.12 has not."""
-    major, minor = version("torch").split(".")[:2]
-    return (int(major), int(minor)) >= (2, 13)
 
 
 def without_layout(system: SystemSection) -> SystemSection:

@@ -130,7 +130,7 @@ def mapped_memory(device: str) -> MappedMemory:
 def _plain_segments() -> Generator[None]:
     """What is allocated inside does not lie in expandable segments, whose handles only processes
     that may trace each other can open (``pidfd_getfd``)."""
-    settings = torch._C._accelerator_getAllocatorSettings()
+    settings = _allocator_settings()
     plain = settings.replace("expandable_segments:True", "expandable_segments:False")
     if plain == settings:
         yield
@@ -140,6 +140,14 @@ def _plain_segments() -> Generator[None]:
         yield
     finally:
         torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def _allocator_settings() -> str:
+    """What the allocator was told; before torch 2.13, which can say it, in the environment."""
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        return torch._C._accelerator_getAllocatorSettings()
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return next((os.environ[name] for name in names if name in os.environ), "")
 
 
 def _reserve(path: Path, size: int) -> None:
