@@ -109,8 +109,8 @@ class SystemSection(Section):
     start."""
     threads: Open[PositiveInt] = None
     compile: Open[bool | Literal["default", "max-autotune"]] = None
-    """True: on a CPU, compile decoding (``engines.local``), and training in bfloat16 with AMX or
-    AVX-512 BF16 (``kernels``); on a GPU, decode with Triton's kernels and CUDA graphs. A mode of
+    """True: on a CPU, compile decoding (``engines.local``) and parts of training steps
+    (``kernels``); on a GPU, decode with Triton's kernels and CUDA graphs. A mode of
     ``torch.compile``: the same for decoding, and PyTorch compiles the decoder layers of policy,
     critic and reference for training; ``max-autotune`` also times kernels, without CUDA graphs."""
     kernels: Literal["torch", "liger"] = "torch"

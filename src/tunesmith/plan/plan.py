@@ -216,9 +216,18 @@ class Plan(Generic[C]):
         step (``kernels``)."""
         if self.devices.on_gpu:
             return self.decodes_on_gpu or self.compiles_layers
-        able = self.facts.hardware.tiles or self.facts.hardware.pairs
-        trains = self.kind.trains and self.devices.dtype == "bfloat16" and able
-        return self.decodes or trains
+        return self.decodes or (self.kind.trains and self._trains_compiled)
+
+    @property
+    def _trains_compiled(self) -> bool:
+        """Whether functions compiled for this CPU compute a part of a training step: products of
+        bfloat16, or the rest of a lean layer."""
+        dtype = self.devices.dtype
+        model = self.facts.model
+        hardware = self.facts.hardware
+        products = dtype == "bfloat16" and (hardware.tiles or hardware.pairs)
+        layers = dtype in ("float32", "bfloat16") and (model is None or model.lean)
+        return products or layers
 
     @property
     def compiles_layers(self) -> bool:

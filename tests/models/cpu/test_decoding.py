@@ -344,8 +344,9 @@ def test_a_trace_has_the_compiled_calls(tmp_path: Path) -> None:
         for name, seconds in largest_costs(trace, 1000)
         if name.startswith("tunesmith::")
     }
-    called = ("step", "layer", "layers", "product", "multiply", "draw")
-    assert named.keys() == {f"tunesmith::{name}" for name in called}
+    decoding = ("step", "layer", "layers", "product", "multiply", "draw")
+    prompts = ("norm", "heads", "gate")
+    assert named.keys() == {f"tunesmith::{name}" for name in (*decoding, *prompts)}
     assert min(named.values()) > 0
 
 
@@ -514,7 +515,7 @@ def test_the_setting_is_derived_from_compiler_family_and_device(
 
 
 @pytest.mark.parametrize("has", ["tiles", "pairs", ""])
-def test_training_in_bfloat16_compiles_where_the_cpu_multiplies_it(
+def test_training_of_other_layers_compiles_where_the_cpu_multiplies_bfloat16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: str
 ) -> None:
     directory = save_model(tmp_path / "model", "gpt2")
@@ -543,6 +544,23 @@ def test_training_in_bfloat16_compiles_where_the_cpu_multiplies_it(
     config = found("system.compile=false")
     model_spec(config).build(load_tokenizer(config.said))
     assert not functions.usable()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compiles"), [("float32", True), ("bfloat16", True), ("float16", False)]
+)
+def test_training_of_lean_layers_compiles_on_any_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, compiles: bool
+) -> None:
+    monkeypatch.setenv("CXX", sys.executable)
+    directory = save_model(tmp_path / "model", "qwen3")
+    hardware = replace(read_hardware(), tiles=False, pairs=False)
+    settings = [f"model.path={directory}", f"model.dtype={dtype}", "data.train=org/data"]
+    plan = resolve(
+        load_config(SFTConfig, None, [*settings, "system.device=cpu"]),
+        Facts(hardware, read_model_facts(directory)),
+    )
+    assert plan.devices.compile == compiles
 
 
 @needs_compiler

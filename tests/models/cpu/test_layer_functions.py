@@ -15,17 +15,16 @@ from tunesmith.models.cpu.layer_functions import Gated, RmsNorm, TurnedHeads
 from tunesmith.models.kernels import lean_ops
 from tunesmith.models.kernels.functions import HeadShape, computed
 
-pytestmark = pytest.mark.skipif(
-    not usable(), reason="this CPU multiplies nothing in bfloat16, or there is no compiler"
-)
+pytestmark = pytest.mark.skipif(not usable(), reason="there is no compiler")
 
-ROUNDED = 2**-8
-"""Relative error of a number that is rounded to bfloat16."""
+ROUNDED = {torch.bfloat16: 2**-8, torch.float32: 2**-18}
+"""Relative error of a number that is rounded to a type; in float32, of a few operations."""
 SIZES = [(1, 1), (3, 16), (37, 24), (300, 250)]
+both = pytest.mark.parametrize("dtype", ROUNDED, ids=["bfloat16", "float32"])
 
 
-def drawn(*shape: int) -> Tensor:
-    return torch.randn(*shape).bfloat16().requires_grad_()
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape).to(dtype).requires_grad_()
 
 
 def wide(x: Tensor) -> Tensor:
@@ -33,17 +32,18 @@ def wide(x: Tensor) -> Tensor:
 
 
 def agree(
-    found: Tensor | None, exact: Tensor | None, *, roundings: int = 2, sums: float = 1e-3
+    found: Tensor | None, exact: Tensor | None, *, roundings: int = 2, sums: float = 0.25
 ) -> None:
     """As near as numbers are that were rounded so often.
 
     Args:
-        sums: error of small numbers, as a share of the largest.
+        sums: error of small numbers, in roundings of the largest.
     """
     assert found is not None and exact is not None
+    rounding = ROUNDED[found.dtype]
     scale = float(exact.detach().abs().max())
     torch.testing.assert_close(
-        found.double(), exact, rtol=roundings * ROUNDED, atol=sums * scale + 1e-6
+        found.double(), exact, rtol=roundings * rounding, atol=sums * rounding * scale + 1e-6
     )
 
 
@@ -56,7 +56,7 @@ def same_gradients(
     """Of a sum of the results with other weights for each number."""
     torch.manual_seed(1)
     pairs = list(zip(found, exact, strict=True))
-    weights = [torch.randn(a.shape).bfloat16() for a, _ in pairs]
+    weights = [torch.randn(a.shape).to(a.dtype) for a, _ in pairs]
     torch.autograd.backward([a for a, _ in pairs], weights)
     torch.autograd.backward([b for _, b in pairs], [w.double() for w in weights])
     for own, other in zip(inputs, wides, strict=True):
@@ -69,9 +69,10 @@ def exact_norm(x: Tensor, weight: Tensor, offset: bool) -> Tensor:
 
 @pytest.mark.parametrize(("rows", "size"), SIZES)
 @pytest.mark.parametrize("offset", [False, True])
-def test_norm(rows: int, size: int, offset: bool) -> None:
-    x = drawn(rows, size)
-    weight = drawn(size)
+@both
+def test_norm(rows: int, size: int, offset: bool, dtype: torch.dtype) -> None:
+    x = drawn(rows, size, dtype=dtype)
+    weight = drawn(size, dtype=dtype)
     own = [wide(x), wide(weight)]
     found = computed(RmsNorm, x, weight, 1e-6, offset)
     exact = exact_norm(own[0], own[1], offset)
@@ -91,8 +92,9 @@ def test_norm_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("rows", "size"), SIZES)
-def test_gate(rows: int, size: int) -> None:
-    x = drawn(rows, 2 * size)
+@both
+def test_gate(rows: int, size: int, dtype: torch.dtype) -> None:
+    x = drawn(rows, 2 * size, dtype=dtype)
     own = wide(x)
     gate, up = own.chunk(2, -1)
     found = computed(Gated, x)
@@ -114,15 +116,18 @@ def test_gate_of_large_numbers_is_finite() -> None:
     [(1, 1, 1, 2), (37, 3, 1, 24), (300, 4, 2, 64), (9, 2, 2, 6)],
 )
 @pytest.mark.parametrize("norms", [0, 1, 2])
-def test_heads(rows: int, heads: int, kv_heads: int, size: int, norms: int) -> None:
+@both
+def test_heads(
+    rows: int, heads: int, kv_heads: int, size: int, norms: int, dtype: torch.dtype
+) -> None:
     """Norms are absent, plain, or have offsets."""
-    x = drawn(rows, (heads + 2 * kv_heads) * size)
-    weights = [drawn(size), drawn(size)] if norms else []
+    x = drawn(rows, (heads + 2 * kv_heads) * size, dtype=dtype)
+    weights = [drawn(size, dtype=dtype), drawn(size, dtype=dtype)] if norms else []
     angle = torch.rand(rows, 1, size // 2) * 6
     cos, sin = (torch.cat((t, t), -1) for t in (angle.cos(), angle.sin()))
     sin[..., : size // 2] *= -1
-    cos = cos.bfloat16()
-    sin = sin.bfloat16()
+    cos = cos.to(dtype)
+    sin = sin.to(dtype)
     own = wide(x)
     own_weights = [wide(w) for w in weights]
     parts = own.view(rows, -1, size).split([heads, kv_heads, kv_heads], 1)
@@ -135,8 +140,8 @@ def test_heads(rows: int, heads: int, kv_heads: int, size: int, norms: int) -> N
     )
     assert [t.shape for t in found] == [(rows, heads, size), *[(rows, kv_heads, size)] * 2]
     for a, b in zip(found, exact, strict=False):
-        agree(a, b, roundings=4, sums=2 * ROUNDED)  # what is rotated was rounded
-    assert torch.equal(found[2], parts[2].bfloat16())
+        agree(a, b, roundings=4, sums=2)  # what is rotated was rounded
+    assert torch.equal(found[2], parts[2].to(dtype))
     same_gradients(found, [x, *weights], [*exact, parts[2]], [own, *own_weights])
 
 
@@ -192,7 +197,8 @@ def test_as_pytorch_s_operations_which_serve_all_else(
     assert len(calls) == 1
     agree(found, other.double(), roundings=4)
     agree(gradient, None if x.grad is None else x.grad.double(), roundings=4)
-    assert not CpuFunctions.fits(x.float()) and not CpuFunctions.fits(x.to("meta"))
+    assert not CpuFunctions.fits(x.half()) and not CpuFunctions.fits(x.to("meta"))
+    assert not CpuFunctions.fits(x.float(), weight), "one type in an operation"
     assert CpuFunctions.fits(x, weight)
     assert run[operation](x.detach().float()).dtype == torch.float32
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tunesmith.models.cpu.functions import CpuFunctions, usable
+from tunesmith.models.cpu.functions import CpuFunctions, multiplies_narrow
 from tunesmith.models.head import Head, fused_logprobs
 from tunesmith.models.kernels.gradient_sums import kept_sums
 from tunesmith.models.kernels.lean_ops import embed, linear
 from tunesmith.run.trainers.masters import Master
 
 pytestmark = pytest.mark.skipif(
-    not usable(), reason="this CPU multiplies nothing in bfloat16, or there is no compiler"
+    not multiplies_narrow(),
+    reason="this CPU multiplies nothing in bfloat16, or there is no compiler",
 )
 
 

@@ -1,5 +1,6 @@
-"""What this package registers for a trainer's passes on CPUs (``kernels.functions``): operations on
-bfloat16, for CPUs with AMX or AVX-512 BF16.
+"""What this package registers for a trainer's passes on CPUs (``kernels.functions``): a layer's
+operations beside products on float32 and bfloat16, for any CPU, and products and the backward pass
+of attention on bfloat16, for CPUs with AMX or AVX-512 BF16.
 
 They compute in float32 and round their results; sums over rows are float32. Elsewhere ``lean_ops``
 and others compute the same with PyTorch's operations.
@@ -16,21 +17,28 @@ from torch import Tensor, nn
 from tunesmith.models.cpu import layer_functions
 from tunesmith.models.cpu.native import OPERATIONS, load
 from tunesmith.models.kernels.functions import AttentionParts
-from tunesmith.plan.facts.instructions import cpu_flags
 
 _allowed = True
 
 
+ROWS = (torch.float32, torch.bfloat16)
+"""Types of the rows that a layer's operations take."""
+
+
 def usable() -> bool:
-    """Whether this process trains with compiled operations (``system.compile``), and this CPU and
-    the compiler have them."""
-    return _allowed and _compiled()
+    """Whether this process trains with compiled operations (``system.compile``), and a compiler is
+    there."""
+    return _allowed and load("train")
+
+
+def multiplies_narrow() -> bool:
+    """Whether this CPU has the operations with products of bfloat16."""
+    return usable() and _narrow()
 
 
 @cache
-def _compiled() -> bool:
-    flags = {"amx_bf16", "avx512_bf16"} & cpu_flags()
-    return bool(flags) and load("train") and OPERATIONS.trains()
+def _narrow() -> bool:
+    return OPERATIONS.multiplies_narrow()
 
 
 class CpuFunctions:
@@ -47,11 +55,11 @@ class CpuFunctions:
 
     @staticmethod
     def fits(*tensors: Tensor) -> bool:
+        rows = tensors[0].dtype
         return (
-            all(
-                t.dtype == torch.bfloat16
-                and t.device.type == "cpu"
-                and type(t) in (Tensor, nn.Parameter)
+            rows in ROWS
+            and all(
+                t.dtype == rows and t.device.type == "cpu" and type(t) in (Tensor, nn.Parameter)
                 for t in tensors
             )
             and usable()
@@ -61,7 +69,7 @@ class CpuFunctions:
     def multiplies(weight: Tensor) -> bool:
         whole = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
         here = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-        return whole and here and usable()
+        return whole and here and multiplies_narrow()
 
     @staticmethod
     def add_product(grad: Tensor, x: Tensor, sums: Sequence[tuple[Tensor, bool]]) -> None:
@@ -71,7 +79,7 @@ class CpuFunctions:
 
     @staticmethod
     def attends(query: Tensor) -> bool:
-        return query.dtype == torch.bfloat16 and query.shape[2] % 32 == 0 and usable()
+        return query.dtype == torch.bfloat16 and query.shape[2] % 32 == 0 and multiplies_narrow()
 
     @staticmethod
     def attend_backward(parts: AttentionParts) -> tuple[Tensor, Tensor, Tensor]:

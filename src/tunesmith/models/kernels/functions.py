@@ -2,7 +2,7 @@
 
 ``lean_ops``, ``head``, ``cpu_attention`` and ``gradient_sums`` ask for them and compute with
 PyTorch's operations where there are none. They register at a door (``config.doors``); ``cpu`` has
-those for CPUs with AMX or AVX-512 BF16.
+those for CPUs.
 
 Shape legend: ``T`` tokens, ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``N``
 outputs, ``d`` inputs.

@@ -99,5 +99,6 @@ unread(RunConfig, EXPERTS, lambda s: s.model and not s.model.expert_widths,
        "on a model without experts; leave it out")
 unread(RunConfig, "system.compile", lambda s: s.compilable is False,
        "here: on a CPU it compiles decoding in the local engine for models of Llama's shape, and "
-       "training in bfloat16 with AMX or AVX-512 BF16; leave it out, or name a torch.compile mode "
-       "for training", harmless=(False, "default", "max-autotune"))
+       "training of these in float32 or bfloat16, or of others in bfloat16 with AMX or AVX-512 "
+       "BF16; leave it out, or name a torch.compile mode for training",
+       harmless=(False, "default", "max-autotune"))

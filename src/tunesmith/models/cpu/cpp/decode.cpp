@@ -484,10 +484,6 @@ static void draw_row(const float* logits, int64_t V, float temperature, double u
     *logprob = float((double)((logits[chosen] - top) / scale) - std::log(total));
 }
 
-// f(a number of the rows' type): float32 or bfloat16.
-template <class F> static void by_type(bool narrow_rows, F f) { narrow_rows ? f(bfloat16()) : f(float()); }
-static ScalarType type_of(bool narrow_rows) { return narrow_rows ? ScalarType::BFloat16 : ScalarType::Float; }
-
 // order, lengths: of the rows by block, and of their prompts; written: tokens of each row before this one; table: its row of
 // the rotary tables, a cosine and a sine for each kind of layer.
 static Tensor step(Tensor planes, Tensor starts, Tensor order, Tensor lengths, Tensor written, Tensor table, Tensor prompts, Tensor own, std::vector<Tensor> rotary) {

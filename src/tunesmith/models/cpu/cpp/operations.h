@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include "vectors.h"
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -22,6 +23,10 @@ static inline Tensor in_rows(const Tensor& t) {  // the numbers of a row are sid
 static inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, std::optional<ScalarType> type = std::nullopt) {
     return torch::stable::new_empty(like, sizes, type);
 }
+
+// f(a number of the rows' type): float32 or bfloat16.
+template <class F> static void by_type(bool narrow_rows, F f) { narrow_rows ? f(bfloat16()) : f(float()); }
+static inline ScalarType type_of(bool narrow_rows) { return narrow_rows ? ScalarType::BFloat16 : ScalarType::Float; }
 
 // A tensor of bytes that are an object of type T, which ends with it.
 template <class T> static Tensor tensor_of(T* object) {

@@ -1,5 +1,5 @@
-// What a training step computes slower with PyTorch's operations, for bfloat16 rows; sums are float32. Operands are packed
-// into AMX's tiles, which AVX-512 multiplies pair by pair where there is no AMX.
+// What a training step computes slower with PyTorch's operations; sums are float32. Products are of bfloat16 rows: operands
+// are packed into AMX's tiles, which AVX-512 multiplies pair by pair where there is no AMX.
 //
 // Shapes: T rows, N outputs and K inputs of a linear module; H query heads, K key/value heads, G = H / K, D head size.
 #include "layers.h"
@@ -273,19 +273,17 @@ static void attend_backward(const Segments& f, const Attention& a, int64_t threa
 }
 #endif
 
-#ifdef __AVX512BF16__
-using Two = std::tuple<Tensor, Maybe>;
+// Each head's numbers are side by side, and so are the heads.
+static Tensor heads_in_rows(const Tensor& t) {
+    return t.stride(2) == 1 && t.stride(1) == t.size(2) ? t : torch::stable::contiguous(t);
+}
 
+#ifdef __AVX512BF16__
 static void weight_gradients(Tensor grad, Tensor x, std::vector<Tensor> sums, std::vector<int64_t> adds) {
     grad = in_rows(grad), x = in_rows(x);
     std::vector<Sum> parts;
     for (size_t i = 0; i < sums.size(); i++) parts.push_back({numbers<float>(sums[i]), sums[i].size(0), adds[i]});
     weight_gradient(x.size(0), x.size(1), numbers<bfloat16>(grad), grad.stride(0), numbers<bfloat16>(x), x.stride(0), parts.data(), parts.size(), threads());
-}
-
-// Each head's numbers are side by side, and so are the heads.
-static Tensor heads_in_rows(const Tensor& t) {
-    return t.stride(2) == 1 && t.stride(1) == t.size(2) ? t : torch::stable::contiguous(t);
 }
 
 static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor table, Tensor q, Tensor k, Tensor v, Tensor out, Tensor grad, Tensor lse, double scale) {
@@ -302,12 +300,18 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor table, Tenso
                     threads());
     return {grad_q, grad_k, grad_v};
 }
+#endif
+
+using Two = std::tuple<Tensor, Maybe>;
 
 static std::tuple<Tensor, Tensor> norm(Tensor x, Tensor weight, double eps, bool offset) {
     x = in_rows(x);
     const Tensor y = empty(x, {x.size(0), x.size(1)}), scales = empty(x, {x.size(0)}, ScalarType::Float);
-    norm_rows(x.size(0), x.size(1), numbers<bfloat16>(x), x.stride(0), Norm{numbers<bfloat16>(weight), float(eps), offset},
-              numbers<bfloat16>(y), numbers<float>(scales), threads());
+    by_type(narrow(x), [&](auto number) {
+        using X = decltype(number);
+        norm_rows(x.size(0), x.size(1), numbers<X>(x), x.stride(0), Norm<X>{numbers<X>(weight), float(eps), offset}, numbers<X>(y),
+                  numbers<float>(scales), threads());
+    });
     return {y, scales};
 }
 
@@ -316,9 +320,12 @@ static Two norm_backward(Tensor x, Tensor grad, Tensor weight, Tensor scales, do
     x = in_rows(x), grad = in_rows(grad);
     const Tensor grad_x = empty(x, {x.size(0), x.size(1)});
     const Maybe grad_weight = weighs ? Maybe(empty(x, {x.size(1)}, ScalarType::Float)) : std::nullopt;
-    norm_rows_backward(x.size(0), x.size(1), numbers<bfloat16>(x), x.stride(0), numbers<bfloat16>(grad), grad.stride(0),
-                       Norm{numbers<bfloat16>(weight), float(eps), offset}, numbers<float>(scales), numbers<bfloat16>(grad_x),
-                       numbers<float>(grad_weight), threads());
+    by_type(narrow(x), [&](auto number) {
+        using X = decltype(number);
+        norm_rows_backward(x.size(0), x.size(1), numbers<X>(x), x.stride(0), numbers<X>(grad), grad.stride(0),
+                           Norm<X>{numbers<X>(weight), float(eps), offset}, numbers<float>(scales), numbers<X>(grad_x),
+                           numbers<float>(grad_weight), threads());
+    });
     return {grad_x, grad_weight};
 }
 
@@ -326,18 +333,22 @@ static Two norm_backward(Tensor x, Tensor grad, Tensor weight, Tensor scales, do
 template <class F>
 static void with_heads(const Maybe& x, const Tensor& cos, const Tensor& sin, const std::vector<Tensor>& weights, int64_t heads, int64_t kv_heads, double eps, bool offset, F f) {
     const Tensor own_cos = whole(cos), own_sin = whole(sin);
-    std::vector<Norm> norms;
-    for (const Tensor& weight : weights) norms.push_back({numbers<bfloat16>(weight), float(eps), offset});
-    f(Heads{numbers<bfloat16>(x), numbers<bfloat16>(own_cos), numbers<bfloat16>(own_sin), weights.empty() ? nullptr : norms.data(), cos.size(0),
-            x ? x->stride(0) : 0, heads, kv_heads, cos.size(cos.dim() - 1)});
+    by_type(narrow(cos), [&](auto number) {
+        using X = decltype(number);
+        std::vector<Norm<X>> norms;
+        for (const Tensor& weight : weights) norms.push_back({numbers<X>(weight), float(eps), offset});
+        f(Heads<X>{numbers<X>(x), numbers<X>(own_cos), numbers<X>(own_sin), weights.empty() ? nullptr : norms.data(), cos.size(0),
+                   x ? x->stride(0) : 0, heads, kv_heads, cos.size(cos.dim() - 1)});
+    });
 }
 
 static std::tuple<Tensor, Tensor, Maybe> heads(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> weights, int64_t heads, int64_t kv_heads, double eps, bool offset) {
     const int64_t T = x.size(0), D = cos.size(cos.dim() - 1);
     const Tensor q = empty(x, {T, heads, D}), k = empty(x, {T, kv_heads, D});
     const Maybe scales = weights.empty() ? std::nullopt : Maybe(empty(x, {T, heads + kv_heads}, ScalarType::Float));
-    with_heads(x, cos, sin, weights, heads, kv_heads, eps, offset, [&](const Heads& a) {
-        turn_heads(a, numbers<bfloat16>(q), numbers<bfloat16>(k), numbers<float>(scales), threads());
+    with_heads(x, cos, sin, weights, heads, kv_heads, eps, offset, [&](const auto& a) {
+        using X = typename std::decay_t<decltype(a)>::Number;
+        turn_heads(a, numbers<X>(q), numbers<X>(k), numbers<float>(scales), threads());
     });
     return {q, k, scales};
 }
@@ -347,14 +358,13 @@ static Two heads_backward(std::vector<Tensor> grads, Maybe x, Tensor cos, Tensor
     const int64_t D = cos.size(cos.dim() - 1);
     const Tensor grad_x = empty(cos, {cos.size(0), (heads + 2 * kv_heads) * D});
     const Maybe grad_weights = weighs ? Maybe(empty(cos, {2, D}, ScalarType::Float)) : std::nullopt;
-    const bfloat16* places[3];
-    int64_t steps[3];
-    for (int i = 0; i < 3; i++) {
-        grads[i] = heads_in_rows(grads[i]);
-        places[i] = numbers<bfloat16>(grads[i]), steps[i] = grads[i].stride(0);
-    }
-    with_heads(x, cos, sin, weights, heads, kv_heads, eps, offset, [&](const Heads& a) {
-        turn_heads_backward(a, places, steps, numbers<float>(scales), numbers<bfloat16>(grad_x), numbers<float>(grad_weights), threads());
+    for (Tensor& grad : grads) grad = heads_in_rows(grad);
+    with_heads(x, cos, sin, weights, heads, kv_heads, eps, offset, [&](const auto& a) {
+        using X = typename std::decay_t<decltype(a)>::Number;
+        const X* places[3];
+        int64_t steps[3];
+        for (int i = 0; i < 3; i++) places[i] = numbers<X>(grads[i]), steps[i] = grads[i].stride(0);
+        turn_heads_backward(a, places, steps, numbers<float>(scales), numbers<X>(grad_x), numbers<float>(grad_weights), threads());
     });
     return {grad_x, grad_weights};
 }
@@ -362,20 +372,24 @@ static Two heads_backward(std::vector<Tensor> grads, Maybe x, Tensor cos, Tensor
 static Tensor gate(Tensor x) {
     x = in_rows(x);
     const Tensor y = empty(x, {x.size(0), x.size(1) / 2});
-    gate_rows(x.size(0), x.size(1) / 2, numbers<bfloat16>(x), x.stride(0), numbers<bfloat16>(y), threads());
+    by_type(narrow(x), [&](auto number) {
+        using X = decltype(number);
+        gate_rows(x.size(0), x.size(1) / 2, numbers<X>(x), x.stride(0), numbers<X>(y), threads());
+    });
     return y;
 }
 
 static Tensor gate_backward(Tensor x, Tensor grad) {
     x = in_rows(x), grad = in_rows(grad);
     const Tensor grad_x = empty(x, {x.size(0), x.size(1)});
-    gate_rows_backward(grad.size(0), grad.size(1), numbers<bfloat16>(x), x.stride(0), numbers<bfloat16>(grad), grad.stride(0),
-                       numbers<bfloat16>(grad_x), threads());
+    by_type(narrow(x), [&](auto number) {
+        using X = decltype(number);
+        gate_rows_backward(grad.size(0), grad.size(1), numbers<X>(x), x.stride(0), numbers<X>(grad), grad.stride(0), numbers<X>(grad_x), threads());
+    });
     return grad_x;
 }
-#endif
 
-static bool trains() {  // whether this CPU has the operations below
+static bool multiplies_narrow() {  // whether this CPU has the operations on products below
 #if defined(__AMX_BF16__)
     return has_tiles();
 #elif defined(__AVX512BF16__)
@@ -385,7 +399,7 @@ static bool trains() {  // whether this CPU has the operations below
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tunesmith, m) {
-    m.def("trains() -> bool");
+    m.def("multiplies_narrow() -> bool");
     m.def("weight_gradients(Tensor grad, Tensor x, Tensor(a!)[] sums, int[] adds) -> ()");
     m.def("attention_backward(Tensor table, Tensor q, Tensor k, Tensor v, Tensor out, Tensor grad, Tensor lse, float scale) -> (Tensor, Tensor, Tensor)");
     m.def("norm(Tensor x, Tensor weight, float eps, bool offset) -> (Tensor, Tensor)");
@@ -395,11 +409,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tunesmith, m) {
     m.def("gate(Tensor x) -> Tensor");
     m.def("gate_backward(Tensor x, Tensor grad) -> Tensor");
 }
-STABLE_TORCH_LIBRARY_IMPL(tunesmith, CompositeExplicitAutograd, m) { m.impl("trains", TORCH_BOX(&trains)); }
-#ifdef __AVX512BF16__
+STABLE_TORCH_LIBRARY_IMPL(tunesmith, CompositeExplicitAutograd, m) { m.impl("multiplies_narrow", TORCH_BOX(&multiplies_narrow)); }
 STABLE_TORCH_LIBRARY_IMPL(tunesmith, CPU, m) {
+#ifdef __AVX512BF16__
     m.impl("weight_gradients", TORCH_BOX(&weight_gradients));
     m.impl("attention_backward", TORCH_BOX(&attention_backward));
+#endif
     m.impl("norm", TORCH_BOX(&norm));
     m.impl("norm_backward", TORCH_BOX(&norm_backward));
     m.impl("heads", TORCH_BOX(&heads));
@@ -407,4 +422,3 @@ STABLE_TORCH_LIBRARY_IMPL(tunesmith, CPU, m) {
     m.impl("gate", TORCH_BOX(&gate));
     m.impl("gate_backward", TORCH_BOX(&gate_backward));
 }
-#endif

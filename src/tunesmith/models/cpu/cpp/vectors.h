@@ -39,12 +39,16 @@ static inline Vec load(const bfloat16* p) {
     Half h; std::memcpy(&h, p, sizeof h);
     return (Vec)(__builtin_convertvector(h, Bits) << 16);
 }
-static inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
-static inline void store(bfloat16* p, Vec v) {  // to the nearest, ties to even; NaN stays NaN
+static inline Half narrow(Vec v) {  // to the nearest, ties to even; NaN stays NaN
+#ifdef __AVX512BF16__
+    return (Half)_mm512_cvtneps_pbh((__m512)v);
+#else
     Bits u = (Bits)v, rounded = u + 0x7fff + ((u >> 16) & 1);
-    Half h = __builtin_convertvector((v == v ? rounded : u | 0x400000) >> 16, Half);
-    std::memcpy(p, &h, sizeof h);
+    return __builtin_convertvector((v == v ? rounded : u | 0x400000) >> 16, Half);
+#endif
 }
+static inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+static inline void store(bfloat16* p, Vec v) { const Half h = narrow(v); std::memcpy(p, &h, sizeof h); }
 template <class T> static inline Vec load(const T* p, int64_t n) {  // the first n numbers, then zeros
     if (n >= W) return load(p);
     T part[W] = {};
@@ -59,7 +63,13 @@ template <class T> static inline void store(T* p, Vec v, int64_t n) {
 }
 static inline float as_float(float x) { return x; }
 static inline float as_float(bfloat16 x) { return load(&x, 1)[0]; }
-static inline float sum(Vec v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
+static inline float sum(Vec v) {
+    float part[W];
+    store(part, v);
+    for (int half = W / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) part[i] += part[i + half];
+    return part[0];
+}
 
 // acc + the products of two numbers x and W pairs
 static inline Vec add_pair(Vec acc, const bfloat16* x, const bfloat16* pairs) {
