@@ -51,7 +51,7 @@ def loaded(path: Path, device: str, dtype: torch.dtype = torch.float32) -> Causa
 def pass_over(path: Path, device: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities and gradients of a forest, in float32 on the CPU."""
     model = loaded(path, device, dtype)
-    got, _ = logprobs(model, forest_of(samples()).to(device))
+    got, _ = logprobs(model, forest_of(samples()).to(torch.device(device)))
     found = gradients(model, got.float().cpu())
     return got.detach().float().cpu(), {name: g.float().cpu() for name, g in found.items()}
 
@@ -116,7 +116,9 @@ def test_selective_checkpointing_changes_no_gradient_and_takes_less_memory(tmp_p
     """Beside no and full checkpointing, on layers whose activations dwarf the rest."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
     tiny.save_model(tmp_path, "qwen3", num_hidden_layers=8, **sizes)
-    forest = forest_of([sample_of([5] * 100, [6 + i] * 400) for i in range(8)]).to("cuda")
+    forest = forest_of([sample_of([5] * 100, [6 + i] * 400) for i in range(8)]).to(
+        torch.device("cuda")
+    )
     kept: list[int] = []
     found: list[dict[str, Tensor]] = []
     for kind in (0, "selective", 1):
