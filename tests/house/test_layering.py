@@ -32,7 +32,7 @@ FLOORS = {
     "__main__": 8,
     "": 8,
 }
-BELOW_MODELS = ("kernels", "parallel", "cpu", "cuda")
+BELOW_MODELS = ("experts", "kernels", "parallel", "cpu", "cuda")
 LAYOUT = ("forest", "openmp")
 """What rooms of ``models/`` may import of the files beside them."""
 ADAPTER_ROOMS = ("engines", "trainers", "weights")
@@ -248,6 +248,7 @@ def adapter(module: tuple[str, ...]) -> tuple[str, str] | None:
 
 # Modules beside an adapter that serve one adapter only, by the adapter they belong to.
 PARTS = {
+    ("trainers", "experts"): "torch",
     ("trainers", "optimizer"): "torch",
     ("trainers", "backward_sums"): "torch",
     ("engines", "roster"): "pool",

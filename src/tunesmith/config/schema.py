@@ -47,6 +47,11 @@ class ModelSection(Section):
     quantize: Literal["int8", "nf4"] | None = None
     """Store the frozen weights of an adapter's base in 8 or 4 bits (bitsandbytes); needs
     ``lora``."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0), at_most(10)] = 0.0
+    """Weight of a loss that loads the experts of a mixture evenly."""
+    router_bias_update_rate: Annotated[float, Field(ge=0), at_most(1)] = 0.0
+    """How far each step moves the biases that balance experts without a loss (DeepSeek-V3's
+    0.001)."""
 
 
 class LoraSection(Section):

@@ -19,6 +19,7 @@ from tunesmith.costs import CostModel
 from tunesmith.errors import ModelError, StorageError, boundary
 from tunesmith.models.attention import ForestAttention
 from tunesmith.models.embedding_rows import rows_of, set_rows
+from tunesmith.models.experts.routing import Routing
 from tunesmith.models.export import first_numbers, read_back, set_ends
 from tunesmith.models.forest import Forest
 from tunesmith.models.kernels.attention import AttentionContext
@@ -71,6 +72,10 @@ class Decoder:
     """What the model's files hold beside the decoder, to be saved with it."""
     lengths: LengthRule | None = field(default=None, init=False, repr=False)
     """Which sequence lengths share rotary frequencies, if these depend on the length."""
+    routing: Routing | None = field(default=None, init=False, repr=False)
+    """What routers chose in the last pass over a forest; None: there are none."""
+    scores_experts: bool = field(default=False, init=False, repr=False)
+    """Whether routers keep their scores in training passes."""
     runner: LayerRunner = field(init=False, repr=False)
     """Runs the layers: the first of ``RUNNERS`` that supports them."""
 
@@ -189,6 +194,7 @@ class Decoder:
         position_ids: Tensor,
         attention: AttentionContext,
         lengths: Sequence[int] | None = None,
+        routing: Routing | None = None,
     ) -> Tensor:
         """Last hidden states after the final norm, ``[T, d]``.
 
@@ -198,11 +204,12 @@ class Decoder:
             attention: decides what each token sees.
             lengths: ``self.lengths.alike`` of the sequence length of each of the ``T`` tokens;
                 None: one sequence.
+            routing: of a mixture of experts, to see or to change what its routers choose.
         """
         host = self.host_activations if torch.is_grad_enabled() else None
         rotated = rotated_by(lengths) if self.lengths is not None else nullcontext()
         with rotated, host.saving() if host is not None else nullcontext():
-            return self.runner(token_ids, position_ids, attention)
+            return self.runner(token_ids, position_ids, attention, routing)
 
     def compile_layers(self, mode: str) -> None:
         """Compile the layers of training and scoring passes with PyTorch.
@@ -265,8 +272,14 @@ class Decoder:
         attention: AttentionContext = ForestAttention(forest)
         if self.sequence is not None:
             attention = self.sequence.around(attention, forest)
+        scored = self.scores_experts and torch.is_grad_enabled()
+        self.routing = Routing(scored=scored) if self.runner.routers else None
         hidden = self.hidden(
-            forest.token_ids, forest.position_ids, attention, forest.rotary_lengths or None
+            forest.token_ids,
+            forest.position_ids,
+            attention,
+            forest.rotary_lengths or None,
+            self.routing,
         )
         return hidden.index_select(0, forest.source)
 

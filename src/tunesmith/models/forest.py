@@ -48,6 +48,7 @@ class Forest:
 
     token_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64
+    copies: Tensor  # [T] int64, how many samples have each token; 0 for a filler
     segments: tuple[Segment, ...]
     source: Tensor  # [N] int64
     targets: Tensor  # [N] int64
@@ -94,7 +95,7 @@ class Forest:
         one = torch.zeros(1, dtype=torch.int64)
         none = torch.zeros(0, dtype=torch.int64)
         return Forest(
-            one, one, (Segment(0, 1, -1),), none, none, none, none, none, none, (), (1,),
+            one, one, one, (Segment(0, 1, -1),), none, none, none, none, none, none, (), (1,),
             {name: column[:0] for name, column in self.columns.items()},
             {name: column[:0] for name, column in self.per_sample.items()},
         )  # fmt: skip
@@ -120,7 +121,7 @@ class Forest:
         chosen = (self.source % size == rank).nonzero().squeeze(1)
         return replace(
             self,
-            token_ids=torch.cat([self.token_ids, torch.zeros_like(filling)])[rank::size],
+            token_ids=_filled(self.token_ids, filling)[rank::size],
             position_ids=torch.cat([self.position_ids, filling])[rank::size],
             segments=segments,
             source=self.source[chosen] // size,
@@ -129,6 +130,7 @@ class Forest:
             predictions=chosen,
             columns={},
             per_sample={},
+            copies=_filled(self.copies, filling)[rank::size],
             rotary_lengths=lengths[rank::size],
         )
 
@@ -147,6 +149,11 @@ class Forest:
                 [self.predictions, first + torch.tensor(self.sample_ids, dtype=torch.int64)]
             ),
         )
+
+
+def _filled(rows: Tensor, filling: Tensor) -> Tensor:
+    """Args: filling: of the filler's length; its rows are 0."""
+    return torch.cat([rows, rows.new_zeros(len(filling), *rows.shape[1:])])
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
@@ -119,7 +120,7 @@ def load_module(
 
 
 def _experts_of(
-    config: Any,
+    config: PreTrainedConfig,
     dtype: torch.dtype,
     device: str | torch.device,
     wanted: ExpertsImplementation | None,

@@ -8,6 +8,7 @@ forward pass here holds many sequences, so each row is rotated by the length of 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -178,17 +179,18 @@ def split_by_length(forest: Forest, rule: LengthRule) -> Forest:
     if len(set(alike)) <= 1:
         return replace(forest, rotary_lengths=tuple(alike[:1] or [1]) * forest.num_tokens)
     segment_of = [i for i, segment in enumerate(forest.segments) for _ in range(segment.length)]
-    needed: dict[int, set[int]] = {length: set() for length in sorted(set(alike))}
+    needed: dict[int, Counter[int]] = {length: Counter() for length in sorted(set(alike))}
     last_source = dict(zip(forest.sample.tolist(), forest.source.tolist(), strict=True))
     for sample, row in last_source.items():
         index = segment_of[row]
         path = needed[alike[sample]]
-        while index >= 0 and index not in path:
-            path.add(index)
+        while index >= 0:
+            path[index] += 1
             index = forest.segments[index].parent
     rows: list[int] = []
     segments: list[Segment] = []
     lengths: list[int] = []
+    copies: list[int] = []
     moved = {length: torch.full((forest.num_tokens,), -1) for length in needed}
     for length, indices in needed.items():
         renumbered = {old: len(segments) + i for i, old in enumerate(sorted(indices))}
@@ -198,12 +200,14 @@ def split_by_length(forest: Forest, rule: LengthRule) -> Forest:
             moved[length][start : start + size] = torch.arange(len(rows), len(rows) + size)
             rows.extend(range(start, start + size))
             lengths.extend([length] * size)
+            copies.extend([indices[old]] * size)
     place = torch.stack([moved[length] for length in alike]).to(forest.source.device)
     taken = torch.tensor(rows, device=forest.token_ids.device)
     return replace(
         forest,
         token_ids=forest.token_ids[taken],
         position_ids=forest.position_ids[taken],
+        copies=torch.tensor(copies, device=taken.device),
         source=place[forest.sample, forest.source],
         segments=tuple(segments),
         rotary_lengths=tuple(lengths),

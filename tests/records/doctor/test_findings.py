@@ -121,6 +121,14 @@ CASES: dict[str, tuple[dict[str, Column], dict[str, Any]]] = {
     "many_epochs": ({"epoch": rising(0, 20)}, {"sft": True}),
     "eval_too_small": ({}, {"facts": {"eval_size": 20}, "eval/accuracy": [0.4, 0.5]}),
     "entropy_collapse": ({"entropy": rising(0.6, -0.05)}, {}),
+    "collapsed_experts": (
+        {
+            "experts/entropy": rising(0.9, 0.4),
+            "experts/load_max": rising(2, 8),
+            "experts/dead": 0.1,
+        },
+        {},
+    ),
     "entropy_explosion": ({"entropy": rising(0.5, 4), "reward": 0.3}, {}),
     "length_explosion": ({"completion_tokens": rising(10, 60), "reward": 0.3}, {}),
     "length_is_rewarded": (

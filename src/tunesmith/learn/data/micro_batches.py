@@ -53,6 +53,7 @@ def build_forest(
     return Forest(
         torch.from_numpy(token_ids),
         torch.from_numpy(position_ids),
+        torch.from_numpy(np.bincount(rows, minlength=starts[-1])),
         tuple(Segment(a, n.stop - n.start, n.parent) for a, n in zip(starts, nodes, strict=False)),
         source=torch.from_numpy(rows[picked.predicted - 1]),
         targets=torch.from_numpy(picked.token_ids[picked.predicted]),

@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 
 from tunesmith.config.doors import Door
 from tunesmith.errors import ModelError
+from tunesmith.models.experts.routers import Router, find_routers
+from tunesmith.models.experts.routing import ROUTING, Routing, watch
 from tunesmith.models.forest import PackedLengths
 from tunesmith.models.kernels.attention import AttentionContext
 
@@ -112,8 +114,17 @@ class LayerRunner(Protocol):
         """Call ``call`` before each layer of a forward pass."""
         ...
 
+    @property
+    def routers(self) -> Sequence[Router]:
+        """The modules that choose the experts of each token."""
+        ...
+
     def __call__(
-        self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        attention: AttentionContext,
+        routing: Routing | None = None,
     ) -> Tensor:
         """See ``Decoder.hidden``."""
         ...
@@ -128,7 +139,9 @@ class ModuleRunner:
         for each in self.stateful:
             each.module.forward = partial(_carry, each)
         self._changed = set(_change_forward(model))
-        for index in {each.layer for each in self.stateful} | self._changed:
+        self.routers = tuple(find_routers(decoder_layers(model)))
+        watch(self.routers)
+        for index in {each.layer for each in (*self.stateful, *self.routers)} | self._changed:
             layer = decoder_layers(model)[index]
             layer.register_forward_pre_hook(_enter, with_kwargs=True)
             layer.register_forward_hook(_leave, always_call=True)
@@ -151,7 +164,11 @@ class ModuleRunner:
             layer.register_forward_pre_hook(lambda *_: call())  # pyright: ignore
 
     def __call__(
-        self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        attention: AttentionContext,
+        routing: Routing | None = None,
     ) -> Tensor:
         """See ``LayerRunner``."""
         positions = {"query_positions": position_ids} if self._changed else {}
@@ -161,6 +178,7 @@ class ModuleRunner:
             use_cache=False,
             attention_context=attention,
             **positions,
+            **({} if routing is None else {"routing": routing}),
         )
         return out.last_hidden_state[0]
 
@@ -203,11 +221,13 @@ _CONTEXT = ContextVar[AttentionContext | None]("attention_context", default=None
 def _enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
     del layer, args
     _CONTEXT.set(kwargs.get("attention_context"))
+    ROUTING.set(kwargs.get("routing"))
 
 
 def _leave(layer: nn.Module, args: Any, output: Any) -> None:
     del layer, args, output
     _CONTEXT.set(None)
+    ROUTING.set(None)
 
 
 def _carry(layer: StatefulLayer, *args: Any, **kwargs: Any) -> Tensor:

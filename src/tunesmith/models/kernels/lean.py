@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
+from tunesmith.models.experts.routers import Router
+from tunesmith.models.experts.routing import Routing
 from tunesmith.models.kernels.attention import AttentionContext, AttentionRule
 from tunesmith.models.kernels.functions import HeadShape, Prepare, Product
 from tunesmith.models.kernels.gradient_sums import kept_sums
@@ -265,6 +267,7 @@ class LeanDecoder:
     """The ``LayerRunner`` of decoders of the families that are ``lean``."""
 
     stateful: Sequence[StatefulLayer] = ()
+    routers: Sequence[Router] = ()
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -343,9 +346,14 @@ class LeanDecoder:
         return decoder
 
     def __call__(
-        self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        attention: AttentionContext,
+        routing: Routing | None = None,
     ) -> Tensor:
         """See ``LayerRunner``."""
+        assert routing is None, "there are no routers"
         x = self._embedded(token_ids)
         x = x if self.rows is None else x.to(self.rows)
         tables = {

@@ -14,6 +14,9 @@ from tunesmith.plan.rules.situation import Situation, at_least, more
 # A rule is a condition and a sentence: with an argument on each line there would be twice as many.
 # fmt: off
 
+ROUTER_BIAS = "model.router_bias_update_rate"
+ROUTERS = f"model.router_aux_loss_coef {ROUTER_BIAS}"
+
 
 @rule(RunConfig)
 def length_of_training(s: Situation[RunConfig]) -> Iterator[Problem]:
@@ -45,6 +48,14 @@ def run_to_resume(s: Situation[RunConfig]) -> Iterator[Problem]:
     if s.config.checkpoint.resume in (True, "auto") and s.config.run_dir is None:
         why = "needs to know which run to continue: set run_dir, the same each time"
         yield s.clash("checkpoint.resume", why)
+
+
+@rule(RunConfig)
+def balanced_experts(s: Situation[RunConfig]) -> Iterator[Problem]:
+    if s.config.model.router_bias_update_rate and s.config.lora.on:
+        yield s.clash(ROUTER_BIAS,
+            "moves biases of the base, which are not part of an adapter's files; use "
+            "model.router_aux_loss_coef", "lora.rank", "lora.path")
 
 
 @rule(RunConfig)
@@ -183,3 +194,7 @@ unread(DPOConfig, "dpo.label_smoothing", lambda s: s.config.dpo.loss != "sigmoid
 unread(RunConfig, "system.scoring_max_tokens", lambda s: s.scores is False,
        "in a run without a reference, a critic, recomputed old log-probabilities, or an eval set; "
        "leave it out")
+unread(RunConfig, ROUTERS, lambda s: not s.config.trains,
+       "where nothing is trained; leave it out", harmless=(0.0,))
+unread(RunConfig, ROUTERS, lambda s: s.config.trains and s.model and not s.model.expert_widths,
+       "on a model without experts; leave it out", harmless=(0.0,))

@@ -29,6 +29,23 @@ def entropy_collapse(run: Signs) -> Evidence:
         yield f"the entropy fell {_change(entropy)} nats per token"
 
 
+@RULES.add("warning", "model.router_aux_loss_coef = 0.001")
+def collapsed_experts(run: Signs) -> Evidence:
+    """Routers send most tokens to a few experts, and the others learn nothing.
+
+    A balancing loss spreads tokens over the experts of a layer.
+    """
+    entropy = run["experts/entropy"]
+    dead = run["experts/dead"]
+    highest = run["experts/load_max"]
+    fewer = entropy.times < 0.8 or (dead.rise > 0.1 and dead.last > 0.25)
+    if run.steps >= 6 and fewer:
+        yield (
+            f"the entropy of loads fell {_change(entropy)} of the highest possible; the fullest "
+            f"expert has {highest.last} times the mean, and {dead.last:.0%} have no token"
+        )
+
+
 @RULES.add("warning", times("train.lr", 0.3), "algorithm.entropy_coef = 0.0")
 def entropy_explosion(run: Signs) -> Evidence:
     """The policy becomes random: steps too large, an entropy bonus too large, or rewards without

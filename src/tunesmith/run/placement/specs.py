@@ -130,6 +130,8 @@ def optimizer_spec(plan: AnyPlan) -> OptimizerSpec:
         ema_decay=train.ema_decay,
         gradient_checkpointing=memory.checkpointing,
         offload_activations=memory.offload_activations,
+        router_aux_loss_coef=plan.said.model.router_aux_loss_coef,
+        router_bias_update_rate=plan.said.model.router_bias_update_rate,
         seed=train.seed,
     )
 
@@ -151,7 +153,11 @@ def critic_spec(plan: Plan[RLConfig]) -> TrainerSpec:
         lora=lora if lora.on else None,
     )
     optimizer = replace(
-        optimizer_spec(plan), max_grad_norm=said.critic.max_grad_norm, ema_decay=None
+        optimizer_spec(plan),
+        max_grad_norm=said.critic.max_grad_norm,
+        ema_decay=None,
+        router_aux_loss_coef=0.0,
+        router_bias_update_rate=0.0,
     )
     return TrainerSpec(
         model,

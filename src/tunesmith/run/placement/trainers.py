@@ -41,6 +41,8 @@ class OptimizerSpec:
     ema_decay: float | None = None
     gradient_checkpointing: Checkpointing = False
     offload_activations: bool = False
+    router_aux_loss_coef: float = 0.0
+    router_bias_update_rate: float = 0.0
     seed: int = 0
 
 
@@ -191,6 +193,8 @@ class TrainerSpec:
             gradient_checkpointing=how.gradient_checkpointing,
             offload_activations=how.offload_activations,
             offload_reference=self.offload_reference,
+            router_aux_loss_coef=how.router_aux_loss_coef,
+            router_bias_update_rate=how.router_bias_update_rate,
             shares_gpu=self.shares_gpu,
             seed=how.seed,
         )

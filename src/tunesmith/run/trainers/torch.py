@@ -34,6 +34,7 @@ from tunesmith.plan.parts import Checkpointing
 from tunesmith.run.processes.rank_group import RankGroup
 from tunesmith.run.trainers.backward_sums import BackwardSums
 from tunesmith.run.trainers.base import Metrics, Quantity
+from tunesmith.run.trainers.experts import balance_of
 from tunesmith.run.trainers.memory import memory_boundary
 from tunesmith.run.trainers.optimizer import AdamWSettings, LossScale, MasterOptimizer
 from tunesmith.run.trainers.passes import Passes, Sums
@@ -81,11 +82,14 @@ class TorchBackend(Generic[M]):
         gradient_checkpointing: Checkpointing = False,
         offload_activations: bool = False,
         offload_reference: bool = False,
+        router_aux_loss_coef: float = 0.0,
+        router_bias_update_rate: float = 0.0,
         shares_gpu: bool = False,
         seed: int = 0,
     ) -> None:
         self.model = model
         self.passes = Passes(model, predict)
+        self.balance = balance_of(self.passes, router_aux_loss_coef, router_bias_update_rate)
         self.reference: Passes[M] | None = None
         if reference is not None:
             self.reference = Passes(reference, predict, offload=offload_reference)
@@ -166,6 +170,9 @@ class TorchBackend(Generic[M]):
     def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
         # A failed backward pass leaves partial gradients, so every call starts without any.
         self.optimizer.zero_grad()
+        balance = self.balance
+        if balance is not None:
+            balance.expect(packing)
         self.model.module.train()
         sums = Sums()
         sharding = self.model.sharding
@@ -180,10 +187,11 @@ class TorchBackend(Generic[M]):
                     loss, metrics = objective(forest, self.passes.predict(forest))
                     if index == len(packing) - 1:
                         expect_last()
-                    self.optimizer.backward(loss)
+                    aux = None if balance is None else balance.add(forest)
+                    self.optimizer.backward(loss if aux is None else loss + aux)
                     sums.add({"loss": loss, **metrics})
                 # Frees the graph before the next one grows, even if this pass failed.
-                loss = metrics = None
+                loss = metrics = aux = self.model.routing = None
         return sums.read()
 
     @contextmanager
@@ -227,6 +235,9 @@ class TorchBackend(Generic[M]):
                 return metrics
             self._check_finite(lr, metrics["grad_norm"])
             self.optimizer.update_average()
+            if self.balance is not None:
+                skipped = bool(metrics.get("skipped_steps"))
+                metrics |= self.balance.step(self.group, skipped=skipped)
         self.optimizer_steps += 1
         self._settled = self._random_state()
         self._release_cache()

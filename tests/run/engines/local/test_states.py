@@ -16,6 +16,7 @@ from tests.support.families import SPECIAL
 from tests.support.tiny import save_model
 from tunesmith.errors import ModelError, UserError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.experts.routing import Routing
 from tunesmith.models.forest import PackedLengths
 from tunesmith.models.kernels.attention import AttentionContext
 from tunesmith.models.kernels.layers import ModuleRunner, State, StateContext, StatefulLayer
@@ -55,9 +56,13 @@ class WithSums(ModuleRunner):
     modules = 1
 
     def __call__(
-        self, token_ids: Tensor, position_ids: Tensor, attention: AttentionContext
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        attention: AttentionContext,
+        routing: Routing | None = None,
     ) -> Tensor:
-        hidden = super().__call__(token_ids, position_ids, attention)
+        hidden = super().__call__(token_ids, position_ids, attention, routing)
         assert isinstance(attention, StateContext)
         for _ in range(self.modules):
             hidden = attention.carry(StatefulLayer(1, self.model, Sums()), hidden)

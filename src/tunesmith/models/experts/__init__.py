@@ -1,0 +1,1 @@
+"""Mixtures of experts: which experts tokens choose, and how evenly."""
