@@ -52,7 +52,8 @@ class ExpertBalance(Generic[M]):
 
     def begin(self) -> None:
         """Begin an optimizer batch."""
-        self._loads: Tensor | None = None
+        shape = (len(self._routers), self._routers[0].experts)
+        self._loads = torch.zeros(shape, dtype=torch.int64, device=self._model.device)
         self._scores: Tensor | None = None
 
     @torch.no_grad()
@@ -65,13 +66,14 @@ class ExpertBalance(Generic[M]):
             self._expected = None
             return
         self._model.module.eval()
-        for forest in self._passes.over(packing.forests):
-            with self._passes.attempt("counting the tokens of experts in a micro-batch", forest):
-                self._passes.predict(forest)
-                self._count(forest)
-        assert self._loads is not None, "a packing has a micro-batch for each rank"
-        self._expected = _summed(self._loads, group)
-        self.begin()
+        try:
+            for forest in self._passes.over(packing.forests):
+                with self._passes.attempt("counting the tokens of experts", forest):
+                    self._passes.predict(forest)
+                    self._count(forest)
+        finally:  # where memory has run out, other ranks still wait for this one's loads
+            self._expected = _summed(self._loads, group)
+            self.begin()
 
     def add(self, forest: Forest) -> Tensor | None:
         """Count the micro-batch that the model has just computed; its part of the balancing loss,
@@ -81,7 +83,7 @@ class ExpertBalance(Generic[M]):
             return None
         routing = self._model.routing
         loads = self._loads if self._expected is None else self._expected
-        assert routing is not None and loads is not None, "the micro-batch is counted"
+        assert routing is not None, "the model has routers"
         choices = [routing.scores[router.index] for router in self._routers]
         scores = torch.stack([scores_of(choice, copies) for choice in choices])
         added = scores.detach().double()
@@ -92,7 +94,6 @@ class ExpertBalance(Generic[M]):
     def step(self, group: RankGroup | None, *, skipped: bool) -> dict[str, float]:
         """The metrics of the optimizer batch, after which the biases move, unless its step was
         skipped."""
-        assert self._loads is not None, "a micro-batch was counted"
         loads = _summed(self._loads, group)
         metrics = load_metrics(loads)
         if self._scores is not None:
@@ -112,8 +113,7 @@ class ExpertBalance(Generic[M]):
         routing = self._model.routing
         assert routing is not None, "the model has routers"
         copies = (forest.own or forest).copies
-        loads = loads_of(routing.experts, copies, self._routers[0].experts)
-        self._loads = loads if self._loads is None else self._loads + loads
+        self._loads += loads_of(routing.experts, copies, self._routers[0].experts)
         return copies
 
     def _check_biases(self) -> None:
