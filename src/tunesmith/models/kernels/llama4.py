@@ -60,9 +60,9 @@ def attention(module: Llama4TextAttention, *args: object, **kwargs: object) -> o
 def mixture(module: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """``[T, d]``, and the router's logits."""
     rows = hidden_states.reshape(-1, module.hidden_dim)
-    logits = F.linear(rows, module.router.weight)
-    best, chosen = logits.topk(module.top_k, dim=1)
-    scores = best.float().sigmoid().to(rows.dtype).flatten()
+    every, logits = module.router(rows)  # scores of experts that are not chosen are 0
+    best, chosen = every.topk(module.top_k, dim=1)
+    scores = best.flatten()
     order = chosen.flatten().argsort(stable=True)  # [T * k], expert by expert
     tokens = order // module.top_k
     counts = chosen.flatten().bincount(minlength=module.num_experts)
