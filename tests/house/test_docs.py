@@ -365,8 +365,8 @@ def test_documents_name_no_place_of_one_machine() -> None:
 
 
 def test_every_built_in_reward_has_its_row() -> None:
-    from tunesmith.learn.rewards.builtin import BUILTINS
+    from tunesmith.learn.rewards.loading import NAMES
 
     page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
     table = page.split("## Built-in rewards", 1)[1].split("\n\n", 2)[1]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(BUILTINS)
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(NAMES)

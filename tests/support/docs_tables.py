@@ -43,6 +43,7 @@ PAGES = tuple(
         "observability",
         "hardware",
         "models",
+        "sandboxes",
         "troubleshooting",
         "tune",
     )
@@ -187,6 +188,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         for key, family in AlgorithmSection.families.items()
     },
     "muon": partial(keys, "optimizer", "train"),
+    "keys_sandbox": partial(keys, "sandbox", "environment"),
     **{
         f"keys_{key}": partial(keys, key)
         for key in (*AlgorithmSection.families, "overlong", "dynamic_filter")

@@ -16,6 +16,7 @@ from pydantic import Field
 from tunesmith.config.algorithm import AlgorithmSection, CriticSection
 from tunesmith.config.judges import JudgeReward
 from tunesmith.config.optimizer import AdamW, Optimizer
+from tunesmith.config.sandboxes import Sandbox
 from tunesmith.config.section import Open, Section
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import (
@@ -150,7 +151,8 @@ class RemoteReward(Section):
 
 class RewardSection(Section):
     functions: tuple[Text, ...] = ()
-    """``file.py:function``, or a built-in: exact_match, numeric_match, regex_format, math."""
+    """``file.py:function``, or a built-in: exact_match, numeric_match, regex_format, math,
+    code_tests."""
     weights: tuple[float, ...] | None = None
     """Weights of ``functions``; models, remote rewards and judges have their own."""
     models: tuple[ModelReward, ...] = ()
@@ -166,6 +168,10 @@ class RewardSection(Section):
     """The run stops if more than this share of a step's rollouts fail."""
     answer: Text = "answer"
     """The column that built-in rewards compare with."""
+    tests: Text = "tests"
+    """The column with the tests of code_tests."""
+    partial_credit: bool = True
+    """Whether code_tests gives the share of passed tests, instead of 1 if all pass and else 0."""
     pattern: str | None = None
     """Regular expression for regex_format; if it has a group, exact_match and numeric_match extract
     that group."""
@@ -203,6 +209,9 @@ class EnvironmentSection(Section):
     thread of the run."""
     memory: Memory | None = None
     """Memory of an episode's process, beyond your files' imports; None: half of the machine's."""
+    sandbox: Sandbox | None = None
+    """Where tools, reward functions and programs of the policy run, and their limits; None: in
+    processes with a time limit, and programs in "process"."""
     concurrency: PositiveInt = 128
     """Episodes played concurrently."""
     bad_call: Literal["tell", "end"] = "tell"

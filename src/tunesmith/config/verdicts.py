@@ -99,13 +99,14 @@ SETTINGS = (
         "effect",
         "reward.functions reward.weights reward.models reward.models. reward.remote "
         "reward.remote.name reward.remote.weight reward.judge reward.judge. reward.answer "
-        "reward.pattern",
+        "reward.pattern reward.tests reward.partial_credit",
         "rewards are given by the new setting, and do not compare with earlier ones",
     ),
     Verdict(
         "effect",
         "environment.path environment.column environment.tools environment.max_turns "
-        "environment.max_tokens environment.bad_call environment.split_special_tokens",
+        "environment.max_tokens environment.bad_call environment.split_special_tokens "
+        "environment.sandbox environment.sandbox.",
         "episodes are played with the new setting",
     ),
     Verdict(

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tunesmith.config.sandboxes import ProcessSandbox
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import DeadlineExceeded, EpisodeError
 from tunesmith.learn.environments.games import Game, Loaded
 from tunesmith.learn.environments.steps import Observation, StepResult
+from tunesmith.learn.sandboxes.process import environment_of, jail_of
 from tunesmith.learn.usercode.calls import Function
 from tunesmith.learn.usercode.killable import Pool, UserProgram, Worker, WorkerError
 from tunesmith.types import Message, Task
@@ -69,7 +71,16 @@ class IsolatedGames:
     def __init__(self, section: EnvironmentSection, base_dir: Path) -> None:
         arguments = (section.model_dump(), str(base_dir))
         self._timeout = section.timeout
-        program = UserProgram.of_user(_PROGRAM, "EnvironmentProgram", arguments, section.memory)
+        sandbox = section.sandbox
+        confined = isinstance(sandbox, ProcessSandbox)
+        program = UserProgram.of_user(
+            _PROGRAM,
+            "EnvironmentProgram",
+            arguments,
+            section.memory or (sandbox.memory if sandbox else None),
+            jail=jail_of(sandbox, [base_dir]) if confined else None,
+            environment=environment_of(sandbox) if confined else None,
+        )
         self._pool = Pool(program)
         self.close = self._pool.close
 

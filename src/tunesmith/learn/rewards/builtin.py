@@ -55,6 +55,12 @@ def check_builtins(section: RewardSection) -> None:
             "reward.",
             keys=("reward.answer",),
         )
+    for key in ("tests", "partial_credit"):
+        if key in section.model_fields_set and "code_tests" not in section.functions:
+            raise ConfigError(
+                f"reward.{key} is set, but code_tests is not in reward.functions.",
+                keys=(f"reward.{key}", "reward.functions"),
+            )
     labelled = any(entry.protocol == "openrlhf" for entry in section.remote)
     read = labelled or not set(COMPARING).isdisjoint(used)
     if "answer" in section.model_fields_set and not read:

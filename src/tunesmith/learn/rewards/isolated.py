@@ -9,8 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from tunesmith.config.sandboxes import ProcessSandbox
 from tunesmith.errors import ConfigError
 from tunesmith.learn.rewards.function import LOGS, ItemFailure, RewardFunction, Score
+from tunesmith.learn.sandboxes.process import environment_of, jail_of
 from tunesmith.learn.usercode.calls import (
     FarFunction,
     Function,
@@ -37,10 +39,20 @@ class IsolatedRewards:
     """No call runs on after its deadline: its process is killed."""
 
     def __init__(
-        self, references: Sequence[tuple[str, str]], base_dir: Path, memory: str | None
+        self,
+        references: Sequence[tuple[str, str]],
+        base_dir: Path,
+        memory: str | None,
+        sandbox: ProcessSandbox | None = None,
     ) -> None:
         program = UserProgram.of_user(
-            _PROGRAM, "RewardProgram", (list(references), str(base_dir)), memory, alone=True
+            _PROGRAM,
+            "RewardProgram",
+            (list(references), str(base_dir)),
+            memory or (sandbox.memory if sandbox else None),
+            alone=True,
+            jail=jail_of(sandbox, [base_dir]) if sandbox else None,
+            environment=environment_of(sandbox) if sandbox else None,
         )
         self._pool = Pool(program, workers=ALONE, reuse=False)
         self._worker: Worker | None = None

@@ -22,9 +22,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tunesmith.config import objects as user_code
+from tunesmith.config.sandboxes import ProcessSandbox, Sandbox
 from tunesmith.config.schema import RemoteReward, RewardSection
 from tunesmith.errors import ConfigError, about, nearest
 from tunesmith.learn.rewards.builtin import BUILTINS, check_builtins
+from tunesmith.learn.rewards.code_tests import CODE_TESTS, code_tests
 from tunesmith.learn.rewards.foreign import VERL, VERL_GOLD, from_verl
 from tunesmith.learn.rewards.function import INSTANCES, RewardFunction, required_columns
 from tunesmith.learn.rewards.judge_questions import JudgeQuestions
@@ -32,6 +34,7 @@ from tunesmith.learn.rewards.reward_set import ENVIRONMENT, RewardSet
 from tunesmith.learn.rewards.stats import check_reward_model
 from tunesmith.learn.usercode.calls import Function
 
+NAMES = (*BUILTINS, CODE_TESTS)
 INSTANCES_NEED = (
     "Those are the instances that played the episodes. They need `tunesmith rl`, a class of "
     "TRL's form (public methods as tools, no step) as environment.path, and reward.isolation and "
@@ -49,7 +52,7 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
     if not section.given:
         raise ConfigError(
             "reward.functions is empty; give a function of yours, as in functions = "
-            f"['rewards.py:correct'], a built-in ({', '.join(BUILTINS)}), [[reward.models]], "
+            f"['rewards.py:correct'], a built-in ({', '.join(NAMES)}), [[reward.models]], "
             "[[reward.remote]] or [[reward.judge]].",
             keys=("reward.functions",),
         )
@@ -58,9 +61,9 @@ def check_rewards(section: RewardSection, base_dir: Path) -> None:
     for entry in section.functions:
         if ":" in entry or entry.endswith(".py"):
             user_code.check_reference(entry, base_dir)
-        elif entry not in BUILTINS:
+        elif entry not in NAMES:
             raise ConfigError(
-                f"reward.functions: '{entry}' is not a built-in.{nearest(entry, BUILTINS)}"
+                f"reward.functions: '{entry}' is not a built-in.{nearest(entry, NAMES)}"
                 " A function of yours is written file.py:function.",
                 keys=("reward.functions",),
             )
@@ -146,7 +149,13 @@ def weights_by_name(section: RewardSection) -> dict[str, float]:
 
 
 @about("reward.functions")
-def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = False) -> RewardSet:
+def load_rewards(
+    section: RewardSection,
+    base_dir: Path,
+    *,
+    instances: bool = False,
+    sandbox: Sandbox | None = None,
+) -> RewardSet:
     """Check the section, import the user's files and prepare the built-ins, whose processes start
     later.
 
@@ -155,6 +164,8 @@ def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = Fa
 
     Args:
         instances: the run has environments, and functions may need their instances.
+        sandbox: where programs of completions run, and, if it is of this process's kind, the
+            user's functions.
 
     Raises:
         ConfigError: as ``check_rewards``; a file cannot be imported, or a function cannot be
@@ -163,12 +174,13 @@ def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = Fa
     check_rewards(section, base_dir)
     weights = weights_by_name(section)
     named = zip(weights, section.functions, strict=False)
-    own = [(name, entry) for name, entry in named if entry not in BUILTINS]
+    own = [(name, entry) for name, entry in named if entry not in NAMES]
     isolated = None
     if own and section.isolation != "thread":
         from tunesmith.learn.rewards.isolated import IsolatedRewards
 
-        isolated = IsolatedRewards(own, base_dir, section.memory)
+        confined = sandbox if isinstance(sandbox, ProcessSandbox) else None
+        isolated = IsolatedRewards(own, base_dir, section.memory, confined)
         functions = iter(isolated.functions)
     else:
         loaded = ((name, entry, user_code.load_function(entry, base_dir)) for name, entry in own)
@@ -176,7 +188,10 @@ def load_rewards(section: RewardSection, base_dir: Path, *, instances: bool = Fa
     rewards = RewardSet(weights, section.timeout, isolated)
     rewards.read_by_judges = {entry.name: JudgeQuestions(entry).columns for entry in section.judge}
     for entry in section.functions:
-        rewards.add(BUILTINS[entry](section) if entry in BUILTINS else next(functions))
+        if entry == CODE_TESTS:
+            rewards.add(code_tests(section, sandbox or ProcessSandbox()))
+        else:
+            rewards.add(BUILTINS[entry](section) if entry in BUILTINS else next(functions))
     return rewards
 
 

@@ -22,7 +22,7 @@ from tunesmith.learn.usercode.far import PATIENCE, ConnectedFar
 _HOST = Path(__file__).with_name("host.py")
 PIPE_BYTES = 1 << 16
 """What a pipe can hold."""
-_starter = ThreadPoolExecutor(1, "starter")
+starter = ThreadPoolExecutor(1, "starter")
 """Starts all children, because the kernel kills a child when the thread that started it ends."""
 start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 """What starts a child: the tests' forks a process that has imported what children import."""
@@ -51,7 +51,7 @@ class Process:
         pipe = subprocess.PIPE
         self._shows = shows
         arguments = [*command, str(end), str(os.getpid()), name]
-        self.popen: subprocess.Popen[bytes] = _starter.submit(
+        self.popen: subprocess.Popen[bytes] = starter.submit(
             start_process,
             arguments,
             stdin=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from tunesmith.config.values import parse_size
@@ -31,6 +32,8 @@ from tunesmith.errors import DeadlineExceeded, TunesmithError
 from tunesmith.learn.usercode.calls import ANSWER_SECONDS, PerLoop, done_within
 from tunesmith.learn.usercode.child import Process, ending
 from tunesmith.learn.usercode.far import ConnectedFar
+from tunesmith.learn.usercode.jail import Jail
+from tunesmith.records.children import remove_at_end
 
 STARTUP_SECONDS = 60.0
 ENDING_SECONDS = 10.0
@@ -72,6 +75,10 @@ class UserProgram:
     alone: bool = False
     """Whether there is only one worker at a time. It is then not forked if libraries have started
     threads, because a fork could use only one thread."""
+    jail: Jail | None = None
+    """How its workers are confined, but for the paths and the folder, which the server adds."""
+    environment: Mapping[str, str] | None = None
+    """Its environment variables; None: those of this process."""
 
     @classmethod
     def of_user(
@@ -82,6 +89,8 @@ class UserProgram:
         memory: str | None,
         *,
         alone: bool = False,
+        jail: Jail | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> UserProgram:
         """A program that loads the user's code.
 
@@ -89,8 +98,25 @@ class UserProgram:
             memory: limit of each worker; None: half of the machine's memory.
         """
         half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        limit = parse_size(memory) if memory else half
-        return cls(path, function, arguments, limit, IMPORT_SECONDS, shows=True, alone=alone)
+        return cls(
+            path,
+            function,
+            arguments,
+            parse_size(memory) if memory else half,
+            IMPORT_SECONDS,
+            shows=True,
+            alone=alone and jail is None,
+            jail=jail,
+            environment=environment,
+        )
+
+
+def _folder() -> str:
+    """Where workers mount their own file systems: empty, and each sees its own there."""
+    folder = mkdtemp(prefix="tunesmith-sandbox-")
+    os.chmod(folder, 0o711)
+    remove_at_end(Path(folder))
+    return folder
 
 
 class ForkServer:
@@ -98,8 +124,13 @@ class ForkServer:
 
     def __init__(self, program: UserProgram) -> None:
         self._program = program
+        self._folder = _folder() if program.jail else None
         self._process = Process(
-            [sys.executable, "-P", _CHILD], program.file.name, shows=program.shows, out=True
+            [sys.executable, "-P", _CHILD],
+            program.file.name,
+            program.environment,
+            shows=program.shows,
+            out=True,
         )
         self._pipe = self._process.connection
         self.pid = self._process.popen.pid
@@ -115,6 +146,7 @@ class ForkServer:
             "alone": program.alone,
             "path": sys.path,
             "memory": program.memory,
+            "jail": program.jail and {**program.jail, "folder": self._folder},
         }
         late = f"{program.file.name} did not start within {program.startup:g} s"
         try:
@@ -124,6 +156,12 @@ class ForkServer:
             raise
         self.description: Any = ready["value"]
         self.forks: bool = ready["forks"]
+        if program.jail and not self.forks:
+            self.close()
+            raise WorkerError(
+                "it starts threads or uses a GPU when it is imported, so it cannot be confined in "
+                "a sandbox; do that in its first call"
+            )
 
     @property
     def alive(self) -> bool:
@@ -174,6 +212,9 @@ class ForkServer:
         with self._lock:
             self._process.kill()
             self._pipe.close()
+        if self._folder:
+            with suppress(OSError):
+                os.rmdir(self._folder)
 
     def _ask(
         self, request: Any, seconds: float, late: str, connection: Connection | None = None

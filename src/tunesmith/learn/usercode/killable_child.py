@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
@@ -52,6 +53,8 @@ def main(pipe: int, parent: int) -> None:
     pool = _threads() > before
     torch = sys.modules.get("torch")
     has_gpu = torch is not None and torch.cuda.is_initialized()
+    jail = setup["jail"]
+    confine = _confining(jail) if jail else None
     forks = threading.active_count() == 1 and not has_gpu and not (pool and setup["alone"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # with another handler, exit codes might be lost
     _send(asking, {"value": getattr(call, "description", None), "forks": forks})
@@ -74,8 +77,19 @@ def main(pipe: int, parent: int) -> None:
                 asking.close()
             _settle(one_thread=forks and pool)
             _limit(setup["memory"])
+            if confine:
+                confine(jail)
             serve(Connection(handle), call, _encode)
         os.close(handle)
+
+
+def _confining(jail: dict[str, Any]) -> Callable[..., None]:
+    """``jail.enter``, for a jail that gets the paths that the loaded program imports from."""
+    file = _PACKAGE / "learn" / "usercode" / "jail.py"
+    paths = [*sys.path, sys.prefix, sys.base_prefix, str(_PACKAGE)]
+    read, jail["names"] = _load(file, "paths_for")(paths, jail["hidden"])
+    jail["read"] = [*jail["read"], *read]
+    return _load(file, "enter")
 
 
 def _end(worker: int) -> int:

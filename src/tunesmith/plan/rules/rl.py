@@ -191,6 +191,30 @@ def _tells_solved(config: RLConfig) -> bool:
 
 
 @rule(RLConfig)
+def sandbox(s: Situation[RLConfig]) -> Iterator[Problem]:
+    environment = s.config.environment
+    chosen = environment.sandbox
+    key = "environment.sandbox"
+    if chosen is None:
+        return
+    functions = s.config.reward.functions
+    own = chosen.for_python and any(":" in reference for reference in functions)
+    if not environment.used and not own and "code_tests" not in functions:
+        yield s.clash(key,
+            "is for tools, environments, your own reward functions (with 'process') and "
+            "code_tests, and there are none; leave it out")
+    if environment.used and not chosen.for_python:
+        yield Problem((key,),
+            f"{key} = '{chosen.name}' runs programs, and tools and environments are Python objects "
+            "of this machine; use 'process'")
+    for section, value in (("environment", environment), ("reward", s.config.reward)):
+        if value.isolation == "thread" and chosen.for_python:
+            yield Problem((key, f"{section}.isolation"),
+                f"{key} confines processes, and {section}.isolation = 'thread' runs your code in "
+                "the run's own; leave one of them out")
+
+
+@rule(RLConfig)
 def compared_in_pairs(s: Situation[RLConfig]) -> Iterator[Problem]:
     config = s.config
     reward = config.reward
@@ -231,7 +255,8 @@ unread(DistillConfig, "algorithm.", lambda s: s.config.distill.mode == "sampled"
        "with mode = 'sampled', which has its own objective; leave it out",
        but="algorithm.aggregation")
 unread(RLConfig, "environment.", lambda s: not s.config.environment.used,
-       "without an environment: set environment.path or environment.tools")
+       "without an environment: set environment.path or environment.tools",
+       but="environment.sandbox environment.sandbox.")
 unread(RLConfig, "environment.column", lambda s: not isinstance(s.config.environment.path, dict),
        "with one environment, which plays every task; leave it out")
 unread(RLConfig, "rollout.partial rollout.over_generation rollout.queue_size",

@@ -47,7 +47,9 @@ class Unread(Generic[C]):
 
     def covers(self, key: str) -> bool:
         tables = tuple(name for name in self.keys if name.endswith("."))
-        return (key in self.keys or key.startswith(tables)) and key not in self.but
+        kept = tuple(name for name in self.but if name.endswith("."))
+        excepted = key in self.but or key.startswith(kept)
+        return (key in self.keys or key.startswith(tables)) and not excepted
 
 
 RULES: list[tuple[type[RunConfig], Rule[Any]]] = []

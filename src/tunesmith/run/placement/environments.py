@@ -108,7 +108,13 @@ class Unrewarded(RewardSet):
 
 def load_run_rewards(config: RLConfig, base_dir: Path) -> RewardSet:
     if _has_rewards(config):
-        return load_rewards(config.reward, base_dir, instances=config.environment.path is not None)
+        environment = config.environment
+        return load_rewards(
+            config.reward,
+            base_dir,
+            instances=environment.path is not None,
+            sandbox=environment.sandbox,
+        )
     kind = (
         Unrewarded if config.command == "distill" and config.environment.path is None else RewardSet
     )

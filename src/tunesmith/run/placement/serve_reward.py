@@ -11,8 +11,7 @@ from typing import Any
 
 from tunesmith.config.schema import ModelReward, RewardSection
 from tunesmith.errors import ConfigError, boundary, nearest
-from tunesmith.learn.rewards.builtin import BUILTINS
-from tunesmith.learn.rewards.loading import load_rewards
+from tunesmith.learn.rewards.loading import NAMES, load_rewards
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.learn.usercode.calls import parameters_of
 from tunesmith.plan.plan import MOST_TOKENS
@@ -46,7 +45,7 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
         ConfigError, ModelError: the reward does not exist, an option does not apply, or the address
             cannot be used.
     """
-    is_function = target in BUILTINS or ":" in target or target.endswith(".py")
+    is_function = target in NAMES or ":" in target or target.endswith(".py")
     rewards = _function(target, options) if is_function else _model(target, options)
     from tunesmith.learn.rewards.server import RewardService, make_app
     from tunesmith.records.http_server import is_loopback, serve
@@ -85,11 +84,11 @@ def _function(target: str, options: ServeOptions) -> RewardSet:
 def _model(target: str, options: ServeOptions) -> RewardSet:
     _refuse(options, ("timeout",), "a reward model")
     if "/" not in target and not Path(target).exists():
-        close = nearest(target, [*BUILTINS, *(path.name for path in Path.cwd().iterdir())])
+        close = nearest(target, [*NAMES, *(path.name for path in Path.cwd().iterdir())])
         raise ConfigError(
             f"'{target}' is no reward: give a reward model's directory or hub name, a function as "
             "rewards.py:name, or a built-in "
-            f"({', '.join(BUILTINS)}).{close if close.startswith(' Did') else ''}"
+            f"({', '.join(NAMES)}).{close if close.startswith(' Did') else ''}"
         )
     entry = ModelReward(path=target, normalize=bool(options.normalize))
     from tunesmith.learn.rewards.stats import check_reward_model

@@ -1,0 +1,88 @@
+"""``sandbox = "http"``: programs on a server with Sandbox Fusion's interface (``run_code``)."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import shlex
+
+import aiohttp
+
+from tunesmith.config.sandboxes import HttpSandbox
+from tunesmith.config.values import parse_size
+from tunesmith.learn.sandboxes.base import SandboxError, SandboxJob, SandboxOutcome, at_once
+from tunesmith.learn.usercode.calls import PerLoop
+from tunesmith.records.http_client import BadAnswer, Unavailable, one_line, pause, request_json
+from tunesmith.records.redact import redact
+
+ATTEMPTS = 4
+WAITING_SECONDS = 60.0
+"""Seconds that a request may wait for its turn on the server, in addition to the program's."""
+
+
+class HttpRunner:
+    """Sends each program to a server, which limits its memory and its time.
+
+    What the server does not take (``processes``, ``files``) is the server's own.
+    """
+
+    def __init__(self, section: HttpSandbox) -> None:
+        self._section = section
+        self._token = os.environ.get(section.token_env or "", "").strip()
+        self._places = PerLoop(lambda: asyncio.Semaphore(at_once(section)))
+
+    async def run(self, job: SandboxJob) -> SandboxOutcome:
+        section = self._section
+        files = {name: base64.b64encode(text.encode()).decode() for name, text in job.files.items()}
+        body = {
+            "code": shlex.join(job.command) if job.command else job.code,
+            "language": "bash" if job.command else "python",
+            "stdin": job.stdin,
+            "run_timeout": section.seconds,
+            "memory_limit_MB": max(1, parse_size(section.memory) // 2**20),
+            "files": files,
+        }
+        data = json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else None
+        timeout = aiohttp.ClientTimeout(total=section.seconds + WAITING_SECONDS)
+        async with (
+            self._places.here,
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+        ):
+            return self._outcome(await self._answer(session, data))
+
+    def close(self) -> None:
+        """It has nothing open."""
+
+    async def _answer(self, session: aiohttp.ClientSession, data: bytes) -> object:
+        most = 16 * parse_size(self._section.output) + 2**16
+        reason = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(pause(attempt))
+            try:
+                return await request_json(session, self._section.url, data, longest=most)
+            except BadAnswer as error:
+                raise SandboxError(redact(str(error))) from None
+            except Unavailable as error:
+                reason = str(error)
+            except TimeoutError:
+                reason = f"{self._section.url} did not answer in time"
+            except (aiohttp.ClientError, OSError) as error:
+                reason = f"had no answer from {self._section.url}: {error or type(error).__name__}"
+        raise SandboxError(redact(f"{reason} ({ATTEMPTS} attempts)"))
+
+    def _outcome(self, answer: object) -> SandboxOutcome:
+        most = parse_size(self._section.output)
+        match answer:
+            case {"run_result": {"status": "TimeLimitExceeded"}}:
+                return SandboxOutcome("timed_out")
+            case {"run_result": {"return_code": int() as code, "stdout": out, "stderr": errors}}:
+                texts = [text if isinstance(text, str) else "" for text in (out, errors)]
+                ended = "flooded" if max(map(len, texts)) > most else "ended"
+                return SandboxOutcome(ended, code, *(text[:most] for text in texts))
+            case _:
+                shown = one_line(json.dumps(answer))
+                raise SandboxError(redact(f"{self._section.url} answered {shown}"))
