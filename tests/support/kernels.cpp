@@ -1,0 +1,132 @@
+// The kernels of models/cpu/cpp that need no PyTorch, beside sums in double: prints each that is off, and fails if any is.
+#include <cstdio>
+#include <random>
+#include "layers.h"
+#include "panels.h"
+
+static std::mt19937 generator(0);
+static int failed = 0;
+
+static float wide(float x) { return x; }
+static float wide(bfloat16 x) { return as_float(x); }
+
+template <class X> static std::vector<X> drawn(int64_t n) {
+    std::normal_distribution<float> normal;
+    std::vector<X> out(n + W);
+    for (X& x : out) { Vec v = Vec{} + normal(generator); store(&x, v, 1); }
+    return out;
+}
+
+// Largest difference, beside the largest number of the reference.
+template <class X> static void check(const char* name, const std::vector<X>& found, const std::vector<double>& exact, double roundings = 2) {
+    const double unit = sizeof(X) == 2 ? 1. / 256 : 1. / (1 << 18);
+    double most = 0, off = 0;
+    for (double e : exact) most = std::max(most, std::abs(e));
+    for (size_t i = 0; i < exact.size(); i++) off = std::max(off, std::abs(wide(found[i]) - exact[i]));
+    if (off <= roundings * unit * most) return;
+    std::printf("%s of %zu bytes: off by %g of %g\n", name, sizeof(X), off, most);
+    failed = 1;
+}
+
+template <class X> static void norms(int64_t T, int64_t d) {
+    const auto x = drawn<X>(T * d), weight = drawn<X>(d), grad = drawn<X>(T * d);
+    std::vector<X> y(T * d + W), grad_x(T * d + W);
+    std::vector<float> scales(T), grad_weight(d + W);
+    const Norm<X> norm{weight.data(), 1e-6f, 1};
+    norm_rows(T, d, x.data(), d, norm, y.data(), scales.data(), 1);
+    norm_rows_backward(T, d, x.data(), d, grad.data(), d, norm, scales.data(), grad_x.data(), grad_weight.data(), 2);
+    std::vector<double> out(T * d), back(T * d), sums(d);
+    for (int64_t t = 0; t < T; t++) {
+        double squares = 0, product = 0;
+        for (int64_t c = 0; c < d; c++) squares += double(wide(x[t * d + c])) * wide(x[t * d + c]);
+        const double scale = 1 / std::sqrt(squares / d + 1e-6);
+        for (int64_t c = 0; c < d; c++) {
+            const double unit = wide(x[t * d + c]) * scale;
+            out[t * d + c] = unit * (1 + wide(weight[c]));
+            sums[c] += unit * wide(grad[t * d + c]);
+            product += unit * (1 + wide(weight[c])) * wide(grad[t * d + c]) / d;
+        }
+        for (int64_t c = 0; c < d; c++)
+            back[t * d + c] = (wide(grad[t * d + c]) * (1 + wide(weight[c])) - wide(x[t * d + c]) * scale * product) * scale;
+    }
+    check("norm", y, out), check("norm's gradient", grad_x, back), check("norm's weight", grad_weight, sums, 8);
+}
+
+template <class X> static void gates(int64_t T, int64_t f) {
+    const auto x = drawn<X>(2 * T * f), grad = drawn<X>(T * f);
+    std::vector<X> y(T * f + W), grad_x(2 * T * f + W);
+    gate_rows(T, f, x.data(), 2 * f, y.data(), 1);
+    gate_rows_backward(T, f, x.data(), 2 * f, grad.data(), f, grad_x.data(), 2);
+    std::vector<double> out(T * f), back(2 * T * f);
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t c = 0; c < f; c++) {
+            const double gate = wide(x[2 * t * f + c]), up = wide(x[(2 * t + 1) * f + c]), g = wide(grad[t * f + c]);
+            const double share = 1 / (1 + std::exp(-gate));
+            out[t * f + c] = gate * share * up;
+            back[2 * t * f + c] = g * up * (share + gate * share * (1 - share));
+            back[(2 * t + 1) * f + c] = g * gate * share;
+        }
+    check("gate", y, out), check("gate's gradient", grad_x, back);
+}
+
+template <class X> static void turns(int64_t T, int64_t D) {  // one head of queries and one of keys, without norms
+    const auto x = drawn<X>(3 * T * D), cos = drawn<X>(T * D), sin = drawn<X>(T * D);
+    std::vector<X> q(T * D + W), k(T * D + W);
+    turn_heads(Heads<X>{x.data(), cos.data(), sin.data(), nullptr, T, 3 * D, 1, 1, D}, q.data(), k.data(), nullptr, 2);
+    std::vector<double> turned[2] = {std::vector<double>(T * D), std::vector<double>(T * D)};
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t h = 0; h < 2; h++)
+            for (int64_t c = 0; c < D; c++) {
+                const X* row = x.data() + (3 * t + h) * D;
+                turned[h][t * D + c] = double(wide(row[c])) * wide(cos[t * D + c]) + double(wide(row[(c + D / 2) % D])) * wide(sin[t * D + c]);
+            }
+    check("turned queries", q, turned[0]), check("turned keys", k, turned[1]);
+}
+
+template <class X, class T> static void products(int64_t rows, int64_t N, int64_t K, int64_t together) {
+    const auto weight = drawn<T>(N * K), unused = drawn<T>(1);
+    const auto x = drawn<X>(rows * K);
+    const auto bias = drawn<float>((N + PANEL - 1) / PANEL * PANEL);
+    std::vector<T> panels((N + PANEL - 1) / PANEL * PANEL * K + 2 * W);
+    std::vector<float> y(rows * N + W);
+    pack_panels(N, K, together, weight.data(), panels.data(), 1);
+    multiply_panels(rows, N, K, panels.data(), bias.data(), x.data(), y.data(), 2);
+    std::vector<double> out(rows * N);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t n = 0; n < N; n++) {
+            out[r * N + n] = bias[n];
+            for (int64_t k = 0; k < K; k++) out[r * N + n] += double(wide(x[r * K + k])) * wide(weight[n * K + k]);
+        }
+    check(sizeof(X) == 2 ? "product of pairs" : "product", y, out, 4);
+}
+
+static void numbers() {
+    const float at[] = {-200, -88, -87, -1e-3f, 0, 1, 3.5f, 88, 89, INFINITY, NAN};
+    for (float x : at) {
+        const float found = exponential(Vec{} + x)[0], exact = x < LEAST ? 0 : std::exp(x);
+        const bool same = std::isnan(exact) ? std::isnan(found) : std::isinf(exact) ? found == exact : std::abs(found - exact) <= 3e-7f * exact;
+        if (!same) std::printf("exp(%g) is %g\n", x, found), failed = 1;
+    }
+    const float halves[] = {1.00390625f, 1.01171875f, -1e9f, INFINITY, NAN};  // ties go to the even number
+    const uint16_t bits[] = {0x3f80, 0x3f82, 0xce6e, 0x7f80, 0x7fc0};
+    for (int i = 0; i < 5; i++)
+        if (narrow(Vec{} + halves[i])[0] != bits[i]) std::printf("%g is rounded to %x\n", halves[i], narrow(Vec{} + halves[i])[0]), failed = 1;
+}
+
+int main() {
+    for (int64_t T : {1, 5, 300})
+        for (int64_t d : {2, 24, 64, 250}) {
+            norms<float>(T, d), norms<bfloat16>(T, d);
+            gates<float>(T, d), gates<bfloat16>(T, d);
+            turns<float>(T, d), turns<bfloat16>(T, d);
+        }
+    for (int64_t rows : {1, 7, 30})
+        for (int64_t N : {1, 40, 100}) {
+            products<float, float>(rows, N, 46, 1);
+            products<float, bfloat16>(rows, N, 46, 1);
+            products<bfloat16, bfloat16>(rows, N, 46, 2);
+        }
+    numbers();
+    std::printf("%d numbers in a vector\n", W);
+    return failed;
+}
