@@ -35,6 +35,7 @@ TIMES = (
     "scoring_seconds",
     "samples_per_second",
     "memory/",
+    "machine/",
     "kv_",
     "waiting/",
 )

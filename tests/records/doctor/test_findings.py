@@ -171,6 +171,7 @@ CASES: dict[str, tuple[dict[str, Column], dict[str, Any]]] = {
     "slow_checkpoints": ({"seconds/checkpoint": 4}, {}),
     "slow_evaluation": ({"seconds/eval": 6}, {}),
     "too_many_threads": ({}, {"facts": {"threads_per_core": 4.0}, "system.threads": 8}),
+    "busy_machine": ({"machine/others": 0.6}, {}),
     "drafts_rejected": ({"draft_acceptance": 0.1}, {}),
     "engines_lost": ({"engines": lambda n: 4 - (n > 20)}, {}),
     "slow_engine": (

@@ -9,6 +9,8 @@ from tunesmith.records.doctor.signs import Signs, times
 
 RULES = Rules[Signs]()
 LEAST_SECONDS = 60
+BUSY = 0.25
+"""Share of the cores that other programs take before it is said."""
 
 
 def _share(run: Signs, phase: str) -> Figure:
@@ -178,6 +180,18 @@ def too_many_threads(run: Signs) -> Evidence:
     per_core = run.facts.threads_per_core
     if per_core > 1.5 and threads > 1:
         yield f"{per_core:.1f} threads compute per usable processor (system.threads = {threads})"
+
+
+@RULES.add("note")
+def busy_machine(run: Signs) -> Evidence:
+    """Other programs compute on the cores of this run, and its threads wait for them.
+
+    End them, or start the run when they have ended: the seconds of its steps say little beside
+    them.
+    """
+    share = run["machine/others"].mean
+    if share > BUSY and run["seconds"].sum > LEAST_SECONDS:
+        yield f"other programs kept {share:.0%} of the cores busy"
 
 
 @RULES.add("warning", "system.draft_model = none")

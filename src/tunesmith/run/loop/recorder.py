@@ -13,6 +13,7 @@ from tunesmith.records.clock import Clock
 from tunesmith.records.facts import RunFacts
 from tunesmith.records.memory import memory_metrics
 from tunesmith.records.metrics import MetricsLog
+from tunesmith.records.other_programs import OtherPrograms
 from tunesmith.records.progress import Progress, each_once
 from tunesmith.records.text import answers_shown, shown_path
 from tunesmith.records.timeline import LOOP, OUTSIDE_STEPS, TRAINER, TRAINER_WAITS, Timeline
@@ -50,6 +51,7 @@ class Recorder:
     judges: Sequence[RunJudge] = ()
     timeline: Timeline = field(default_factory=Timeline)
     profiler: StepProfiler | None = None
+    others: OtherPrograms = field(default_factory=OtherPrograms)
     total_tokens: float = field(default=0.0, init=False)
     """Sum of the metric ``tokens`` over all steps."""
     limit_is_known: bool = field(default=True, init=False)
@@ -71,7 +73,8 @@ class Recorder:
         rates."""
         profile = self.profiler and self.profiler.end(step)
         seconds = self.clock.lap()
-        record = step_record(metrics, seconds) | self.timeline.finish_step(step) | memory_metrics()
+        record = step_record(metrics, seconds) | self.timeline.finish_step(step)
+        record |= memory_metrics() | self.others.metrics()
         if "tokens" in metrics:
             self.total_tokens += metrics["tokens"]
             record["total_tokens"] = self.total_tokens
