@@ -32,6 +32,7 @@ from tests.support.documents import (
 )
 from tests.support.key_tables import check_row
 from tests.support.machine_facts import CPU
+from tests.support.packages import skip_without_packages
 from tests.support.tiny_preferences import lines_of
 from tests.support.tiny_rewards import save_reward_model
 from tests.support.tiny_runs import write_lines
@@ -107,6 +108,7 @@ def resolved(path: Path, *overrides: str) -> AnyPlan:
 @pytest.mark.parametrize("block", blocks("toml"), ids=named)
 def test_run_files_load_and_resolve(block: Block, place: Path) -> None:
     (place / "run.toml").write_text(block.text)
+    skip_without_packages(block.text)
     resolved(place / "run.toml")
 
 

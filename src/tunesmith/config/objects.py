@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from tunesmith.config.reading.packages import package_name
 from tunesmith.config.reading.user_functions import check_defined, definitions_in
 from tunesmith.errors import ConfigError, nearest
 from tunesmith.records.waits import long_wait
@@ -32,6 +33,9 @@ from tunesmith.records.waits import long_wait
 TRACEBACK_CHARACTERS = 6000
 PROGRAM = "python"
 """Stands for the module in references to objects of the running program: ``python:name``."""
+
+ADAPTER = "tunesmith.learn.packages.{}"
+"""The module that stands for a package in references to its rewards: ``reasoning_gym:score``."""
 
 _objects: dict[str, Any] = {}
 
@@ -80,6 +84,10 @@ def locate(reference: str, base_dir: Path) -> Location:
         ConfigError: the reference is malformed, or the file or module does not exist.
     """
     target, _, function = reference.rpartition(":")
+    named = package_name(reference)
+    if named:
+        named.require()
+        target = ADAPTER.format(target)
     if target == PROGRAM:
         raise ConfigError(
             f"'{reference}' is an object of a Python program, and only that program can run it; "

@@ -78,13 +78,16 @@ class Source(Section):
     """One data source of a mixture."""
 
     path: str
-    """A .jsonl, .json, .parquet or .csv file, a directory, or a Hugging Face dataset name."""
+    """A .jsonl, .json, .parquet or .csv file, a directory, a Hugging Face dataset name, or the name
+    of what a package brings, as ``reasoning_gym:chain_sum[test]``."""
     weight: Annotated[float, Field(gt=0)] | None = None
     """Share of the draws, relative to the other sources' weights; None for all sources:
     proportional to size."""
     split: Text = "train"
     """A split, or a part of one: ``train[:200]``, ``train[:90%]``."""
     subset: Text | None = None
+    options: Annotated[dict[str, Any] | None, Field(description="a table")] = None
+    """For a name of a package: what it takes, as ``{ seed = 1, max_terms = 3 }``."""
 
 
 Sources = Annotated[tuple[str | Source, ...], Field(min_length=1)]

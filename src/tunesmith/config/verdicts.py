@@ -43,8 +43,8 @@ SETTINGS = (
     Verdict(
         "content",
         "model.path model.chat_template critic.path data.train data.train.path data.train.split "
-        "data.train.subset data.eval data.eval.path data.eval.split data.eval.subset lora.path "
-        "rft.few_shot data.map",
+        "data.train.subset data.train.options data.eval data.eval.path data.eval.split "
+        "data.eval.subset data.eval.options lora.path rft.few_shot data.map",
     ),
     Verdict("effect", "model.dtype", "it is computed in another number format"),
     Verdict(

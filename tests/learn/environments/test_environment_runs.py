@@ -13,6 +13,7 @@ import pytest
 from tests.support import tiny
 from tests.support.data_tokenizers import byte_level, template
 from tests.support.documents import ROOT, Block, blocks_of
+from tests.support.packages import skip_without_packages
 from tests.support.tiny_runs import rl_settings, write_lines
 from tunesmith.config.schema import DataSection, EnvironmentSection
 from tunesmith.errors import ConfigError, DataError
@@ -49,6 +50,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     "block", [b for b in PAGE if b.language == "toml"], ids=lambda block: str(block.line)
 )
 def test_the_pages_run_files_run(block: Block, model: Path, tmp_path: Path) -> None:
+    skip_without_packages(block.text)
     for code in PAGE:
         if code.language == "python" and (file := re.match(r"# (\w+\.py)\n", code.text)):
             (tmp_path / file[1]).write_text(code.text)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunesmith.config.judges import names_text_file
+from tunesmith.config.reading.packages import near_package, package_name
 from tunesmith.config.reading.problems import FileProblem, KeyPath, Tree, dotted, leaves
 from tunesmith.config.reading.user_functions import check_defined
 from tunesmith.errors import ConfigError, closest, shortened
@@ -68,7 +69,7 @@ def _missing(text: str, bases: list[Path], hub: str = "") -> ConfigError:
         p.name for folder in folders if Path(folder).is_dir() for p in Path(folder).iterdir()
     }
     close = closest(Path(text).name, siblings, 0.6)
-    hint = f" Did you mean '{close}'?" if close else ""
+    hint = f" Did you mean '{close}'?" if close else near_package(text)
     other = (
         f", and on the hub names have an owner, such as {hub}" if hub and "/" not in text else ""
     )
@@ -149,8 +150,10 @@ def _checkpoint(text: str, bases: list[Path]) -> str:
 
 
 def _data(text: str, bases: list[Path]) -> str:
-    """A file, a directory, or the name of a data set on the hub."""
+    """A file, a directory, or the name of a data set on the hub or of a package."""
     path = _search(text, bases)
+    if path is None and package_name(text):
+        return text
     if path is None:
         return _hub_name(text, bases, "datasets", "openai/gsm8k")
     if path.is_file() and path.stat().st_size == 0:

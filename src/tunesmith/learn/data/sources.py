@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tunesmith.config.reading.files import is_hub_name
+from tunesmith.config.reading.packages import PACKAGES, PackageName, package_name
 from tunesmith.config.schema import Source
 from tunesmith.errors import ConfigError, DataError, boundary, nearest
 from tunesmith.learn.data.splits import Cut, parse_split
+from tunesmith.learn.packages.adapter import adapter
 
 Columns = dict[str, Any]
 
@@ -66,6 +68,13 @@ def read(source: Source) -> Rows:
         ConfigError: ``split`` or ``subset`` is set for a source that has none.
     """
     path = Path(source.path).expanduser()
+    named = package_name(source.path)
+    if named and not path.exists():
+        yield from _read_package(source, named)
+        return
+    if source.options is not None:
+        why = f"{source.path}: 'options' are for names of packages; leave them out."
+        raise ConfigError(why)
     split, cut = parse_split(source.split)
     if not path.exists():
         if not is_hub_name(source.path, "datasets"):
@@ -298,6 +307,25 @@ def _read_hub(source: Source, split: str, cut: Cut | None) -> Rows:
     with boundary(DataError, what, Exception):
         loaded = datasets.load_dataset(source.path, source.subset, split=split)
         yield from _rows_of_table(f"{source.path}[{split}]", *_part(loaded, cut))
+
+
+def _read_package(source: Source, named: PackageName) -> Rows:
+    """The tasks that an installed package brings."""
+    if named.split and source.split != "train":
+        why = f"{source.path} names its split; leave 'split' out."
+        raise ConfigError(why)
+    if source.subset is not None:
+        raise ConfigError(f"{source.path}: 'subset' is for data sets of the hub; leave it out.")
+    split, cut = parse_split(named.split or source.split)
+    tasks = adapter(named).rows(named.name, split, source.options or {})
+    numbered = enumerate(tasks, 1)
+    if cut is not None:
+        every = list(numbered)
+        numbered = iter(every[cut.rows(len(every))])
+    name = f"{named.plain}[{split}]"
+    player = {"environment": named.plain} if PACKAGES[named.package].plays else {}
+    for number, columns in numbered:
+        yield SourceRow(name, f"{name}:{number}", {**columns, **player})
 
 
 def _part(table: Any, cut: Cut | None) -> tuple[Any, int]:

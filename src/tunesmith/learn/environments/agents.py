@@ -6,7 +6,8 @@
 
 Its parameters select its arguments: ``client`` (OpenAI's interface, within the process), or
 ``base_url`` and ``api_key`` (the same over HTTP, for an agent with its own client, which may be a
-plain function), and data columns. It returns the reward, a ``StepResult`` with a reward and
+plain function), ``opponent`` (as ``client``, and nothing that it writes is trained on), and data
+columns. It returns the reward, a ``StepResult`` with a reward and
 metrics, or None if reward functions score the episode.
 """
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 GIVEN = frozenset({"client", "base_url", "api_key"})
 OVER_HTTP = frozenset({"base_url", "api_key"})
+OPPONENT = "opponent"
 
 
 def is_agent(function: Function, reference: str) -> bool:
@@ -74,6 +76,10 @@ class Agent:
         api = EpisodeApi(conversation, self.model)
         arguments: dict[str, Any] = {**columns_of(task), "client": PolicyClient(api)}
         with closing(conversation), closing(api), ExitStack() as served:
+            if OPPONENT in inspect.signature(self.function).parameters:
+                other = Conversation(Rollout(task), generate, self.setting, ())
+                second = served.enter_context(closing(EpisodeApi(other, self.model)))
+                arguments[OPPONENT] = PolicyClient(second)
             if not OVER_HTTP.isdisjoint(inspect.signature(self.function).parameters):
                 base_url, key = served.enter_context(self.endpoint().open(api))
                 arguments |= {"base_url": base_url, "api_key": key}

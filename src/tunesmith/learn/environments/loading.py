@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config import objects as user_code
+from tunesmith.config.reading.packages import PACKAGES, PackageName, package_name
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import ConfigError, DataError, about, boundary, nearest
 from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.data.formats import Example
 from tunesmith.learn.data.values import Tools
-from tunesmith.learn.environments import verifiers
-from tunesmith.learn.environments.agents import GIVEN, is_agent
+from tunesmith.learn.environments.agents import GIVEN, OPPONENT, is_agent
 from tunesmith.learn.environments.games import TRL_RESERVED, Game, Loaded, open_game
 from tunesmith.learn.environments.tools import Tool, make_tool
+from tunesmith.learn.packages import verifiers
+from tunesmith.learn.packages.adapter import adapter
 from tunesmith.learn.usercode.calls import check_keywords, required_parameters
 from tunesmith.types import Task
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 SINGLE_TURN = "single_turn"
 """The environment of tasks without a user's environment; a valid value of the routing column."""
+BROUGHT = "environment"
+"""The column in which a package's tasks name the package's environment."""
 
 
 @about("environment.path")
@@ -48,7 +52,11 @@ def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
         for reference in section.tools:
             user_code.check_reference(reference, base_dir)
     for reference in references.values():
-        user_code.check_reference(reference, base_dir)
+        named = package_name(reference)
+        if named is None:
+            user_code.check_reference(reference, base_dir)
+        else:
+            _check_package(named)
 
 
 @about("environment.path")
@@ -65,7 +73,8 @@ def check_agents(section: EnvironmentSection, base_dir: Path) -> None:
         unread.remove("isolation")
     if not unread or not references:
         return
-    if all(user_code.parameters_in_source(each, base_dir) & GIVEN for each in references):
+    own = [each for each in references if package_name(each) is None]
+    if own and all(user_code.parameters_in_source(each, base_dir) & GIVEN for each in own):
         key = f"environment.{unread[0]}"
         raise ConfigError(
             f"{key} is for environments and tools, and {' and '.join(references)} plays as an "
@@ -73,6 +82,20 @@ def check_agents(section: EnvironmentSection, base_dir: Path) -> None:
             "episode.",
             keys=(key,),
         )
+
+
+def _check_package(named: PackageName) -> None:
+    named.require()
+    if not PACKAGES[named.package].plays:
+        plays = ", ".join(name for name, package in PACKAGES.items() if package.plays)
+        raise ConfigError(
+            f"'{named.plain}' has tasks and a reward, and plays no episodes: name it in "
+            f"data.train, and '{named.package}:score' in reward.functions. Packages that play: "
+            f"{plays}."
+        )
+    if named.split:
+        why = f"'{named.plain}[{named.split}]' names a split, which belongs into data.train."
+        raise ConfigError(why)
 
 
 def references_of(section: EnvironmentSection) -> dict[str, str]:
@@ -110,6 +133,9 @@ def load_environments(section: EnvironmentSection, base_dir: Path) -> Environmen
 def _load(reference: str, base_dir: Path) -> Any:
     """The object of a reference; for a loader of the ``verifiers`` package, its environment as an
     agent."""
+    named = package_name(reference)
+    if named:
+        return adapter(named).environment(named.name)
     code = user_code.load_object(reference, base_dir)
     if reference.rpartition(":")[2] == verifiers.LOADER and callable(code):
         with boundary(ConfigError, f"'{reference}' failed", Exception), user_code.keeping_signals():
@@ -187,7 +213,7 @@ class EnvironmentSet:
             mine = [task for task in routed if task.environment == one.name]
             columns = {"prompt", *(name for task in mine for name in task.columns)}
             if mine and one.kind == "agent":
-                check_keywords(one.code, one.reference, columns | GIVEN)
+                check_keywords(one.code, one.reference, columns | GIVEN | {OPPONENT})
             elif mine and one.kind in ("native", "trl") and hasattr(one.code, "reset"):
                 check_keywords(one.code.reset, f"{one.reference}.reset", columns, skip=1)
         return routed
@@ -201,6 +227,9 @@ class EnvironmentSet:
         if not isinstance(self.section.path, dict):
             return self.loaded[0].name
         column = self.section.column
+        brought = {one.reference: one.name for one in self.loaded if package_name(one.reference)}
+        if task.columns.get(BROUGHT) in brought:
+            return brought[task.columns[BROUGHT]]
         names = [*(one.name for one in self.loaded), SINGLE_TURN]
         if column not in task.columns:
             raise DataError(

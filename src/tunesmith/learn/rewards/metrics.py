@@ -54,6 +54,23 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         metrics[key] = mean([r.metrics[name] for r in usable if name in r.metrics])
     if metrics.get("answered"):
         metrics["correct_of_answered"] = metrics.get("correct", 0.0) / metrics["answered"]
+    return metrics | environment_metrics(rollouts)
+
+
+def environment_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The share, the mean reward and the share of failures of each environment, where there are
+    several."""
+    by_name: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        by_name.setdefault(rollout.task.environment, []).append(rollout)
+    metrics: dict[str, float] = {}
+    for name, played in by_name.items() if len(by_name) > 1 else ():
+        usable = [r for r in played if r.status is Status.OK]
+        totals = [r.reward for r in usable if r.reward is not None]
+        metrics[f"environment/{name}/share"] = len(played) / len(rollouts)
+        metrics[f"environment/{name}/failed"] = 1 - len(usable) / len(played)
+        if totals:
+            metrics[f"environment/{name}/reward"] = fmean(totals)
     return metrics
 
 

@@ -1,0 +1,2 @@
+"""Adapters of packages with data sets and environments, one file each; only here they are
+imported."""

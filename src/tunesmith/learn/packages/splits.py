@@ -1,0 +1,34 @@
+"""Splits of tasks that a package makes from seeds: what a task is determines its split, so that no
+task is in two."""
+
+from __future__ import annotations
+
+import hashlib
+
+from tunesmith.errors import ConfigError, nearest
+from tunesmith.learn.packages.adapter import Options
+
+SHARES = {"train": range(6), "validation": range(6, 8), "test": range(8, 10)}
+"""Of ten shares of the tasks, those of each split."""
+MOST = 2**20
+"""The largest number of tasks."""
+
+
+def check_split(what: str, split: str) -> None:
+    """Raise ``ConfigError`` for a split that there is not."""
+    if split not in SHARES:
+        hint = nearest(split, SHARES)
+        raise ConfigError(f"{what} has no split '{split}': {', '.join(SHARES)}.{hint}")
+
+
+def is_of(split: str, task: str) -> bool:
+    """Whether a task, as text, belongs to a split."""
+    return hashlib.blake2b(task.encode(), digest_size=8).digest()[0] % 10 in SHARES[split]
+
+
+def number(what: str, options: Options, key: str, default: int, least: int) -> int:
+    """A whole number among the options; a ConfigError for anything else."""
+    value = options.get(key, default)
+    if type(value) is not int or not least <= value <= MOST:
+        raise ConfigError(f"{what}: the option '{key}' must be a number from {least} to {MOST}.")
+    return value
