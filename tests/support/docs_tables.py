@@ -126,7 +126,7 @@ def families() -> str:
                 "lean" if facts.lean else "modules",
                 "✓" if first(decoder_config(written), *EXPERTS) else "",
                 "" if facts.carrying else "✓",
-                "✓" if name in SCORED and not family(name).multimodal else "",
+                "" if family(name).multimodal else "✓" if name in SCORED else "here",
             ]
         )
     titles = ("`model_type`", "layers", "experts", "shared sequences, draft models", "score head")

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from tunesmith.errors import ModelError
 from tunesmith.models.decoder import Decoder
 from tunesmith.models.forest import Forest, Predictions
+from tunesmith.models.score_heads import add_score_head
 from tunesmith.models.weight_checks import Differences
 from tunesmith.plan.facts.families import family
 from tunesmith.types import Sample
@@ -41,15 +41,14 @@ class ScoreModel(Decoder):
 
     @classmethod
     def check(cls, path: str | Path, config: Any) -> None:
-        heads = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-        if config.model_type not in heads or family(config.model_type).multimodal:
+        if family(config.model_type).multimodal:
             raise ModelError(
-                f"'{path}' is a {config.model_type}, for which there is no score head, so "
-                "it cannot be a reward model or a critic. Choose a model of another family, such "
-                "as Llama, Qwen, Mistral or Gemma, or for the policy an estimator without a "
-                "critic, such as grpo",
+                f"'{path}' is a multimodal {config.model_type}, and a score head stands on a text "
+                "model, so it cannot be a reward model or a critic. Choose a text model, or for "
+                "the policy an estimator without a critic, such as grpo",
                 keys=("algorithm.name",),
             )
+        add_score_head(config)
         if is_trained(config) and config.num_labels != 1:
             raise ModelError(f"'{path}' has {config.num_labels} labels; a score model has one")
 
@@ -62,12 +61,6 @@ class ScoreModel(Decoder):
         )
 
     def complete(self, config: Any) -> None:
-        if not isinstance(getattr(self.module, "score", None), nn.Linear):
-            raise ModelError(
-                f"architecture '{config.model_type}' has no linear score head in transformers, so "
-                "it cannot be a score model. Choose a model of another family, such as Llama, "
-                "Qwen, Mistral or Gemma"
-            )
         if not is_trained(config):
             nn.init.zeros_(self.head.weight)
         if (

@@ -17,11 +17,9 @@ from tests.support.families import (
     samples,
 )
 from tests.support.training import forest_of
-from tunesmith.errors import ModelError
 from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.layers import ModuleRunner
-from tunesmith.models.score_model import ScoreModel
 from tunesmith.types import Sample
 
 KINDS = ("lfm2", "qwen3_next", "bamba", "falcon_h1")
@@ -102,13 +100,3 @@ def test_an_adapter_on_all_projections(kind: str) -> None:
         name.removeprefix("base_model.model."): g for name, g in gradients(plain, want).items()
     }
     assert_same_gradients(trained, names, 1e-3)
-
-
-def test_without_a_score_head_in_transformers() -> None:
-    class Config:
-        model_type = "lfm2"
-        architectures = ()
-
-    with pytest.raises(ModelError) as refused:
-        ScoreModel.check("somewhere", Config())
-    assert "lfm2" in str(refused.value)

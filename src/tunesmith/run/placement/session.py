@@ -3,7 +3,8 @@ result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tunesmith.config.doors import Door
+from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.values import parse_size
 from tunesmith.errors import ConfigError
@@ -83,15 +85,26 @@ def load_trained(path: Path, *, scores: bool = False, **options: Any) -> tuple[A
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     from tunesmith.models.export import read_generation
+    from tunesmith.models.score_heads import add_score_head
+    from tunesmith.models.source import load_config
 
     kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     if scores:
+        trusted = bool(options.get("trust_remote_code"))
+        add_score_head(load_config(_base_of(path), trust_remote_code=trusted))
         options = {"num_labels": 1, **options}
     model = kind.from_pretrained(path, **options)
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(path)
     if model.can_generate() and (saved := read_generation(path)):
         model.generation_config = saved
     return model, tokenizer
+
+
+def _base_of(path: Path) -> str:
+    """The model at ``path``, or the one that the adapter there was made for."""
+    adapter = path / ADAPTER_CONFIG
+    written: Mapping[str, object] = json.loads(adapter.read_bytes()) if adapter.is_file() else {}
+    return str(written.get("base_model_name_or_path") or path)
 
 
 def open_publisher(
