@@ -60,6 +60,7 @@ FACTS = {
     "fixed": Facts(CPU, FIXED, train_size=1000, longest=100),
     "states": Facts(CPU, STATES, train_size=1000, longest=100),
     "experts": Facts(CPU, replace(USUAL, expert_widths=(256, 20))),
+    "images": Facts(CPU, USUAL, train_size=1000, longest=100, images=3),
     "odd": Facts(
         CPU, ODD, train_size=1000, longest=100, instances_for="rewards.py:of_environments"
     ),

@@ -113,11 +113,10 @@ def test_a_slow_import_of_user_code_says_so(
 
 
 DATES = {
-    "records/http_client.py",
     "records/metrics.py",
     "records/sinks/mlflow.py",
     "records/sinks/tensorboard.py",
-    "learn/endpoint/turns.py",
+    "learn/environments/openai_api.py",
 }
 """Where the time of day is recorded, for people and other programs."""
 

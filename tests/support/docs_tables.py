@@ -126,10 +126,12 @@ def families() -> str:
                 "lean" if facts.lean else "modules",
                 "✓" if first(decoder_config(written), *EXPERTS) else "",
                 "" if facts.carrying else "✓",
+                "✓" if family(name).images else "",
                 "" if family(name).multimodal else "✓" if name in SCORED else "here",
             ]
         )
-    titles = ("`model_type`", "layers", "experts", "shared sequences, draft models", "score head")
+    shared = "shared sequences, draft models"
+    titles = ("`model_type`", "layers", "experts", shared, "images", "score head")
     return _table(titles, rows)
 
 

@@ -35,6 +35,8 @@ from tunesmith.models.parallel.sharding import Sharding
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
 from tunesmith.models.source import load_config, load_tokenizer
 from tunesmith.models.towers import Towers
+from tunesmith.models.vision.processing import vocabulary_of
+from tunesmith.models.vision.tower import Vision
 from tunesmith.models.weight_checks import Differences
 from tunesmith.plan.facts.experts import ExpertsImplementation
 
@@ -70,6 +72,8 @@ class Decoder:
     """Whether Python code that comes with the model may run."""
     towers: Towers = field(default=Towers(), init=False, repr=False)
     """What the model's files hold beside the decoder, to be saved with it."""
+    vision: Vision | None = field(default=None, init=False, repr=False)
+    """The tower that sees the data's images; None: there are none."""
     lengths: LengthRule | None = field(default=None, init=False, repr=False)
     """Which sequence lengths share rotary frequencies, if these depend on the length."""
     routing: Routing | None = field(default=None, init=False, repr=False)
@@ -145,6 +149,25 @@ class Decoder:
     def complete(self, config: Any) -> None:
         """Initialise weights and settings that a checkpoint with this configuration lacks."""
 
+    def see_images(self) -> None:
+        """Load the tower, if the data from which this model's tokenizer made ids has images.
+
+        Raises:
+            ModelError: the tower cannot be loaded, or the model's positions do not go with images.
+        """
+        vocabulary = vocabulary_of(self.tokenizer)
+        if vocabulary is None or not len(vocabulary.rows):
+            return
+        assert self.sharding is None and self.sequence is None, "the plan refuses both"
+        if self.lengths is not None:
+            raise ModelError(
+                f"the rotary frequencies of '{vocabulary.path}' depend on the length of a "
+                "sequence, which has not been shown to be right with images: leave them out"
+            )
+        self.vision = Vision.of(
+            self.module.config, self.towers, vocabulary, self.dtype, self.device
+        )
+
     @property
     def device(self) -> torch.device:
         return self.module.device
@@ -200,7 +223,8 @@ class Decoder:
 
         Args:
             token_ids: ``[T]``.
-            position_ids: ``[T]``, each token's position in its sequence.
+            position_ids: ``[T]``, each token's position in its sequence; or ``[3, T]`` beside
+                images (``Vision.positions``).
             attention: decides what each token sees.
             lengths: ``self.lengths.alike`` of the sequence length of each of the ``T`` tokens;
                 None: one sequence.
@@ -209,7 +233,10 @@ class Decoder:
         host = self.host_activations if torch.is_grad_enabled() else None
         rotated = rotated_by(lengths) if self.lengths is not None else nullcontext()
         with rotated, host.saving() if host is not None else nullcontext():
-            return self.runner(token_ids, position_ids, attention, routing)
+            if self.vision is None:
+                return self.runner(token_ids, position_ids, attention, routing)
+            known, images = self.vision.see(token_ids)
+            return self.runner(known, position_ids, attention, routing, images)
 
     def compile_layers(self, mode: str) -> None:
         """Compile the layers of training and scoring passes with PyTorch.
@@ -284,8 +311,13 @@ class Decoder:
         return hidden.index_select(0, forest.source)
 
     def laid_out(self, forest: Forest) -> Forest:
-        """The forest as the model computes it: split by length if rotary frequencies depend on
-        length."""
+        """The forest as the model computes it: with the positions that images have, and split by
+        length if rotary frequencies depend on length."""
+        if self.vision is not None and forest.position_ids.dim() == 1:
+            positions = self.vision.positions(
+                forest.token_ids, forest.position_ids, forest.segments
+            )
+            forest = replace(forest, position_ids=positions)
         return (
             forest
             if self.lengths is None or forest.rotary_lengths

@@ -20,6 +20,7 @@ from typing import Any
 from tunesmith.errors import ConfigError, DataError, boundary, shortened
 from tunesmith.learn.data.chat_checks import PROBE, check_options, with_probes
 from tunesmith.learn.data.chat_defaults import own_part
+from tunesmith.learn.data.images import IMAGE_MARK, with_parts
 from tunesmith.learn.data.tokens import Span
 from tunesmith.learn.data.trie import common_length
 from tunesmith.learn.data.values import Tools
@@ -113,7 +114,11 @@ class ChatTemplate:
             raise DataError(f"the chat template has no place for tools: {name}")
         with _refusal(messages):
             return self.tokenizer.apply_chat_template(
-                list(messages), tools, add_generation_prompt=prompt, tokenize=False, **self.options
+                list(map(with_parts, messages)),
+                tools,
+                add_generation_prompt=prompt,
+                tokenize=False,
+                **self.options,
             )
 
     def whole(
@@ -133,9 +138,12 @@ class ChatTemplate:
     ) -> None:
         squashed = _squash(text)
         place = 0
-        for number, message in enumerate(messages, 1):
-            content = _squash(message["content"])
-            role = message["role"]
+        pieces = (
+            (number, message["role"], message, _squash(piece))
+            for number, message in enumerate(messages, 1)
+            for piece in message["content"].split(IMAGE_MARK)
+        )
+        for number, role, message, content in pieces:
             if role not in ("system", "developer", "user"):
                 continue
             # in order, except for messages that a template moves
@@ -326,7 +334,7 @@ class ChatTemplate:
         before = self.render(messages[:-1], tools) if len(messages) > 1 else ""
         with _refusal(messages):
             rendered: Any = chat_template_utils.render_jinja_template(
-                conversations=[list(messages)],
+                conversations=[list(map(with_parts, messages))],
                 tools=tools,
                 chat_template=self.tokenizer.get_chat_template(tools=tools),
                 return_assistant_tokens_mask=True,

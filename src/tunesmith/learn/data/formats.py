@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tunesmith.errors import nearest
+from tunesmith.learn.data.images import COLUMNS as IMAGES
+from tunesmith.learn.data.images import NamedImage, named_in_columns, taken_from
 from tunesmith.learn.data.sources import Columns, SourceRow
 from tunesmith.learn.data.trie import common_length
 from tunesmith.learn.data.unread import check_unread
@@ -117,6 +119,8 @@ class Example:
     """Labels of the steps of ``text``: a list, or a copy of the text with labels instead of
     separators."""
     tools: Tools = None
+    images: tuple[NamedImage, ...] = ()
+    """In the order of their places."""
     columns: Columns = field(default_factory=dict[str, Any])
     source: int = 0
     """Index of the source."""
@@ -196,12 +200,43 @@ def _only_column(row: SourceRow, names: tuple[str, ...], key: str) -> str:
 
 
 def convert(row: SourceRow, form: Format, goal: Goal) -> Example:
-    """The row as an example; every column except ``prompt`` is passed on unchanged.
+    """The row as an example; every column except ``prompt`` is passed on unchanged, and of images
+    the names.
 
     Raises:
         BadLine: a column is missing, empty or of the wrong type.
     """
     check_unread(row, goal, form.kind)
+    return _with_images(row, _convert(row, form, goal))
+
+
+def _with_images(row: SourceRow, example: Example) -> Example:
+    """The example with the images that its line names, which its messages no longer name.
+
+    Raises:
+        BadLine: they are named twice, or the two answers of a pair have different ones.
+    """
+    named = named_in_columns(row)
+    asked, prompt = taken_from(example.prompt)
+    answered, completion = taken_from(example.completion)
+    others, rejected = taken_from(example.rejected)
+    inline = [*asked, *answered]
+    if named and inline:
+        raise row.bad(
+            "images are named in the messages and in a column of the line; name them in one place"
+        )
+    if example.rejected is not None and others != answered:
+        raise row.bad("'chosen' and 'rejected' name different images; name them in the prompt")
+    images = tuple(named or inline)
+    if not images:
+        return example
+    names = [image.name for image in images]
+    columns = {k: v for k, v in example.columns.items() if k not in IMAGES} | {"images": names}
+    sides = {"prompt": prompt, "completion": completion, "rejected": rejected}
+    return replace(example, **sides, images=images, columns=columns)
+
+
+def _convert(row: SourceRow, form: Format, goal: Goal) -> Example:
     identity = row.columns.get("id")
     identity = str(identity) if isinstance(identity, str | int) and str(identity) else row.where
     columns = {name: value for name, value in row.columns.items() if name != "prompt"}

@@ -13,6 +13,7 @@ from dataclasses import replace
 from tunesmith.config.schema import DataSection
 from tunesmith.learn.data.chat import Rendered
 from tunesmith.learn.data.formats import Example, Goal
+from tunesmith.learn.data.images import shown
 from tunesmith.learn.data.prompts import PromptEncoder, learned_texts, note_turn_end
 from tunesmith.learn.data.reading import (
     Prepared,
@@ -110,10 +111,12 @@ def load_tasks(
     encoded = encoder.encode([text for _, text in rendered])
     for (example, _), ids in zip(rendered, encoded, strict=True):
         with reading.report.line(example.where):
+            ids, _ = reading.expanded(example, ids)
             prompt, fitted = reading.fit_prompt(encoder, example, ids)
             if isinstance(example.prompt, str) and isinstance(prompt, list):
                 prompt = prompt[-1]["content"]  # rewards get the prompt in the data's own form
-            tasks.append((example.source, Task(example.id, prompt, tuple(fitted), example.columns)))
+            task = Task(example.id, shown(prompt), tuple(fitted), example.columns)
+            tasks.append((example.source, task))
     return reading.prepare(tasks)
 
 

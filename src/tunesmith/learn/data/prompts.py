@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -12,11 +12,13 @@ from tunesmith.errors import ConfigError, DataError
 from tunesmith.learn.data.chat import ChatTemplate, Rendered, is_learned
 from tunesmith.learn.data.chat_checks import THOUGHTS
 from tunesmith.learn.data.formats import Example, convert, detect
+from tunesmith.learn.data.images import IMAGE_MARK
 from tunesmith.learn.data.report import LoadReport
 from tunesmith.learn.data.sources import BadLine, read
 from tunesmith.learn.data.tokens import encode, leading_ids, with_leading
 from tunesmith.learn.data.values import Tools
 from tunesmith.models.embedding_rows import without_row
+from tunesmith.models.vision.processing import vocabulary_of
 from tunesmith.types import Message, Prompt, Tokenizer, as_messages
 
 Shots = Sequence[tuple[str, str]]
@@ -57,6 +59,34 @@ def choose_template(
     if section.system_prompt is not None or "system" in roles:
         template.check_system()
     return template
+
+
+def with_places(example: Example, placeholder: str) -> Example:
+    """The example with places for its images: before its first question, if it has none.
+
+    Args:
+        placeholder: the token that a text may have in such a place.
+    """
+    sides = (example.prompt, example.completion)
+    texts = [_text(side) for side in sides]
+    if any(IMAGE_MARK in text or placeholder in text for text in texts):
+        return example
+    marks = IMAGE_MARK * len(example.images)
+    prompt = example.prompt
+    if isinstance(prompt, str):
+        return replace(example, prompt=marks + prompt)
+    for name, side in (("prompt", prompt), ("completion", example.completion)):
+        messages = side if isinstance(side, list) else []
+        users = [at for at, message in enumerate(messages) if message["role"] == "user"]
+        if users:
+            first = {**messages[users[0]], "content": marks + messages[users[0]]["content"]}
+            placed = [*messages[: users[0]], first, *messages[users[0] + 1 :]]
+            return replace(example, **{name: placed})
+    raise DataError("there is no question before which the images could come")
+
+
+def _text(side: Prompt | None) -> str:
+    return "".join(str(message["content"]) for message in as_messages(side or []))
 
 
 def with_system(section: DataSection, prompt: Prompt) -> list[Message]:
@@ -144,8 +174,10 @@ class PromptEncoder:
         return cls(section, tokenizer, choose_template(section, tokenizer, examples), separator)
 
     def ids(self, prompt: Prompt, tools: Tools = None, shots: Shots = ()) -> list[int]:
-        """Token ids of a prompt; see ``text``."""
-        return self.encode([self.text(prompt, tools, shots)])[0]
+        """Token ids of a prompt without images; see ``text``."""
+        (ids,) = self.encode([self.text(prompt, tools, shots)])
+        vocabulary = vocabulary_of(self.tokenizer)
+        return ids if vocabulary is None else vocabulary.expanded(ids, ())[0]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of texts from ``text``; plain text gets the tokenizer's leading tokens

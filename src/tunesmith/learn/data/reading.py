@@ -6,7 +6,7 @@ The report (``data.report``) counts and lists every unusable line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -14,9 +14,10 @@ from tunesmith.config.schema import DataSection, Source
 from tunesmith.errors import ConfigError, DataError, Problem
 from tunesmith.learn.data.chat import ChatTemplate, Rendered
 from tunesmith.learn.data.formats import Example, Format, Goal, convert, detect
+from tunesmith.learn.data.images import blind
 from tunesmith.learn.data.loader import Loader, Part, fingerprint_of
 from tunesmith.learn.data.mapping import map_rows
-from tunesmith.learn.data.prompts import PromptEncoder, choose_template, with_system
+from tunesmith.learn.data.prompts import PromptEncoder, choose_template, with_places, with_system
 from tunesmith.learn.data.report import LoadReport, TooLong
 from tunesmith.learn.data.sources import BadLine, SourceRow, read
 from tunesmith.learn.data.tokens import (
@@ -30,6 +31,8 @@ from tunesmith.learn.data.tokens import (
 )
 from tunesmith.learn.data.values import Tools
 from tunesmith.models.embedding_rows import unused_note, without_row
+from tunesmith.models.vision.processing import vocabulary_of
+from tunesmith.models.vision.rows import FIRST_ROW, Image, rows_in, splits_image
 from tunesmith.types import Message, Prompt, Sample, Tokenizer
 
 T = TypeVar("T")
@@ -96,6 +99,8 @@ class Reading:
     fingerprint: str
     template: ChatTemplate | None
     leading: list[int]
+    images: Mapping[str, tuple[Image, ...]]
+    """Of the examples that have some, by their ids."""
 
     @classmethod
     def of(cls, section: DataSection, source: Sources, tokenizer: Tokenizer, goal: Goal) -> Reading:
@@ -129,9 +134,37 @@ class Reading:
         lines += [section.chat_template_kwargs] if section.chat_template_kwargs else []
         template = choose_template(section, tokenizer, examples)
         report.note(unused_note(tokenizer))
-        leading = leading_ids(tokenizer)
-        fingerprint = fingerprint_of(lines)
-        return cls(section, sources, tokenizer, examples, report, fingerprint, template, leading)
+        images = _opened(examples, tokenizer, goal, report)
+        vocabulary = vocabulary_of(tokenizer)
+        if vocabulary is not None and template is not None:
+            mark = decode(tokenizer, [vocabulary.placeholder])
+            examples = [with_places(e, mark) if e.images else e for e in examples]
+        examples = [e for e in examples if e.id in images or not e.images]
+        lines += [[image.digest.hex() for image in some] for some in images.values()]
+        return cls(
+            section,
+            sources,
+            tokenizer,
+            examples,
+            report,
+            fingerprint_of(lines),
+            template,
+            leading_ids(tokenizer),
+            images,
+        )
+
+    def expanded(
+        self, example: Example, ids: list[int], mask: Sequence[bool] = ()
+    ) -> tuple[list[int], list[bool]]:
+        """Tokens with the rows of the example's images in their places, and the mask of loss.
+
+        Raises:
+            DataError: there are more places than images, or fewer.
+        """
+        vocabulary = vocabulary_of(self.tokenizer)
+        if vocabulary is None:
+            return ids, list(mask)
+        return vocabulary.expanded(ids, self.images.get(example.id, ()), mask)
 
     def each(self, make: Callable[[Example], U]) -> list[tuple[Example, U]]:
         """Every example with the result of ``make``; if ``make`` raises a DataError, the example is
@@ -183,6 +216,7 @@ class Reading:
         learned token.
         """
         ids, mask = mask_spans(self.tokenizer, text.text, joint, text.spans)
+        ids, mask = self.expanded(example, ids, mask)
         if self.template is None or example.text is not None:
             whole = with_leading(self.leading, ids)
             mask = [False] * (len(whole) - len(ids)) + mask
@@ -209,6 +243,9 @@ class Reading:
             return sample
         reason = f"{len(ids)} tokens, the limit is {limit} (data.max_tokens)"
         self._check_may_cut(reason)
+        left = self.section.too_long == "truncate_left"
+        if splits_image(ids, len(ids) - limit + min(self._head(ids), limit) if left else limit):
+            raise TooLong(f"{reason}, where it is in the middle of an image")
         mask = [False, *self._cut(sample.loss_mask, ids, limit)[1:]]
         if not any(mask):
             raise DataError(f"{reason}, and truncated to it nothing is left to learn")
@@ -235,6 +272,8 @@ class Reading:
             return prompt, ids
         reason = f"the prompt has {len(ids)} tokens, the limit is {limit} (data.max_prompt_tokens)"
         self._check_may_cut(reason)
+        if rows_in(ids):
+            raise TooLong(f"{reason}, and a prompt with images is not cut")
         if isinstance(prompt, str):
             cut = self._cut(ids, ids, limit)
             fitted = decode(self.tokenizer, cut[self._head(ids) :]), cut
@@ -249,7 +288,8 @@ class Reading:
     def _check_rows(self, ids: list[int]) -> None:
         template = str(self.tokenizer.chat_template) if self.template else None
         origins = {"data.system_prompt": self.section.system_prompt, "the chat template": template}
-        problem = without_row(self.tokenizer, ids, origins)
+        words = [token for token in ids if token < FIRST_ROW] if rows_in(ids) else ids
+        problem = without_row(self.tokenizer, words, origins)
         if problem:
             raise DataError(problem)
 
@@ -291,6 +331,28 @@ class Reading:
             parts.append(Part(name, start, start + counts[index], weights[index]))
             report.note(f"{name}: {shares[index]:.0%} of the draws, {counts[index]} items")
         return Prepared(flat, tuple(parts), report, self.fingerprint, shares)
+
+
+def _opened(
+    examples: Sequence[Example], tokenizer: Tokenizer, goal: Goal, report: LoadReport
+) -> dict[str, tuple[Image, ...]]:
+    """The images of the examples, opened and checked, by the examples' ids.
+
+    Raises:
+        DataError: a line has images that cannot be used, and may not be skipped.
+    """
+    vocabulary = vocabulary_of(tokenizer)
+    images: dict[str, tuple[Image, ...]] = {}
+    for example in examples:
+        if not example.images:
+            continue
+        with report.line(example.where):
+            if vocabulary is None:
+                raise blind()
+            if goal == "steps":
+                raise DataError("answers in steps are read without images; leave the images out")
+            images[example.id] = tuple(vocabulary.add(i.name, i.source) for i in example.images)
+    return images
 
 
 UNUSED: dict[str, tuple[tuple[Goal, ...], str]] = {

@@ -10,12 +10,11 @@ from tunesmith.errors import shortened
 from tunesmith.learn.data.sources import SourceRow
 
 MEDIA = (
-    "image", "images", "video", "videos", "audio", "audios", "pixel_values", "image_url",
-    "image_path",
+    "video", "videos", "audio", "audios", "pixel_values", "image_url", "image_path",
 )  # fmt: skip
 WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight")
 UNREAD_MEDIA = (
-    "is not read: only text is trained. Leave the line out, or drop the column to train its text"
+    "is not read: text and 'images' are. Leave the line out, or drop the column to train its text"
 )
 UNREAD_OPTIONS = (
     "is not read by line: set data.chat_template_kwargs for all lines, and drop the column"

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from typing import Any, TypeVar
 
 from tunesmith.errors import nearest, shortened
+from tunesmith.learn.data.images import IMAGE_MARK, PARTS, NamedImage, image_part
 from tunesmith.learn.data.sources import SourceRow
 from tunesmith.types import Message, Prompt
 
@@ -116,8 +117,13 @@ def _message(row: SourceRow, place: str, item: Any) -> Message:
         weight = _brief(message["weight"])
         raise row.bad(f"{place} has weight {weight}; it can be 1 (learned) or 0 (not)")
     content = message.get("content")
+    if "images" in message:
+        raise row.bad(f"{place} has 'images'; name them in its parts or in the line's column")
     if isinstance(content, list):
-        content = "".join(_text_of_part(row, place, part) for part in content)
+        content, images = _text_of_parts(row, place, content)
+        if role == "assistant" and IMAGE_MARK in content:
+            raise row.bad(f"{place} is the assistant's and has an image, which it cannot write")
+        message |= {"images": images} if images else {}
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
@@ -153,12 +159,26 @@ def with_object_arguments(call: Any) -> Any:
     return call
 
 
-def _text_of_part(row: SourceRow, place: str, part: object) -> str:
-    known: Mapping[str, Any] = part if isinstance(part, Mapping) else {}
-    text = known.get("text")
-    if known.get("type", "text") != "text" or not isinstance(text, str):
-        raise row.bad(f"{place} has a part that is not text ({_brief(part)}); only text is trained")
-    return text
+def _text_of_parts(
+    row: SourceRow, place: str, parts: Sequence[object]
+) -> tuple[str, list[NamedImage]]:
+    """The text of a message's parts, with a mark for each image, and the images that they name."""
+    texts: list[str] = []
+    images: list[NamedImage] = []
+    for part in parts:
+        known: Mapping[str, object] = part if isinstance(part, Mapping) else {}
+        text = known.get("text")
+        if known.get("type") in PARTS:
+            named = image_part(row, f"{place}.content[{len(texts)}]", known)
+            images += [] if named is None else [named]
+            text = IMAGE_MARK
+        elif known.get("type", "text") != "text" or not isinstance(text, str):
+            valid = "text and images are read"
+            raise row.bad(f"{place} has a part of another kind ({_brief(part)}); {valid}")
+        elif IMAGE_MARK in text:
+            raise row.bad(f"{place} holds the code point U+FDD0, which marks images here")
+        texts.append(text)
+    return "".join(texts), images
 
 
 def read_margin(row: SourceRow) -> float:

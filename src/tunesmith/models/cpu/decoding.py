@@ -94,15 +94,13 @@ class CompiledSteps:
         assert isinstance(planes, Tensor), "on a CPU they are one tensor"
         if self._decoder is None or self._decoder.decoder is not decoder:
             self._decoder = _Decoder(decoder)
-        prompts = zip(rows.prompt_lengths, rows.written, strict=True)
-        positions = [prompt + written for prompt, written in prompts]
-        numbers = torch.tensor([rows.token_ids, rows.written, positions, range(len(rows))])
+        numbers = torch.tensor([rows.token_ids, rows.written, rows.positions, range(len(rows))])
         token_ids, written, places, order = numbers.unbind()
         embedded = decoder.model.embed_tokens(token_ids)
         if by_row:
             rotary = self._decoder.rotary(embedded, places)
         else:
-            rotary = self._tables_to(max(positions), self._decoder, embedded)
+            rotary = self._tables_to(max(rows.positions), self._decoder, embedded)
         if self._rows is None or self._rows.prompts != rows.prompts:
             shape = decoder.layers[0].shape
             self._rows = SharedRows(

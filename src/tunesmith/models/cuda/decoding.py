@@ -79,15 +79,13 @@ class CudaSteps:
         step = self._steps.get(size)
         if step is None or not step.takes(rows):
             step = self._steps[size] = _Step(decoder, size, rows, self._pool)
-        lengths = zip(rows.prompt_lengths, rows.written, strict=True)
-        places = [prompt + written for prompt, written in lengths]
-        positions = step.put(rows, places)
+        positions = step.put(rows)
         if by_row:
             like = decoder.model.embed_tokens.weight
             kinds = dict.fromkeys(decoder.layer_types)
             step.rotate({kind: decoder.rotary(like, positions[:count], kind) for kind in kinds})
         else:
-            self._grow_tables(decoder, max(places))
+            self._grow_tables(decoder, max(rows.positions))
             step.rotate(
                 {
                     kind: (cos.index_select(0, positions), sin.index_select(0, positions))
@@ -155,11 +153,11 @@ class _Step:
             _most(rows.prompts) <= self._prompts.shape[1] and _most(rows.own) <= self._own.shape[1]
         )
 
-    def put(self, rows: DecodeRows, places: Sequence[int]) -> Tensor:
+    def put(self, rows: DecodeRows) -> Tensor:
         """Set the inputs; returns the positions ``[size]`` of the tokens, on the device."""
         count = len(rows)
         numbers = torch.zeros(4, self._numbers.shape[1], dtype=torch.int64)
-        given = [list(rows.token_ids), list(places), list(rows.prompt_lengths), list(rows.written)]
+        given = [*map(list, (rows.token_ids, rows.positions, rows.prompt_lengths, rows.written))]
         numbers[:, :count] = torch.tensor(given)
         self._numbers.copy_(numbers.pin_memory(), non_blocking=True)
         counts = [len(span.blocks) for span in rows.own]

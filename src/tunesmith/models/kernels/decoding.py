@@ -54,6 +54,8 @@ class DecodeRows:
     own: Sequence[KVSpan]
     written: Sequence[int]
     """Its own tokens before this one."""
+    positions: Sequence[int]
+    """Its rotary positions."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,6 +28,7 @@ from tunesmith.models.experts.routers import Router, find_routers
 from tunesmith.models.experts.routing import ROUTING, Routing, watch
 from tunesmith.models.forest import PackedLengths
 from tunesmith.models.kernels.attention import AttentionContext
+from tunesmith.models.kernels.images import SeenImages
 
 State = tuple[Tensor, ...]
 """What a layer carries from token to token, ``[S, ...]`` each."""
@@ -125,8 +127,9 @@ class LayerRunner(Protocol):
         position_ids: Tensor,
         attention: AttentionContext,
         routing: Routing | None = None,
+        images: SeenImages | None = None,
     ) -> Tensor:
-        """See ``Decoder.hidden``."""
+        """See ``Decoder.hidden``; ``images`` are those among the tokens."""
         ...
 
 
@@ -169,12 +172,21 @@ class ModuleRunner:
         position_ids: Tensor,
         attention: AttentionContext,
         routing: Routing | None = None,
+        images: SeenImages | None = None,
     ) -> Tensor:
         """See ``LayerRunner``."""
         positions = {"query_positions": position_ids} if self._changed else {}
+        tokens: dict[str, object] = {"input_ids": token_ids.unsqueeze(0)}
+        if images is not None:
+            embedded = self.model.get_input_embeddings()(token_ids)
+            tokens = {"inputs_embeds": images.put(embedded).unsqueeze(0)}
+            if images.features.deep:
+                seen = torch.zeros_like(token_ids, dtype=torch.bool)
+                tokens["visual_pos_masks"] = seen.index_fill(0, images.places, True).unsqueeze(0)
+                tokens["deepstack_visual_embeds"] = list(images.features.deep)
         out = self.model(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(0),
+            **tokens,
+            position_ids=position_ids.unsqueeze(-2),
             use_cache=False,
             attention_context=attention,
             **positions,

@@ -31,6 +31,7 @@ from tunesmith.models.experts.routing import Routing
 from tunesmith.models.kernels.attention import AttentionContext, AttentionRule
 from tunesmith.models.kernels.functions import HeadShape, Prepare, Product
 from tunesmith.models.kernels.gradient_sums import kept_sums
+from tunesmith.models.kernels.images import SeenImages
 from tunesmith.models.kernels.layers import StatefulLayer
 from tunesmith.models.kernels.lean_ops import OURS, Activation, Operations, embed, linear
 from tunesmith.models.kernels.selective import keeping_products
@@ -351,10 +352,12 @@ class LeanDecoder:
         position_ids: Tensor,
         attention: AttentionContext,
         routing: Routing | None = None,
+        images: SeenImages | None = None,
     ) -> Tensor:
         """See ``LayerRunner``."""
         assert routing is None, "there are no routers"
         x = self._embedded(token_ids)
+        x = x if images is None else images.put(x)
         x = x if self.rows is None else x.to(self.rows)
         tables = {
             kind: self.rotary(x, position_ids, kind) for kind in dict.fromkeys(self.layer_types)
@@ -364,6 +367,7 @@ class LeanDecoder:
         for layer, kind in zip(self.layers, self.layer_types, strict=True):
             self._before_layer()
             x = layer.around(self._pass_of(layer))(x, *tables[kind], attention)
+            x = x if images is None else images.add_after(layer.index, x)
         return self.norm(x, operations)
 
     def _pass_of(self, layer: Layer) -> Callable[..., Tensor]:
@@ -384,7 +388,7 @@ class LeanDecoder:
     def rotary(self, x: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
         """The rotary tables of a kind of layer, ``[T, 1, D]`` each; see ``Layer``."""
         extra = () if kind is None else (kind,)
-        cos, sin = self.model.rotary_emb(x, position_ids.unsqueeze(0), *extra)
+        cos, sin = self.model.rotary_emb(x, position_ids.unsqueeze(-2), *extra)
         sin = sin[0].clone()
         sin[:, : sin.shape[-1] // 2].neg_()
         return cos[0].unsqueeze(1), sin.unsqueeze(1)

@@ -60,6 +60,8 @@ class Family:
     """A dense network stands beside the experts of a layer, as a shared expert does."""
     multimodal: bool = False
     """Its text decoder, which is of another family, stands beside towers for images or sound."""
+    images: bool = False
+    """Its tower sees the images of the data; otherwise its text decoder alone is trained."""
     inner: bool = False
     """It is only found inside a multimodal model."""
 
@@ -72,6 +74,16 @@ def families() -> dict[str, Family]:
 def published() -> list[str]:
     """The families that models have in their ``config.json``, in order."""
     return sorted(name for name, each in families().items() if not each.inner)
+
+
+def sees_images(model_type: str | None) -> bool:
+    """Whether models with this decoder, or of this family, see images."""
+    return family(str(model_type).removesuffix("_text")).images
+
+
+def seeing() -> list[str]:
+    """The families whose models see images, in order."""
+    return sorted(name for name, each in families().items() if each.images)
 
 
 def family(model_type: str | None) -> Family:

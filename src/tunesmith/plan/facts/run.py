@@ -38,6 +38,8 @@ class Facts:
     eval_size: int | None = None
     longest: int | None = None
     together: int | None = None
+    images: int = 0
+    """Of the data, each counted once."""
     frozen_parameters: int = 0
     """Total parameters of the run's reward models and teacher."""
     ranks_here: int | None = None

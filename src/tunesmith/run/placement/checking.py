@@ -19,6 +19,7 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CheckpointError, ConfigError, about
 from tunesmith.learn.data.chat import NO_TEMPLATE
 from tunesmith.learn.data.formats import Example
+from tunesmith.learn.data.images import blind
 from tunesmith.learn.data.prompts import read_shots
 from tunesmith.learn.environments.loading import check_agents, check_environment
 from tunesmith.learn.rewards.loading import check_rewards
@@ -26,6 +27,7 @@ from tunesmith.models.directory import check_model, lacks_template
 from tunesmith.models.embedding_rows import added_without_row, check_texts, texts_in
 from tunesmith.plan.devices import Devices
 from tunesmith.plan.facts.adapter import read_adapter
+from tunesmith.plan.facts.families import sees_images
 from tunesmith.plan.facts.hardware import Hardware, read_hardware
 from tunesmith.plan.facts.hub import known_model_facts, known_parameters
 from tunesmith.plan.facts.measured import read_tuned
@@ -293,6 +295,8 @@ def _check_data(config: RunConfig, hub: bool, model: ModelFacts | None) -> list[
     )
 
     def check(example: Example) -> None:
+        if example.images and model and not sees_images(model.family):
+            raise blind()
         texts = texts_in(
             [example.text, example.prompt, example.completion, example.rejected, example.steps]
         )

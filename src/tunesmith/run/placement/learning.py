@@ -10,6 +10,7 @@ from typing import Any
 from tunesmith.config.schema import RewardSection
 from tunesmith.learn.data.preference import Comparison
 from tunesmith.learn.data.reading import Prepared
+from tunesmith.models.vision.rows import image_of
 from tunesmith.plan.facts.hardware import usable_cpus
 from tunesmith.plan.length import optimizer_steps
 from tunesmith.plan.plan import AnyPlan
@@ -76,9 +77,11 @@ def _content(item: Any) -> int:
     can be large."""
     if isinstance(item, Task):
         rest = "" if item.environment == "single_turn" else repr(item.columns)
-        return hash((rest, len(item.prompt_ids), item.prompt_ids[-LAST:]))
+        ids = item.prompt_ids
+        return hash((rest, len(ids), ids[-LAST:], image_of(ids)))
     samples = item.samples if isinstance(item, Comparison) else (item,)
-    return hash(tuple((len(sample.token_ids), *sample.token_ids[-LAST:]) for sample in samples))
+    ends = ((len(s.token_ids), *s.token_ids[-LAST:], image_of(s.token_ids)) for s in samples)
+    return hash(tuple(ends))
 
 
 def _tokens(item: Any) -> Sequence[int]:

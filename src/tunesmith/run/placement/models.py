@@ -54,6 +54,7 @@ class TokenizerSpec:
 
         from tunesmith.learn.data.chat_defaults import set_defaults
         from tunesmith.models.source import load_tokenizer
+        from tunesmith.models.vision.processing import attach_vocabulary
 
         logging.disable_progress_bar()  # its bars would be drawn over ours
         template = HERMES if self.chat_template == "hermes" else self.chat_template
@@ -67,6 +68,7 @@ class TokenizerSpec:
                 )
             facts = known_model_facts(self.path)
             set_rows(tokenizer, facts.vocab_size if facts else None)
+            attach_vocabulary(tokenizer, self.path, trust_remote_code=self.trust_remote_code)
             check_end(self.path, tokenizer)
             if template is HERMES:
                 check_chatml(tokenizer)
@@ -150,6 +152,7 @@ class ModelSpec:
                 trains=not self.frozen and self.lora is None,
                 experts=self.experts,
             )
+            model.see_images()
         self._share_sequences(model)
         if isinstance(self.compile, str):
             model.compile_layers(self.compile)

@@ -21,6 +21,7 @@ from tunesmith.config.resolved import print_resolved, save_resolved
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.errors import CheckpointError, about
 from tunesmith.learn.data.prepare import Prepared, Sources
+from tunesmith.models.vision.processing import vocabulary_of
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.plan import Plan
@@ -109,7 +110,9 @@ class OpenRun(Generic[C, T]):
 
     def resolve(self, **known: Any) -> None:
         """Make the plan; ``known`` are facts about the data."""
-        facts = replace(facts_of_run(self.config, self.base_dir), **known)
+        vocabulary = vocabulary_of(self.tokenizer)
+        images = len(vocabulary.rows) if vocabulary else 0
+        facts = replace(facts_of_run(self.config, self.base_dir), images=images, **known)
         self.plan = replace(resolve(self.config, facts), origins=self.caller.reasons)
         self.config = self.plan.said
 

@@ -88,6 +88,7 @@ class DecodeModel:
             assert self._model.adapter is not None
             module = self._model.adapter.merged()
             self._merged = CausalLM(module, self._model.tokenizer)
+            self._merged.vision = self._model.vision
         return self._merged
 
 

@@ -94,6 +94,11 @@ class LocalEngine:
             check_assistant(assistant, model, speculative_tokens)
         models = [model, assistant] if assistant else [model]
         layouts, costs = zip(*(probe(each, compiled=compiled) for each in models), strict=True)
+        if assistant is not None and model.vision is not None:
+            raise UserError(
+                "a draft model does not see the images of prompts: omit system.draft_model",
+                keys=("system.draft_model",),
+            )
         if assistant is not None and any(layout.states for layout in layouts):
             raise UserError(
                 "layers of the model or of its assistant carry a state, out of which rejected "
@@ -227,7 +232,9 @@ class LocalEngine:
                 if prompt
                 else "the prompt is empty: at least one token is needed"
             )
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
+        vision = self._model.vision
+        words = prompt_ids if vision is None else vision.vocabulary.shown(prompt_ids)
+        if not 0 <= min(words) <= max(words) < self._vocab_size:
             raise UserError(
                 f"the prompt holds a token id outside the vocabulary of {self._vocab_size}"
             )

@@ -46,6 +46,11 @@ class CachedPrompt:
     span: KVSpan
     running: int = 0
     """Requests that use it now."""
+    rotary: Tensor | None = None
+    """``[3, tokens]``, the rotary positions of its tokens; None as long as they are not known, or
+    if the model sees no images."""
+    shift: int = 0
+    """By which the rotary positions after it differ from the places in the sequence."""
     last_hidden: Tensor | None = None
     """``[d]`` at its last token; every request of the group samples its first token from it."""
 
@@ -84,6 +89,12 @@ class LocalRequest(RunningRequest):
     def rotary_length(self) -> int:
         assert self.prompt is not None, "only running requests are rotated"
         return self.prompt.rotary_length
+
+    @property
+    def shift(self) -> int:
+        """See ``CachedPrompt.shift``."""
+        assert self.prompt is not None, "only running requests have positions"
+        return self.prompt.shift
 
     def forget(self) -> None:
         """It no longer runs: its blocks are released."""

@@ -202,6 +202,7 @@ class Runner:
             prompt_lengths=[len(r.prompt_ids) for r in running],
             own=[r.span for r in running],
             written=[r.cached for r in running],
+            positions=[r.shift + len(r.prompt_ids) + r.cached for r in running],
         )
         by_row = self.model.lengths is not None
         with rotated_by([r.rotary_length for r in running]) if by_row else nullcontext():
@@ -220,10 +221,25 @@ class Runner:
     def _read(self, pieces: Sequence[Piece], model: CausalLM) -> Tensor:
         """``[tokens, d]``: the hidden states of all pieces."""
         tokens = torch.tensor([t for p in pieces for t in p.token_ids], device=model.device)
-        positions = torch.tensor([i for p in pieces for i in p.positions], device=model.device)
+        positions = self._positions(pieces).to(model.device)
         lengths = (
             [p.prompt.rotary_length for p in pieces for _ in range(len(p))]
             if self.model.lengths
             else None
         )
         return model.hidden(tokens, positions, PoolAttention(self._memory, pieces), lengths)
+
+    def _positions(self, pieces: Sequence[Piece]) -> Tensor:
+        """The rotary positions of all pieces: ``[T]``, or ``[3, T]`` where prompts have images."""
+        vision = self.model.vision
+        if vision is None:
+            return torch.tensor([i for piece in pieces for i in piece.positions])
+        found: list[Tensor] = []
+        for piece in pieces:
+            prompt = piece.prompt
+            if prompt.rotary is None:
+                prompt.rotary = vision.prompt_positions(prompt.token_ids)
+                prompt.shift = int(prompt.rotary.max()) + 1 - len(prompt)
+            at = torch.tensor(piece.positions)
+            found.append(at + prompt.shift if piece.prefix else prompt.rotary[:, at])
+        return torch.cat([part.expand(3, -1) for part in found], 1)

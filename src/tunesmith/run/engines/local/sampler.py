@@ -101,7 +101,8 @@ def _seen(request: LocalRequest, logits: Tensor) -> Tensor:
     """``[V]`` bool: the tokens of the prompt and of the completion."""
     if request.seen is None:
         request.seen = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
-        request.seen[torch.tensor(request.prompt_ids, device=logits.device)] = True
+        words = [token for token in request.prompt_ids if token < logits.shape[1]]
+        request.seen[torch.tensor(words, device=logits.device)] = True
     new = request.token_ids[request.marked :]
     if new:
         request.seen[torch.tensor(new, device=logits.device)] = True

@@ -1,0 +1,202 @@
+"""Reading images, and what their tower takes of them. Pillow is imported on use.
+
+The processor is the checkpoint's, on Pillow: the results are the same wherever Pillow runs, whether
+torchvision is installed or not.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tunesmith.errors import ConfigError, DataError, ModelError, boundary
+from tunesmith.models.vision.rows import FIRST_ROW, Image, ImageRows, digest_of
+from tunesmith.plan.facts.families import family
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+    from torch import Tensor
+
+MOST_PIXELS = 1 << 26
+"""A larger picture is refused: its file may be small and its pixels more than the memory."""
+LONGEST = 200
+"""Times the shorter side; towers take no longer ones."""
+
+
+class Pixels(Protocol):
+    """What a tower takes of one picture."""
+
+    def grid(self, picture: Picture) -> tuple[int, int]:
+        """The rows of features that the tower makes of a picture, down and across."""
+        ...
+
+    def of(self, picture: Picture) -> tuple[Tensor, Tensor]:
+        """The tower's arguments."""
+        ...
+
+
+class Patches:
+    """The patches of a picture at its own resolution (Qwen)."""
+
+    def __init__(self, path: str | Path) -> None:
+        from transformers import AutoImageProcessor
+
+        with boundary(ModelError, f"cannot load the image processor of '{path}'", Exception):
+            loaded = AutoImageProcessor.from_pretrained(path, backend="pil")
+        self._processor: Any = loaded
+
+    def grid(self, picture: Picture) -> tuple[int, int]:
+        """See ``Pixels``."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        unit = self._processor.patch_size * self._processor.merge_size
+        size = self._processor.size
+        height, width = smart_resize(
+            picture.height,
+            picture.width,
+            factor=unit,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
+        )
+        return height // unit, width // unit
+
+    def of(self, picture: Picture) -> tuple[Tensor, Tensor]:
+        """Patches, and the grid of patches ``(time, down, across)``."""
+        made = self._processor(images=[picture], return_tensors="pt")
+        return made["pixel_values"], made["image_grid_thw"]
+
+
+@dataclass(slots=True)
+class ImageVocabulary:
+    """What a tokenizer of a model with a tower knows beside its tokens: the images of the data.
+
+    It is filled as the data is read, and read by the model.
+    """
+
+    path: str
+    """The model's."""
+    placeholder: int
+    """The token that stands for an image in a rendered text."""
+    rows: ImageRows = field(default_factory=ImageRows)
+    _pixels: Pixels | None = field(default=None, repr=False)
+
+    @property
+    def pixels(self) -> Pixels:
+        if self._pixels is None:
+            _require_pillow()
+            self._pixels = Patches(self.path)
+        return self._pixels
+
+    def add(self, name: str, source: Path | bytes) -> Image:
+        """An image of the data, which is opened and checked.
+
+        Raises:
+            DataError: there is none, or it cannot be used.
+        """
+        if isinstance(source, Path):
+            with boundary(DataError, f"cannot read the image '{name}'", OSError):
+                data = source.read_bytes()
+        else:
+            data = source
+        digest = digest_of(data)
+        known = self.rows.known(digest)
+        if known is not None:
+            return known
+        grid = self.pixels.grid(picture_of(name, data))
+        return self.rows.add(name, source, digest, grid)
+
+    def expanded(
+        self, token_ids: Sequence[int], images: Sequence[Image], mask: Sequence[bool] = ()
+    ) -> tuple[list[int], list[bool]]:
+        """Tokens with the rows of each image in place of its placeholder, and the mask of loss,
+        which is never on an image.
+
+        Raises:
+            DataError: there are more placeholders than images, or fewer.
+        """
+        count = token_ids.count(self.placeholder)
+        if count != len(images):
+            raise DataError(
+                f"{len(images)} images and {count} places for them in the text; give each image "
+                'one place: a part {"type": "image"} of a message, or none at all, and they come '
+                "before the first question"
+            )
+        ids: list[int] = []
+        kept: list[bool] = []
+        left = iter(images)
+        for at, token in enumerate(token_ids):
+            new = next(left).token_ids if token == self.placeholder else (token,)
+            learned = bool(mask and mask[at]) and token != self.placeholder
+            ids.extend(new)
+            kept.extend([learned] * len(new))
+        return ids, kept
+
+    def shown(self, token_ids: Sequence[int]) -> list[int]:
+        """Tokens as the tokenizer knows them: each image is one placeholder."""
+        shown: list[int] = []
+        left = iter(token_ids)
+        for token in left:
+            if token < FIRST_ROW:
+                shown.append(token)
+                continue
+            shown.append(self.placeholder)
+            for _ in range(len(self.rows.at(token)) - 1):
+                next(left, None)
+        return shown
+
+    def arguments(self, image: Image) -> tuple[Tensor, Tensor]:
+        """What the tower takes of an image."""
+        return self.pixels.of(picture_of(image.name, image.read()))
+
+
+def picture_of(name: str, data: bytes) -> Picture:
+    """The picture in a file's bytes, upright, in colour.
+
+    Raises:
+        DataError: it is none, damaged, animated, too large or too long.
+    """
+    from PIL import Image as pillow
+    from PIL import ImageOps, UnidentifiedImageError
+
+    what = f"'{name}' is not an image that Pillow reads, such as PNG, JPEG or WebP"
+    with boundary(DataError, what, (UnidentifiedImageError, OSError, ValueError, SyntaxError)):
+        opened = pillow.open(io.BytesIO(data))
+    width, height = opened.size
+    frames = getattr(opened, "n_frames", 1)
+    problem = ""
+    if frames > 1:
+        problem = f"is animated ({frames} frames); save the frame that is meant as an image"
+    elif width * height > MOST_PIXELS:
+        problem = f"has {width} × {height} pixels, at most {MOST_PIXELS} are read; scale it down"
+    elif max(width, height) > LONGEST * min(width, height):
+        problem = f"is {width} × {height}, more than {LONGEST} times as long as wide; crop it"
+    if problem:
+        raise DataError(f"'{name}' {problem}")
+    with boundary(DataError, f"'{name}' is damaged", (OSError, ValueError, SyntaxError)):
+        upright = ImageOps.exif_transpose(opened)
+        return upright.convert("RGB")
+
+
+def _require_pillow() -> None:
+    if find_spec("PIL") is None:
+        raise ConfigError(
+            "the data has images, which are read with Pillow: pip install 'tunesmith[images]'"
+        )
+
+
+def vocabulary_of(tokenizer: object) -> ImageVocabulary | None:
+    """The images that a tokenizer has ids for; None if its model reads text alone."""
+    return getattr(tokenizer, "image_vocabulary", None)
+
+
+def attach_vocabulary(tokenizer: object, path: str, *, trust_remote_code: bool = False) -> None:
+    """Give the tokenizer of a model with a tower a vocabulary of images."""
+    from tunesmith.models.source import load_config
+
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    if family(config.model_type).images:
+        vars(tokenizer)["image_vocabulary"] = ImageVocabulary(path, int(config.image_token_id))

@@ -1,0 +1,168 @@
+"""Ids for the rows of images' features: a vocabulary that continues behind the tokenizer's.
+
+A model sees an image as a number of rows of features, in the places of placeholder tokens. Each row
+of each image of a run's data has an id of its own, from ``FIRST_ROW`` on. A prompt with images thus
+stays one list of ids: it is counted, cut, packed, shared by a group and looked up like any other,
+and two prompts that differ only in their images are different prompts.
+
+Shape legend: ``T`` tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tunesmith.errors import DataError, boundary
+
+Ints = npt.NDArray[np.int64]
+
+FIRST_ROW = 1 << 30
+"""The id of the first row; no vocabulary is that large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image of the data, as a grid of rows of features."""
+
+    name: str
+    """For messages: its path, or where its bytes stand."""
+    source: Path | bytes
+    digest: bytes
+    """Of the file's bytes."""
+    height: int
+    width: int
+    first: int
+    """The id of its first row."""
+
+    def __len__(self) -> int:
+        return self.height * self.width
+
+    @property
+    def token_ids(self) -> range:
+        return range(self.first, self.first + len(self))
+
+    def read(self) -> bytes:
+        """The bytes of its file.
+
+        Raises:
+            DataError: the file is gone, or has changed since the data was read.
+        """
+        if isinstance(self.source, bytes):
+            return self.source
+        with boundary(DataError, f"cannot read the image {self.source}", OSError):
+            data = self.source.read_bytes()
+        if digest_of(data) != self.digest:
+            raise DataError(
+                f"the image {self.source} has changed since the data was read; start the run again"
+            )
+        return data
+
+
+def digest_of(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+class ImageRows:
+    """The images of a run's data, in the order in which they were met, each once."""
+
+    def __init__(self) -> None:
+        self._images: list[Image] = []
+        self._firsts: list[int] = []
+        self._known: dict[bytes, Image] = {}
+        self._stop = FIRST_ROW
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def known(self, digest: bytes) -> Image | None:
+        """The image with these bytes, if it was added."""
+        return self._known.get(digest)
+
+    def add(self, name: str, source: Path | bytes, digest: bytes, grid: tuple[int, int]) -> Image:
+        """Give a new image the next ids. Args: grid: its rows of features, down and across."""
+        image = Image(name, source, digest, *grid, self._stop)
+        self._images.append(image)
+        self._firsts.append(image.first)
+        self._known[digest] = image
+        self._stop += len(image)
+        return image
+
+    @property
+    def all(self) -> Sequence[Image]:
+        return self._images
+
+    def at(self, token_id: int) -> Image:
+        """The image that has a row with this id."""
+        if not FIRST_ROW <= token_id < self._stop:
+            raise DataError(
+                f"the id {token_id} is a row of an image of other data than was read here"
+            )
+        return self._images[bisect_right(self._firsts, token_id) - 1]
+
+    def places(self, token_ids: Ints) -> tuple[Ints, Ints, Ints]:
+        """Of ids of rows: each one's place down and across in its image, and the image's index."""
+        index = np.searchsorted(self._firsts, token_ids, "right") - 1
+        sizes = np.array([(image.first, image.width) for image in self._images], np.int64)
+        first, width = sizes[index].T
+        offset = token_ids - first
+        return offset // width, offset % width, index
+
+    def positions(
+        self, token_ids: Ints, positions: Ints, segments: Sequence[tuple[int, int, int]]
+    ) -> npt.NDArray[np.int64]:
+        """The rotary positions ``[3, T]`` (time, down, across) of the tokens of a forest.
+
+        An image begins at the next position of the text before it. Its rows have their places in
+        the grid, and the text after it continues behind the longer side of the grid.
+
+        Args:
+            token_ids: ``[T]``.
+            positions: ``[T]``, each token's place in its sequence.
+            segments: the forest's: start, length and parent.
+        """
+        rotary = np.repeat(positions[None], 3, 0)
+        rows = np.flatnonzero(token_ids >= FIRST_ROW)
+        if not len(rows):
+            return rotary
+        down, across, index = self.places(token_ids[rows])
+        sizes = np.array([(i.height, i.width) for i in self._images], np.int64)[index]
+        height, width = sizes.T
+        ends = (down == height - 1) & (across == width - 1)
+        shrink = np.zeros(len(token_ids) + 1, np.int64)
+        shrink[1 + rows[ends]] = (height * width - np.maximum(height, width))[ends]
+        before = np.cumsum(shrink)[:-1]  # by the images that ended before a token of the forest
+        ended: list[int] = []  # at each segment's end, by the images of its sequence alone
+        for start, length, parent in segments:
+            own = before[start : start + length]
+            carried = (ended[parent] if parent >= 0 else 0) - (own[0] if length else 0)
+            own += carried
+            ended.append(int(own[-1] + shrink[start + length]) if length else carried)
+        rotary -= before
+        rotary[:, rows] -= down * width + across
+        rotary[1, rows] += down
+        rotary[2, rows] += across
+        return rotary
+
+
+def image_of(token_ids: Sequence[int]) -> int:
+    """What tells prompts apart that differ only in their images; 0 without images."""
+    last = max(token_ids, default=0)
+    return last if last >= FIRST_ROW else 0
+
+
+def rows_in(token_ids: Sequence[int]) -> bool:
+    """Whether there are rows of images among the tokens of a prompt."""
+    return max(token_ids, default=0) >= FIRST_ROW
+
+
+def splits_image(token_ids: Sequence[int], at: int) -> bool:
+    """Whether a cut before a token goes through an image, or between two that follow each other."""
+    inside = 0 < at < len(token_ids) and token_ids[at - 1] >= FIRST_ROW
+    return inside and token_ids[at] == token_ids[at - 1] + 1

@@ -1,0 +1,142 @@
+"""The tower of a vision model: it computes the rows of features of the data's images.
+
+A tower is frozen, and no part of the module that is trained. The features of an image are computed
+from that image alone and then kept, so they are the same whichever images a step has.
+
+Shape legend: ``T`` tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from tunesmith.errors import ModelError
+from tunesmith.models.forest import Segment
+from tunesmith.models.kernels.images import ImageFeatures, SeenImages
+from tunesmith.models.towers import Towers
+from tunesmith.models.vision.processing import ImageVocabulary
+from tunesmith.models.vision.rows import FIRST_ROW, Image
+
+KEPT_BYTES = 1 << 30
+"""Features of images that stay in the host's memory."""
+
+
+@dataclass(slots=True)
+class Vision:
+    """A frozen tower, and the images that it sees."""
+
+    vocabulary: ImageVocabulary
+    tower: PreTrainedModel
+    _kept: OrderedDict[int, ImageFeatures] = field(
+        default_factory=OrderedDict[int, ImageFeatures], init=False, repr=False
+    )
+    _kept_bytes: int = field(default=0, init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        towers: Towers,
+        vocabulary: ImageVocabulary,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Vision:
+        """The tower of a checkpoint.
+
+        Args:
+            config: the checkpoint's.
+            towers: its weights.
+
+        Raises:
+            ModelError: the weights are not those that the configuration describes.
+        """
+        settings = config.vision_config
+        settings._attn_implementation = "sdpa"
+        with no_init_weights(), device:
+            tower = AutoModel.from_config(settings, dtype=dtype)
+        weights = {
+            name.partition(f"{part}.")[2]: tensor
+            for part in towers.modules
+            for name, tensor in towers.weights.items()
+            if part in name.split(".")
+        }
+        wanted = tower.state_dict().keys()
+        wrong = sorted(wanted ^ weights.keys())
+        if wrong:
+            raise ModelError(
+                f"the tower in '{vocabulary.path}' is not the one that its config.json describes: "
+                f"{wrong[0]} is in one of them alone"
+            )
+        tower.load_state_dict(weights)
+        return cls(vocabulary, tower.eval().requires_grad_(False))
+
+    def see(self, token_ids: Tensor) -> tuple[Tensor, SeenImages | None]:
+        """Tokens ``[T]`` as the embedding takes them, and the rows of images among them."""
+        places = (token_ids >= FIRST_ROW).nonzero().squeeze(1)
+        if not len(places):
+            return token_ids, None
+        rows: list[int] = token_ids[places].tolist()
+        owners = [self.vocabulary.rows.at(row) for row in rows]
+        images = list({image.first: image for image in owners}.values())
+        starts = accumulate(map(len, images), initial=0)
+        start_of = {image.first: start for image, start in zip(images, starts, strict=False)}
+        pairs = zip(rows, owners, strict=True)
+        wanted = [start_of[image.first] + row - image.first for row, image in pairs]
+        chosen = torch.tensor(wanted, device=token_ids.device)
+        every = [self.features(image) for image in images]
+        joined = ImageFeatures(
+            torch.cat([each.embedded for each in every]),
+            tuple(torch.cat(deep) for deep in zip(*(each.deep for each in every), strict=True)),
+        )
+        known = token_ids.masked_fill(token_ids >= FIRST_ROW, self.vocabulary.placeholder)
+        return known, SeenImages(places, joined.map(lambda rows: rows.index_select(0, chosen)))
+
+    def features(self, image: Image) -> ImageFeatures:
+        """The features of an image, on the tower's device."""
+        features = self._kept.get(image.first)
+        if features is None:
+            features = self._compute(image)
+            self._kept[image.first] = features
+            self._kept_bytes += features.nbytes
+            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+        self._kept.move_to_end(image.first)
+        return features.map(lambda rows: rows.to(self.tower.device))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _compute(self, image: Image) -> ImageFeatures:
+        pixels, grid = self.vocabulary.arguments(image)
+        device = self.tower.device
+        made = self.tower(
+            pixels.to(device, self.tower.dtype), grid_thw=grid.to(device), return_dict=True
+        )
+        features = ImageFeatures(
+            made.pooler_output, tuple(getattr(made, "deepstack_features", None) or ())
+        )
+        assert len(features.embedded) == len(image), "the grid was known when the data was read"
+        return features.map(Tensor.cpu)
+
+    def positions(
+        self, token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]
+    ) -> Tensor:
+        """Rotary positions ``[3, T]`` of a forest; see ``ImageRows.positions``."""
+        rotary = self.vocabulary.rows.positions(
+            token_ids.cpu().numpy(), positions.cpu().numpy(), segments
+        )
+        return torch.from_numpy(rotary).to(token_ids.device)
+
+    def prompt_positions(self, token_ids: Sequence[int]) -> Tensor:
+        """Rotary positions ``[3, T]`` of one sequence, on the host."""
+        whole = torch.tensor(token_ids)
+        count = len(token_ids)
+        return self.positions(whole, torch.arange(count), [Segment(0, count, -1)])

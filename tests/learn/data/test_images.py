@@ -1,0 +1,202 @@
+"""Images in data lines: every way to name them, their places, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.support import tiny
+from tests.support.vision import CHAT, TOKENS, picture
+from tunesmith.config.schema import DataSection
+from tunesmith.errors import DataError
+from tunesmith.learn.data.preference import load_pairs, load_steps
+from tunesmith.learn.data.prepare import load_samples, load_tasks
+from tunesmith.models.vision import processing
+from tunesmith.models.vision.processing import ImageVocabulary
+from tunesmith.models.vision.rows import FIRST_ROW
+
+PART = {"type": "image"}
+TEXT = {"type": "text", "text": "what?"}
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
+}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Any:
+    made = tiny.tokenizer(CHAT)
+    made.add_special_tokens({"additional_special_tokens": list(TOKENS)})
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (tmp_path / "a.png").write_bytes(picture(0, 56, 84))
+    (tmp_path / "b.png").write_bytes(picture(1, 56, 28))
+    pad = made.convert_tokens_to_ids(TOKENS[-1])
+    made.image_vocabulary = ImageVocabulary(str(tmp_path), pad)  # type: ignore[attr-defined]
+    return made
+
+
+def section(folder: Path, *lines: dict[str, Any], **settings: Any) -> DataSection:
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return DataSection(train=str(path), **settings)
+
+
+def ids_of(folder: Path, tokenizer: Any, line: dict[str, Any], **settings: Any) -> list[int]:
+    data = section(folder, line, **settings)
+    (task,) = load_tasks(data, data.train, tokenizer).items
+    return list(task.prompt_ids)
+
+
+def asked(*content: Any, **columns: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": list(content)}], **columns}
+
+
+def test_every_way_to_name_an_image_gives_the_same_tokens(tmp_path: Path, tokenizer: Any) -> None:
+    data = picture(0, 56, 84)
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    ways = [
+        asked(PART, TEXT, images=["a.png"]),
+        asked(PART, TEXT, image={"bytes": None, "path": "a.png"}),
+        asked({"type": "image", "image": "a.png"}, TEXT),
+        asked({"type": "image", "path": str(tmp_path / "a.png")}, TEXT),
+        asked({"type": "image_url", "image_url": {"url": url}}, TEXT),
+        asked(TEXT, images=[url]),
+        {"prompt": "what?", "images": [f"file://{tmp_path}/a.png"]},
+    ]
+    found = [ids_of(tmp_path, tokenizer, way) for way in ways]
+    assert all(ids == found[0] for ids in found)
+    rows = [token for token in found[0] if token >= FIRST_ROW]
+    assert rows == [FIRST_ROW + at for at in range(2 * 3)]
+    start, end, _ = tokenizer.convert_tokens_to_ids(list(TOKENS))
+    at = found[0].index(FIRST_ROW)
+    assert (found[0][at - 1], found[0][at + 6]) == (start, end)
+
+
+def test_images_have_no_loss_and_come_in_their_order(tmp_path: Path, tokenizer: Any) -> None:
+    talk = [
+        {"role": "user", "content": [TEXT, PART, {"type": "text", "text": "and"}, PART]},
+        {"role": "assistant", "content": "two"},
+    ]
+    data = section(tmp_path, {"messages": talk, "images": ["b.png", "a.png"]}, loss_on="all")
+    (sample,) = load_samples(data, data.train, tokenizer).items
+    rows = [at for at, token in enumerate(sample.token_ids) if token >= FIRST_ROW]
+    assert [sample.token_ids[at] - FIRST_ROW for at in rows] == [*range(2), *range(2, 8)]
+    assert not any(sample.loss_mask[at] for at in rows)
+    assert sample.loss_mask[rows[0] - 2] and sample.loss_mask[rows[-1] + 2]
+
+
+def test_rewards_get_names_and_prompts_as_they_are(tmp_path: Path, tokenizer: Any) -> None:
+    lines = [{"prompt": "what?", "image": "a.png"}, asked(PART, TEXT, images=["b.png"])]
+    data = section(tmp_path, *lines)
+    one, other = load_tasks(data, data.train, tokenizer).items
+    assert (one.prompt, one.columns["images"]) == ("what?", ["a.png"])
+    assert other.prompt == [{"role": "user", "content": [PART, TEXT]}]
+
+
+def test_pairs_share_the_images_of_their_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    line = {"prompt": "what?", "images": ["a.png"], "chosen": "a disc", "rejected": "no"}
+    data = section(tmp_path, line)
+    (pair,) = load_pairs(data, data.train, tokenizer).items
+    one, other = (sample.token_ids for sample in pair.samples)
+    assert [t for t in one if t >= FIRST_ROW] == [t for t in other if t >= FIRST_ROW] != []
+
+
+def animated() -> bytes:
+    saved = io.BytesIO()
+    frames = [Image.new("RGB", (28, 28), (shade, 0, 0)) for shade in (0, 200)]
+    frames[0].save(saved, "GIF", save_all=True, append_images=frames[1:])
+    return saved.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (asked(TEXT, images=["none.png"]), "no file .*none.png"),
+        (asked(TEXT, images=["https://example.com/a.png"]), "address"),
+        (asked(TEXT, images=["data:image/png;base64,?"]), "data URL"),
+        (asked(TEXT, images=[7]), "7"),
+        (asked(TEXT, images=["text.png"]), "text.png.* not an image"),
+        (asked(TEXT, images=["cut.png"]), "cut.png.* damaged"),
+        (asked(TEXT, images=["moving.gif"]), "animated .2 frames"),
+        (asked(TEXT, images=["huge.png"]), "5000 × 5000 pixels"),
+        (asked(TEXT, images=["long.png"]), "300 × 1"),
+        (asked(PART, TEXT, images=["a.png", "b.png"]), "2 images and 1 place"),
+        (asked(PART, PART, TEXT, images=["a.png"]), "1 images and 2 places"),
+        (asked(PART, TEXT), "0 images and 1 place"),
+        (asked({"type": "image", "image": "a.png"}, TEXT, images=["b.png"]), "one place"),
+        (asked({"type": "video", "video": "a.mp4"}, TEXT), "another kind"),
+        ({"prompt": [{"role": "user", "content": "x", "images": ["a.png"]}]}, "its parts"),
+        ({"prompt": f"what? {TOKENS[-1]}"}, "0 images and 1 place"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_line(
+    line: dict[str, Any],
+    reason: str,
+    tmp_path: Path,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processing, "MOST_PIXELS", 1 << 24)
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "cut.png").write_bytes(picture(0)[:-40])
+    (tmp_path / "moving.gif").write_bytes(animated())
+    for name, size in (("huge", (5000, 5000)), ("long", (300, 1))):
+        if name in str(line):
+            Image.new("1", size).save(tmp_path / f"{name}.png")
+    with pytest.raises(DataError, match=reason) as refused:
+        ids_of(tmp_path, tokenizer, line)
+    assert "data.jsonl:1" in str(refused.value)
+    data = section(tmp_path, line, asked(PART, TEXT, images=["a.png"]), skip_bad=True)
+    loaded = load_tasks(data, data.train, tokenizer)
+    assert (len(loaded), loaded.report.counts["bad"]) == (1, 1)
+
+
+def test_a_model_of_text_and_steps_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    data = section(tmp_path, asked(PART, TEXT, images=["a.png"]))
+    blind: Any = tiny.tokenizer()
+    with pytest.raises(DataError, match=r"text alone.*qwen3_vl"):
+        load_tasks(data, data.train, blind)
+    steps = {"prompt": "what?", "image": "a.png", "completions": ["x"], "labels": [True]}
+    data = section(tmp_path, steps)
+    with pytest.raises(DataError, match="steps"):
+        load_steps(data, data.train, tokenizer, "\n")
+
+
+def test_a_cut_never_splits_an_image(tmp_path: Path, tokenizer: Any) -> None:
+    talk = [
+        {"role": "user", "content": [PART, TEXT]},
+        {"role": "assistant", "content": "a long answer"},
+    ]
+    line = {"messages": talk, "images": ["a.png"]}
+    data = section(tmp_path, line)
+    (whole,) = load_samples(data, data.train, tokenizer).items
+    last = max(at for at, token in enumerate(whole.token_ids) if token >= FIRST_ROW)
+    room = len(whole.token_ids) - last - 1
+    for limit, kept in ((room, 1), (room + 2, 0)):
+        data = section(tmp_path, line, line, max_tokens=limit, too_long="truncate_left")
+        if kept:
+            loaded = load_samples(data, data.train, tokenizer)
+            assert [max(s.token_ids) < FIRST_ROW for s in loaded.items] == [True, True]
+        else:
+            with pytest.raises(DataError, match="middle of an image"):
+                load_samples(data, data.train, tokenizer)
+    data = section(tmp_path, asked(PART, TEXT, images=["a.png"]), asked(TEXT), max_prompt_tokens=30)
+    shorter = data.model_copy(update={"too_long": "skip"})
+    loaded = load_tasks(shorter, shorter.train, tokenizer)
+    assert loaded.report.counts["too_long"] == 1
+
+
+def test_another_image_of_the_same_name_is_other_data(tmp_path: Path, tokenizer: Any) -> None:
+    data = section(tmp_path, asked(PART, TEXT, images=["a.png"]))
+    first = load_tasks(data, data.train, tokenizer)
+    (image,) = tokenizer.image_vocabulary.rows.all
+    (tmp_path / "a.png").write_bytes(picture(3, 56, 84))
+    assert load_tasks(data, data.train, tokenizer).fingerprint != first.fingerprint
+    with pytest.raises(DataError, match="has changed"):
+        image.read()

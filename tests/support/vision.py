@@ -1,0 +1,119 @@
+"""Tiny vision models with their processor, pictures, and what transformers computes with both."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+from tests.support import tiny
+from tests.support.families import module_of
+from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.vision.processing import ImageVocabulary, attach_vocabulary
+from tunesmith.models.vision.rows import FIRST_ROW
+from tunesmith.types import Sample
+
+TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
+    "{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VOCABULARY = 320
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+
+
+def save_vision_model(path: Path, model_type: str = "qwen3_vl", **overrides: Any) -> Path:
+    """A tiny vision model in float32, as published, with its tokenizer and image processor."""
+    tokenizer = tiny.tokenizer(CHAT)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(TOKENS)})
+    ids: Any = tokenizer.convert_tokens_to_ids(list(TOKENS))
+    start, end, pad = ids
+    module = module_of(model_type, vocab_size=VOCABULARY, **overrides)
+    module.config.image_token_id = pad
+    module.config.vision_start_token_id = start
+    module.config.vision_end_token_id = end
+    module.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    vision = module.config.vision_config
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
+    return path
+
+
+def load_vision_model(path: Path, pictures: list[bytes]) -> tuple[CausalLM, ImageVocabulary]:
+    """The model as a run loads it whose data has these pictures."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    attach_vocabulary(tokenizer, str(path))
+    vocabulary: ImageVocabulary = tokenizer.image_vocabulary
+    for number, data in enumerate(pictures):
+        vocabulary.add(f"picture {number}", data)
+    model = CausalLM.load(path, tokenizer=tokenizer)
+    model.see_images()
+    return model, vocabulary
+
+
+def picture(number: int, width: int = 56, height: int = 84) -> bytes:
+    """A PNG of a disc and a box, another for each number."""
+    image = Image.new("RGB", (width, height), (40 * number % 256, 90, 200))
+    draw = ImageDraw.Draw(image)
+    draw.ellipse((5, 5 + 3 * number, 30, 30 + 3 * number), fill=(250, 30 * number % 256, 20))
+    draw.rectangle((2 * number, 40, 2 * number + 15, 55), fill=(10, 240, 10))
+    made = io.BytesIO()
+    image.save(made, "PNG")
+    return made.getvalue()
+
+
+def samples_with_images(vocabulary: ImageVocabulary) -> list[Sample]:
+    """17 sequences: prompts with one image, with two and with none, and their answers."""
+    images = [list(image.token_ids) for image in vocabulary.rows.all]
+    a = images[0]
+    b = images[1]
+    c = images[-1]
+    prompts = [[7, 8, *a, 9, 10], [7, 8, *b, 9, 10], [11, *c, 12, *a, 13], [14, 15, 16]]
+    answers = [[30, 31, 32], [30, 40], [50], [51, 52, 53, 54, 55]]
+    pairs = [(prompt, answer) for prompt in prompts for answer in answers]
+    pairs.append(([*b, 17], [60, 61]))
+    return [Sample([*p, *a], [False] * len(p) + [True] * len(a)) for p, a in pairs]
+
+
+def one_by_one(
+    path: Path, vocabulary: ImageVocabulary, samples: list[Sample]
+) -> tuple[Any, Tensor]:
+    """Transformers' own model, and its log-probabilities of the samples, one at a time."""
+    module: Any = AutoModelForImageTextToText.from_pretrained(path).eval()
+    processor: Any = AutoImageProcessor.from_pretrained(path, backend="pil")
+    found: list[Tensor] = []
+    for sample in samples:
+        ids = torch.tensor(sample.token_ids)
+        seen = ids >= FIRST_ROW
+        images = {
+            vocabulary.rows.at(row).first: vocabulary.rows.at(row) for row in ids[seen].tolist()
+        }
+        kwargs: dict[str, Any] = {}
+        if images:
+            pictures = [Image.open(io.BytesIO(image.read())) for image in images.values()]
+            kwargs = dict(processor(images=pictures, return_tensors="pt"))
+            kwargs["mm_token_type_ids"] = seen.long()[None]
+        ids = ids.masked_fill(seen, vocabulary.placeholder)
+        module.model.rope_deltas = None
+        logits = module(input_ids=ids[None], use_cache=False, **kwargs).logits[0, :-1]
+        chosen = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        found.append(chosen[torch.tensor(sample.loss_mask[1:])])
+    return module, torch.cat(found)
