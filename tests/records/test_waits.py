@@ -116,7 +116,7 @@ DATES = {
     "records/metrics.py",
     "records/sinks/mlflow.py",
     "records/sinks/tensorboard.py",
-    "learn/environments/openai_api.py",
+    "learn/endpoint/turns.py",
 }
 """Where the time of day is recorded, for people and other programs."""
 

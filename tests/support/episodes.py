@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from tests.support.fake_engine import FakeEngine
@@ -44,6 +45,27 @@ class RecordingEngine(FakeEngine):
         self.exchanges.append((list(prompt_ids), list(completion.token_ids)))
         self.samplings.append(sampling)
         return completion
+
+
+class PausingEngine(RecordingEngine):
+    """Pauses after the third token of each completion, until ``go_on`` is set."""
+
+    def __init__(self, tokenizer: Any, policy: Policy) -> None:
+        super().__init__(tokenizer, policy)
+        self.go_on = Event()
+        self.running = 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        self.running += 1
+        try:
+            return await super().generate(prompt_ids, sampling)
+        finally:
+            self.running -= 1
+
+    async def between(self, written: int) -> None:
+        await super().between(written)
+        while written == 3 and not self.go_on.is_set():  # it is set in the agent's thread
+            await asyncio.sleep(0.002)
 
 
 class Sum:
@@ -91,9 +113,13 @@ def play(
     end: str = "<|im_end|>",
     concurrency: int | None = None,
     scorer: Any = None,
+    kind: type[RecordingEngine] = RecordingEngine,
 ) -> tuple[list[Rollout], RecordingEngine]:
-    """Play tasks out; what the engine saw is with it."""
-    engine = RecordingEngine(tokenizer, policy)
+    """Play tasks out; what the engine saw is with it. A task's column ``engine`` is called with
+    it."""
+    engine = kind(tokenizer, policy)
+    for task in tasks:
+        task.columns.get("engine", lambda _: None)(engine)
     ends = tokenizer(end, add_special_tokens=False)["input_ids"] if chat else []
 
     def prompt_of(task: Task) -> list[Message]:

@@ -10,7 +10,7 @@ from itertools import count
 
 from tunesmith.errors import EngineError, UserError
 from tunesmith.run.engines.base import EngineStats, check_sampling
-from tunesmith.run.engines.partial import PartialCompletion, stop_strings, stop_token_ids
+from tunesmith.run.engines.partial import PartialCompletion, follow, stop_strings, stop_token_ids
 from tunesmith.types import Completion, Sampling
 
 Script = Callable[[Sequence[int], Sampling], Sequence[int]]
@@ -86,9 +86,10 @@ class FakeEngine:
             else self._hashed(prompt_ids, sampling)
         )
         done = PartialCompletion()
+        follow(done)
         interruptions = self._interruptions
         for token in tokens:
-            await asyncio.sleep(0)
+            await self.between(len(done.token_ids))
             early = len(done.token_ids) < least
             while early and not self._script and token in stops:
                 token = (token + 1) % self._vocab_size
@@ -111,6 +112,11 @@ class FakeEngine:
         raise EngineError(
             f"the script ended after {len(done.token_ids)} tokens without a stop condition"
         )
+
+    async def between(self, written: int) -> None:
+        """Wait between two tokens."""
+        del written
+        await asyncio.sleep(0)
 
     def _hashed(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> Iterable[int]:
         seed = (

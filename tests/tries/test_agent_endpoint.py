@@ -87,6 +87,23 @@ VALID: dict[str, dict[str, Any]] = {
         "background": False,
     },
 }
+VALID["messages"] = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "1"}]},
+    ],
+    "system": [{"type": "text", "text": "Be brief."}],
+    "max_tokens": 3,
+    "stop_sequences": ["."],
+    "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "output_config": {"format": {"type": "json_schema", "schema": {}}},
+    "stream": False,
+}
 RAW = [
     b"",
     b"{",

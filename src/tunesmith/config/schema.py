@@ -215,6 +215,9 @@ class EnvironmentSection(Section):
     sandbox: Sandbox | None = None
     """Where tools, reward functions and programs of the policy run, and their limits; None: in
     processes with a time limit, and programs in "process"."""
+    host: Text = "127.0.0.1"
+    """The address where agents with their own client reach the policy; for agents on other
+    machines, this machine's name or address. Each episode has its own token."""
     concurrency: PositiveInt = 128
     """Episodes played concurrently."""
     bad_call: Literal["tell", "end"] = "tell"

@@ -11,6 +11,7 @@ import hmac
 import logging
 import resource
 import signal
+import socket
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -133,19 +134,23 @@ def guarded(
     refusal: Callable[[int, str], web.Response] = lambda status, problem: web.json_response(
         {"error": problem}, status=status
     ),
+    hosts: Callable[[str], bool] | None = None,
 ) -> Any:
     """Middleware that checks host, token and time limit of a request, and answers errors with
     ``refusal``.
 
-    Without a token, only loopback host names are served, so that a web page whose name was rebound
-    to 127.0.0.1 has no access. With a token, requests need it as ``Authorization: Bearer``, except
-    on ``open_paths``.
+    Only the host names ``hosts`` are served; without a token, these are the loopback names unless
+    others are named, so that a web page whose name was rebound to 127.0.0.1 has no access. With a
+    token, requests need it as ``Authorization: Bearer``, except on ``open_paths``.
     """
+
+    if hosts is None and token is None:
+        hosts = is_loopback
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if token is None and not is_loopback(host_name(request)):
+            if hosts is not None and not hosts(host_name(request)):
                 raise web.HTTPMisdirectedRequest(text=f"this server is not {request.host!a}")
             needed = None if request.path in open_paths else token
             if needed is not None and not is_token(bearer_of(request), needed):
@@ -245,7 +250,7 @@ async def serve(app: web.Application, host: str, port: int, ready: Callable[[str
             port = await serving.enter_async_context(listens)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stopped.set)
-        ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        ready(url_of(host, port))
         await stopped.wait()
 
 
@@ -266,6 +271,42 @@ def host_name(request: web.Request) -> str:
         return urlsplit(f"//{request.host}").hostname or ""
     except ValueError:
         return ""
+
+
+def url_of(host: str, port: int) -> str:
+    """The address of a server that listens on ``host``, as its clients reach it."""
+    name = socket.gethostname() if is_wildcard(host) else host
+    return f"http://{f'[{name}]' if ':' in name else name}:{port}"
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a server that listens on it can be reached at every address of the machine."""
+    try:
+        return ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def is_served_name(host: str, name: str) -> bool:
+    """Whether a server that listens on ``host`` is meant by ``name``.
+
+    At every address of the machine, these are its own name and all addresses: a page whose name was
+    rebound has neither.
+    """
+    if is_loopback(name) or name == host.lower():
+        return True
+    if not is_wildcard(host):
+        return False
+    own = {socket.gethostname().lower(), socket.getfqdn().lower()}
+    return name in own or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

@@ -306,6 +306,7 @@ def test_what_is_no_agent_or_environment_is_refused(code: str, words: str, tmp_p
         ({"memory": "1GB"}, "environment.memory"),
         ({"isolation": "process"}, "environment.isolation"),
         ({"isolation": "thread"}, None),
+        ({"host": "0.0.0.0"}, "environment.host"),
         ({}, None),
     ],
 )
@@ -317,9 +318,7 @@ def test_agents_do_not_have_the_settings_of_environments(
     check_agents(
         EnvironmentSection(path={"a": "env.py:agent", "g": "env.py:Game"}, **settings), tmp_path
     )
-    with (
-        pytest.raises(ConfigError, match=f"{refused} .*env.py:agent") if refused else nullcontext()
-    ):
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         check_agents(EnvironmentSection(path="env.py:agent", **settings), tmp_path)
 
 

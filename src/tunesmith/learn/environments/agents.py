@@ -21,17 +21,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.errors import ConfigError, EpisodeError
+from tunesmith.learn.endpoint.client import PolicyClient
+from tunesmith.learn.endpoint.episode import EpisodePolicy
 from tunesmith.learn.environments.base import Generate
 from tunesmith.learn.environments.conversation import Conversation, EpisodeSettings
 from tunesmith.learn.environments.games import columns_of
 from tunesmith.learn.environments.multi_turn import tools_in_data
-from tunesmith.learn.environments.openai_api import EpisodeApi, PolicyClient
 from tunesmith.learn.environments.steps import StepResult, as_reward, as_step
 from tunesmith.learn.usercode.calls import EpisodeCode, Function, is_async, keywords_for
 from tunesmith.types import Rollout
 
 if TYPE_CHECKING:
-    from tunesmith.learn.environments.endpoint import Endpoint
+    from tunesmith.learn.endpoint.server import Endpoint
 
 GIVEN = frozenset({"client", "base_url", "api_key"})
 OVER_HTTP = frozenset({"base_url", "api_key"})
@@ -73,15 +74,15 @@ class Agent:
         conversation = Conversation(
             rollout, generate, self.setting, self.setting.prompt_of(task), tools_in_data(task)
         )
-        api = EpisodeApi(conversation, self.model)
-        arguments: dict[str, Any] = {**columns_of(task), "client": PolicyClient(api)}
-        with closing(conversation), closing(api), ExitStack() as served:
+        policy = EpisodePolicy(conversation, self.model)
+        arguments: dict[str, Any] = {**columns_of(task), "client": PolicyClient(policy)}
+        with closing(conversation), closing(policy), ExitStack() as served:
             if OPPONENT in inspect.signature(self.function).parameters:
                 other = Conversation(Rollout(task), generate, self.setting, ())
-                second = served.enter_context(closing(EpisodeApi(other, self.model)))
+                second = served.enter_context(closing(EpisodePolicy(other, self.model)))
                 arguments[OPPONENT] = PolicyClient(second)
             if not OVER_HTTP.isdisjoint(inspect.signature(self.function).parameters):
-                base_url, key = served.enter_context(self.endpoint().open(api))
+                base_url, key = served.enter_context(self.endpoint().open(policy))
                 arguments |= {"base_url": base_url, "api_key": key}
             try:
                 with EpisodeCode(math.inf) as code:  # the rollout's deadline applies

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tunesmith.types import Completion, Rollout
+
+
+class Growing(Protocol):
+    """A completion while it is sampled."""
+
+    def beyond(self, count: int, /) -> tuple[list[int], list[float], list[int]]:
+        """Tokens, log-probabilities and versions after the first ones; from any thread."""
+        ...
 
 
 class Generate(Protocol):
@@ -18,9 +26,15 @@ class Generate(Protocol):
         *,
         max_new_tokens: int | None = None,
         stop: tuple[str, ...] = (),
+        follow: Callable[[Growing], None] | None = None,
     ) -> Completion:
         """Sample with the run's settings, up to ``max_new_tokens`` tokens or one of the ``stop``
-        strings."""
+        strings.
+
+        Args:
+            follow: gets the unfinished completion when it begins; once more, with a new one, if an
+                engine was interrupted or lost.
+        """
         ...
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import EpisodeError, shortened
 from tunesmith.learn.data.values import Tools, with_object_arguments
-from tunesmith.learn.environments.base import Generate
+from tunesmith.learn.environments.base import Generate, Growing
 from tunesmith.learn.environments.rendering import Renderer
 from tunesmith.learn.environments.tools import BadCall, Parse, ToolCall
 from tunesmith.models.embedding_rows import without_row
@@ -106,14 +106,17 @@ class Conversation:
         stop: tuple[str, ...] = (),
         find_calls: bool = True,
         options: Mapping[str, Any] | None = None,
+        follow: Callable[[Growing], None] | None = None,
     ) -> Reply:
-        """The policy's next turn after ``messages``.
+        """The policy's next turn after ``messages``. If it fails or is cancelled, the records are
+        as before.
 
         Args:
             max_new_tokens: a limit for this turn, in addition to the run's.
             stop: strings that end this turn. The record keeps them; the reply is cut before them.
             find_calls: whether to parse tool calls in the turn, instead of leaving them as text.
             options: variables for the chat template, in addition to the run's.
+            follow: see ``Generate``.
 
         Raises:
             OutOfRoom: ``max_turns`` or ``max_tokens`` is reached.
@@ -123,7 +126,7 @@ class Conversation:
         renderer = self.setting.renderer.with_options(options) if options else self.setting.renderer
         record, rendered = self._record_of(messages, tools, renderer, options)
         prompt_tokens = len(record.token_ids)
-        completion = await self._sample(record, max_new_tokens, stop)
+        completion = await self._sample(record, max_new_tokens, stop, follow)
         parse = self.setting.parse
         ids = completion.token_ids
         written = renderer.text(ids)
@@ -146,6 +149,7 @@ class Conversation:
         *,
         max_new_tokens: int | None = None,
         stop: tuple[str, ...] = (),
+        follow: Callable[[Growing], None] | None = None,
     ) -> Reply:
         """The policy's continuation of ``prompt``, which is raw text or token ids and skips the
         chat template.
@@ -155,10 +159,18 @@ class Conversation:
         """
         record = self._record_of_text(prompt)
         prompt_tokens = len(record.token_ids)
-        completion = await self._sample(record, max_new_tokens, stop)
+        completion = await self._sample(record, max_new_tokens, stop, follow)
         self._places.append(_Place(record, len(record.token_ids), (TEXT,), ()))
         text = before_stop(self.setting.renderer.plain(completion.token_ids), stop)
         return Reply({"role": "assistant", "content": text}, text, [], prompt_tokens, completion)
+
+    def prompt_length(
+        self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None
+    ) -> int:
+        """Tokens of a new conversation up to the policy's turn. Raises EpisodeError as ``reply``
+        does."""
+        renderer = self.setting.renderer.with_options(options) if options else self.setting.renderer
+        return len(renderer.whole(self._for_template(messages, 0), tools))
 
     def pay(self, reward: float) -> None:
         """Add a reward to the last turn."""
@@ -175,9 +187,36 @@ class Conversation:
         self.rollout.records = [*records, last]
 
     async def _sample(
-        self, record: Record, max_new_tokens: int | None, stop: tuple[str, ...]
+        self,
+        record: Record,
+        max_new_tokens: int | None,
+        stop: tuple[str, ...],
+        follow: Callable[[Growing], None] | None,
     ) -> Completion:
-        """Append the policy's next turn to a record."""
+        """Append the policy's next turn to a record; if there is none, the record is as before."""
+        try:
+            return await self._turn(record, max_new_tokens, stop, follow)
+        except BaseException:
+            self._take_back(record)
+            raise
+
+    def _take_back(self, record: Record) -> None:
+        """Drop what a record was to be answered on, or the record if it has no turn."""
+        first = self._places[0]
+        if record.turns:
+            record.cut(record.turns[-1].stop)
+        elif record is first.record:
+            record.cut(first.length)
+        else:
+            self.rollout.records = [one for one in self.rollout.records if one is not record]
+
+    async def _turn(
+        self,
+        record: Record,
+        max_new_tokens: int | None,
+        stop: tuple[str, ...],
+        follow: Callable[[Growing], None] | None,
+    ) -> Completion:
         if self.turns >= self.setting.section.max_turns:
             turns = f"its {self.turns} turns (environment.max_turns)"
             raise OutOfRoom(f"the episode has reached {turns}")
@@ -194,7 +233,10 @@ class Conversation:
         self._writing.add(id(record))
         try:
             completion = await self.generate(
-                record.token_ids, max_new_tokens=min(room, max_new_tokens or room), stop=stop
+                record.token_ids,
+                max_new_tokens=min(room, max_new_tokens or room),
+                stop=stop,
+                follow=follow,
             )
         except Exception as error:
             self.failure = self.failure or error

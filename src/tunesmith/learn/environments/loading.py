@@ -19,7 +19,7 @@ from tunesmith.errors import ConfigError, DataError, about, boundary, nearest
 from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.data.formats import Example
 from tunesmith.learn.data.values import Tools
-from tunesmith.learn.environments.agents import GIVEN, OPPONENT, is_agent
+from tunesmith.learn.environments.agents import GIVEN, OPPONENT, OVER_HTTP, is_agent
 from tunesmith.learn.environments.games import TRL_RESERVED, Game, Loaded, open_game
 from tunesmith.learn.environments.tools import Tool, make_tool
 from tunesmith.learn.packages import verifiers
@@ -28,7 +28,7 @@ from tunesmith.learn.usercode.calls import check_keywords, required_parameters
 from tunesmith.types import Task
 
 if TYPE_CHECKING:
-    from tunesmith.learn.environments.endpoint import Endpoint
+    from tunesmith.learn.endpoint.server import Endpoint
     from tunesmith.learn.environments.isolated import IsolatedGames
 
 SINGLE_TURN = "single_turn"
@@ -62,19 +62,30 @@ def check_environment(section: EnvironmentSection, base_dir: Path) -> None:
 @about("environment.path")
 def check_agents(section: EnvironmentSection, base_dir: Path) -> None:
     """Reject (``ConfigError``) settings of environments and tools if all episodes are played by
-    agents.
+    agents, and an address for agents if none uses it.
 
     Args:
         section: with only the values of the run file.
     """
     references = references_of(section).values()
+    own = [each for each in references if package_name(each) is None]
+    access = [user_code.parameters_in_source(each, base_dir) & GIVEN for each in own]
+    has_packages = len(own) < len(references)
+    if (
+        "host" in section.model_fields_set
+        and not has_packages
+        and all("client" in each and not each & OVER_HTTP for each in access)
+    ):
+        raise ConfigError(
+            "environment.host is for agents that take 'base_url', and there are none: leave it out",
+            keys=("environment.host",),
+        )
     unread = [key for key in ("timeout", "isolation", "memory") if key in section.model_fields_set]
     if section.isolation == "thread":  # where agents run anyway
         unread.remove("isolation")
     if not unread or not references:
         return
-    own = [each for each in references if package_name(each) is None]
-    if own and all(user_code.parameters_in_source(each, base_dir) & GIVEN for each in own):
+    if access and all(access):
         key = f"environment.{unread[0]}"
         raise ConfigError(
             f"{key} is for environments and tools, and {' and '.join(references)} plays as an "
@@ -267,9 +278,9 @@ class EnvironmentSet:
     @cached_property
     def endpoint(self) -> Endpoint:
         """The policy over HTTP, for agents with their own client."""
-        from tunesmith.learn.environments.endpoint import Endpoint
+        from tunesmith.learn.endpoint.server import Endpoint
 
-        return Endpoint()
+        return Endpoint(host=self.section.host)
 
     def open_game(self, loaded: Loaded) -> AbstractAsyncContextManager[Game]:
         """An episode in the environment ``loaded``, in its own threads or in a worker process."""

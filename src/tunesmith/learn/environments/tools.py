@@ -54,6 +54,13 @@ def parser_for(template: str) -> Parse:
     return parse_hermes
 
 
+def marks_of(parse: Parse) -> tuple[str, ...]:
+    """Texts with one of which a notation's calls begin."""
+    if parse is parse_llama:
+        return (_PYTHON_TAG, "{")
+    return (_MISTRAL,) if parse is parse_mistral else ("<tool_call>",)
+
+
 def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
     """Any number of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen).
 
@@ -76,7 +83,7 @@ def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
             calls.append(BadCall(f"the tool call is not valid JSON: {error}"))
     if not calls:
         return text, []
-    return f"{thought}{closed}{_BLOCK.sub('', spoken)}".strip(), calls
+    return f"{thought}{closed}{_BLOCK.sub('', spoken)}".rstrip(), calls
 
 
 def parse_llama(raw: str, text: str) -> tuple[str, Calls]:
@@ -90,14 +97,15 @@ def parse_llama(raw: str, text: str) -> tuple[str, Calls]:
     if not marked and not re.match(r'\{\s*"(name|type|function|parameters|arguments)"', body):
         return text, []
     calls: Calls = []
+    spoken = before.rstrip()
     while body:
         try:
             value, end = json.JSONDecoder().raw_decode(body)
         except (ValueError, RecursionError) as error:
-            return "", [*calls, BadCall(f"the tool call is not valid JSON: {error}")]
+            return spoken, [*calls, BadCall(f"the tool call is not valid JSON: {error}")]
         calls.append(_check(value))
         body = body[end:].lstrip().removeprefix(";").lstrip()
-    return "", calls
+    return spoken, calls
 
 
 def parse_mistral(raw: str, text: str) -> tuple[str, Calls]:
@@ -108,9 +116,9 @@ def parse_mistral(raw: str, text: str) -> tuple[str, Calls]:
     try:
         value, _ = json.JSONDecoder().raw_decode(body.strip())
     except (ValueError, RecursionError) as error:
-        return spoken.strip(), [BadCall(f"the list of tool calls is not valid JSON: {error}")]
+        return spoken.rstrip(), [BadCall(f"the list of tool calls is not valid JSON: {error}")]
     items = value if isinstance(value, list) else [value]
-    return spoken.strip(), [_check(item) for item in items]
+    return spoken.rstrip(), [_check(item) for item in items]
 
 
 def _value(text: str) -> Any:

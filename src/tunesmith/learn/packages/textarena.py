@@ -16,8 +16,8 @@ from importlib import import_module
 from itertools import islice
 
 from tunesmith.errors import ConfigError, nearest
+from tunesmith.learn.endpoint.client import PolicyClient
 from tunesmith.learn.environments.conversation import OutOfRoom
-from tunesmith.learn.environments.openai_api import PolicyClient
 from tunesmith.learn.environments.steps import StepResult
 from tunesmith.learn.packages.adapter import Foreign, Options, TaskRow
 from tunesmith.learn.packages.splits import check_split, is_of, number

@@ -14,7 +14,7 @@ from typing import Any
 from tunesmith.errors import EngineError, EngineLostError, TunesmithError, boundary
 from tunesmith.learn.usercode.far import STARTING, Far
 from tunesmith.run.engines.base import EngineStats, RolloutEngine
-from tunesmith.run.engines.partial import FOLLOWER, PartialCompletion, Tokens
+from tunesmith.run.engines.partial import FOLLOWER, PartialCompletion, Tokens, follow
 from tunesmith.run.weights.base import Offer
 from tunesmith.types import Completion, Sampling
 
@@ -22,6 +22,8 @@ CLOSING = 10.0
 """Seconds that an engine has to close before its process is killed."""
 PROGRESS = 10.0
 """Seconds between questions for the progress of unfinished completions."""
+STREAMED = 0.05
+"""The same where somebody follows a completion."""
 STUCK = 1800.0
 """Seconds without a step, while there are requests, after which an engine is lost: its process
 answers, but its GPU hangs."""
@@ -86,6 +88,10 @@ class FarEngine:
         self.unfinished: dict[int, PartialCompletion] = {}
         """What is known of the requests in flight."""
         self._following: asyncio.Task[None] | None = None
+        self._followed: set[int] = set()
+        """Requests whose tokens somebody reads as they come."""
+        self._asked = asyncio.Event()
+        """Set when one is made."""
         self._taking = False
 
     @classmethod
@@ -125,16 +131,21 @@ class FarEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         number = next(self._numbers)
         known = self.unfinished[number] = PartialCompletion()
+        if FOLLOWER.get() is not None:
+            follow(known)
+            self._followed.add(number)
+            self._asked.set()
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._follow())
         try:
             return await self._ask("generate", number, list(prompt_ids), sampling)
         except EngineLostError:
-            if known.token_ids:
+            if self._keeps and known.token_ids:
                 return known.completion("abort")
             raise
         finally:
             del self.unfinished[number]
+            self._followed.discard(number)
 
     async def interrupt(self) -> None:
         await self._ask("ask", "interrupt")
@@ -171,10 +182,12 @@ class FarEngine:
         moved = time.monotonic()
         steps = self._stats.steps
         while self.unfinished:
-            await asyncio.sleep(PROGRESS)
-            known: dict[int, int] = {}
-            if self._keeps:
-                known = {number: len(done.token_ids) for number, done in self.unfinished.items()}
+            await self._pause()
+            known = {
+                number: len(done.token_ids)
+                for number, done in self.unfinished.items()
+                if self._keeps or number in self._followed
+            }
             try:
                 new: dict[int, Tokens] = await self._ask("progress", known)
             except EngineError:  # the requests notice, too
@@ -189,6 +202,15 @@ class FarEngine:
             for number, tokens in new.items():
                 if number in self.unfinished:
                     self.unfinished[number].extend(tokens)
+
+    async def _pause(self) -> None:
+        """Until the next question for progress."""
+        if self._followed:
+            await asyncio.sleep(STREAMED)
+            return
+        self._asked.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._asked.wait(), PROGRESS)
 
     async def _ask(self, method: str, *args: object) -> Any:
         result, stats = await self.far.call_async(method, *args)

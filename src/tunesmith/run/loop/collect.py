@@ -10,10 +10,11 @@ from itertools import count
 from typing import Any, TypeVar
 
 from tunesmith.errors import EngineError, EpisodeError, NoEngineError, UserError
-from tunesmith.learn.environments.base import Environment, Generate
+from tunesmith.learn.environments.base import Environment, Generate, Growing
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.records.timeline import REWARD, ROLLOUTS, Timeline
 from tunesmith.run.engines.deadline import DEADLINE
+from tunesmith.run.engines.partial import FOLLOWER
 from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
@@ -106,8 +107,10 @@ class Collector:
             *,
             max_new_tokens: int | None = None,
             stop: tuple[str, ...] = (),
+            follow: Callable[[Growing], None] | None = None,
         ) -> Completion:
             DEADLINE.set(deadline)
+            FOLLOWER.set(follow)
             number = next(calls)
             seed = sampling.seed
             most = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)

@@ -25,7 +25,7 @@ from tunesmith.errors import EngineError, UserError
 from tunesmith.run.engines.base import EngineStats, check_sampling
 from tunesmith.run.engines.http import KIND
 from tunesmith.run.engines.http.server import PATIENCE, Continuation, SglangServer
-from tunesmith.run.engines.partial import RunningRequest, stop_strings, stop_token_ids
+from tunesmith.run.engines.partial import RunningRequest, follow, stop_strings, stop_token_ids
 from tunesmith.run.weights.base import Offer
 from tunesmith.types import Completion, FinishReason, Sampling
 
@@ -145,6 +145,7 @@ class SglangEngine:
             stop_token_ids=stop_token_ids(sampling, self._served.eos_token_ids),
             stop_strings=stop_strings(prompt_ids, sampling, self._served.decode),
         )
+        follow(request)
         work = asyncio.create_task(self._serve(request))
         self._running[work] = request
         self._peak = max(self._peak, len(self._running))

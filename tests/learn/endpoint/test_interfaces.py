@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 from tests.support.data_tokenizers import byte_level, template
 from tests.support.episodes import check_tokens, load, made_task, ok, play
 from tunesmith.errors import EpisodeError
+from tunesmith.learn.endpoint.responses import messages_of
 from tunesmith.learn.environments.conversation import before_stop
-from tunesmith.learn.environments.openai_answers import as_response, response_events
-from tunesmith.learn.environments.openai_requests import messages_of
 from tunesmith.types import Status
 
 HEAD = """
@@ -249,25 +247,6 @@ def test_items_of_one_turn_are_one_message() -> None:
     assert messages_of([{"type": "reasoning", "summary": []}]) == []
     with pytest.raises(EpisodeError, match="computer_call"):
         messages_of([{"type": "computer_call"}])
-
-
-@pytest.mark.parametrize(("reason", "status"), [("stop", "completed"), ("length", "incomplete")])
-def test_the_stream_says_what_the_response_says(reason: str, status: str) -> None:
-    function = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    message = {"role": "assistant", "content": "so", "tool_calls": [function]}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
-    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-    chat = {"id": "chatcmpl-4", "created": 0, "model": "m", "choices": [choice], "usage": usage}
-    response = as_response({}, chat)
-    events = [json.loads(data) for _, data in response_events(response, {})]
-    assert response["status"] == status and events[-1]["response"] == response
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert done == response["output"] and [item["type"] for item in done] == [
-        "message",
-        "function_call",
-    ]
-    assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == "so"
 
 
 def test_variables_of_the_chat_template_are_set_by_request(tmp_path: Path) -> None:

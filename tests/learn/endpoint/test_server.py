@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import socket
 from contextlib import closing, suppress
-from http.client import HTTPResponse
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.episodes import check_tokens, load, made_task, ok, play
-from tunesmith.learn.environments.endpoint import Endpoint
-from tunesmith.records.http_server import Limits
+from tunesmith.errors import ConfigError
+from tunesmith.learn.endpoint.server import LARGEST_BODY, Endpoint
+from tunesmith.records.http_server import Limits, is_served_name
 from tunesmith.types import Status
 
 ASYNC = """
@@ -44,13 +46,14 @@ async def talks(ask, http, plain, key, base_url):
     return float(len(said))
 
 async def streams(ask, http, plain, key, base_url):
-    first, last, done = await ask(messages=START, stream=True)
-    assert all(json.loads(chunk)["choices"] for chunk in (first, last)), "counts are sent where they are asked for"
-    *chunks, done = await ask(messages=[*START, *START], stream=True, stream_options={"include_usage": True})
-    first, last, usage = map(json.loads, chunks)
+    *chunks, done = await ask(messages=START, stream=True)
+    first, *pieces, last = map(json.loads, chunks)
     assert done == "[DONE]" and first["object"] == "chat.completion.chunk"
-    assert last["choices"][0]["finish_reason"] == "stop" and usage["usage"]["completion_tokens"] > 0
-    return float(first["choices"][0]["delta"]["content"] == "hello")
+    assert last["choices"][0]["finish_reason"] == "stop", "counts are sent where they are asked for"
+    *chunks, done = await ask(messages=[*START, *START], stream=True, stream_options={"include_usage": True})
+    assert json.loads(chunks[-1])["usage"]["completion_tokens"] > 0
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    return float("".join(piece["choices"][0]["delta"]["content"] for piece in pieces) == "hello")
 
 async def is_refused(ask, http, plain, key, base_url):
     await ask(messages=START)
@@ -170,3 +173,55 @@ def test_connections_have_limits(sent: bytes, status: int | None) -> None:
         answer.begin()
         assert answer.status == status and answer.headers["Connection"] == "close"
         assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_too_large_is_refused() -> None:
+    head = f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: {LARGEST_BODY + 1}"
+    with (
+        closing(Endpoint()) as endpoint,
+        socket.create_connection(("127.0.0.1", endpoint.port), timeout=100) as connection,
+    ):
+        connection.sendall(f"{head}\r\n\r\n".encode())
+        with suppress(ConnectionError):
+            while True:
+                connection.sendall(b" " * 2**20)
+        answer = HTTPResponse(connection)
+        with suppress(ConnectionError):  # the rest of the request may have crossed the answer
+            answer.begin()
+            assert answer.status == 413
+
+
+@pytest.mark.parametrize(
+    ("host", "name", "served"),
+    [
+        ("127.0.0.1", "localhost", True),
+        ("127.0.0.1", "10.0.0.7", False),
+        ("10.0.0.7", "10.0.0.7", True),
+        ("10.0.0.7", "evil.example", False),
+        ("0.0.0.0", "10.0.0.7", True),
+        ("0.0.0.0", socket.gethostname(), True),
+        ("::", "evil.example", False),
+    ],
+)
+def test_names_that_are_served(host: str, name: str, served: bool) -> None:
+    assert is_served_name(host, name) == served
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+        Endpoint(host="192.0.2.1")
+
+
+def test_a_chosen_host_is_in_the_address_of_an_episode() -> None:
+    policy: Any = SimpleNamespace(model="m")
+    with closing(Endpoint(host="0.0.0.0")) as endpoint, endpoint.open(policy) as (url, key):
+        assert url == f"http://{socket.gethostname()}:{endpoint.port}/{key}/v1"
+        for place, sent, status in (
+            ("127.0.0.1", {"Host": "evil.example"}, 421),
+            ("127.0.0.1", {}, 401),
+            ("127.0.0.1", {"x-api-key": key}, 200),
+        ):
+            connection = HTTPConnection(place, endpoint.port)
+            with closing(connection):
+                connection.request("GET", "/v1/models", headers=sent)
+                assert connection.getresponse().status == status

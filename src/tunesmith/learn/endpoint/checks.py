@@ -1,0 +1,88 @@
+"""Whether a reply is what the request asked for: JSON of a schema, a call of a tool, one call.
+
+Nothing in a run forces the policy, because training scores what it writes by its own distribution.
+So its replies are checked, and an answer says where they are not what was asked for (``unmet``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tunesmith.errors import shortened
+from tunesmith.learn.endpoint.asks import Ask, BadRequest, Json
+from tunesmith.learn.environments.conversation import Reply
+from tunesmith.learn.environments.tools import ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Unmet:
+    """A choice is not what a parameter of the request asked for."""
+
+    index: int
+    parameter: str
+    reason: str
+
+    def as_json(self) -> Json:
+        return {"index": self.index, "parameter": self.parameter, "reason": self.reason}
+
+
+def check_schema(schema: Json) -> None:
+    """Raises BadRequest: it is no JSON schema."""
+    try:
+        from jsonschema import validators
+        from jsonschema.exceptions import SchemaError
+    except ModuleNotFoundError:
+        return
+    try:
+        validators.validator_for(schema).check_schema(schema)
+    except (SchemaError, RecursionError) as error:
+        why = shortened(str(error).partition("\n")[0])
+        raise BadRequest(f"'response_format' is no JSON schema: {why}") from None
+
+
+def problems_of(ask: Ask, replies: Sequence[Reply]) -> list[Unmet]:
+    found: list[Unmet] = []
+    for index, reply in enumerate(replies):
+        called = [call.name for call in reply.calls if isinstance(call, ToolCall)]
+        if ask.must_call is not None:
+            found += _missing_call(ask.must_call, called, index)
+        if not ask.parallel and len(called) > 1:
+            reason = f"{len(called)} tools were called in one turn"
+            found.append(Unmet(index, "parallel_tool_calls", reason))
+        if ask.schema is not None and not called:
+            reason = unlike(ask.schema, reply.text)
+            found += [Unmet(index, "response_format", reason)] if reason else []
+    return found
+
+
+def _missing_call(wanted: str, called: Sequence[str], index: int) -> list[Unmet]:
+    if wanted in called or (not wanted and called):
+        return []
+    instead = f"{', '.join(called)} was called" if called else "no tool was called"
+    return [Unmet(index, "tool_choice", instead)]
+
+
+def unlike(schema: Json, text: str) -> str:
+    """Why a text is not JSON of this schema; empty if it is."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return f"the text is not JSON: {error}"
+    if schema == {"type": "object"}:
+        return "" if isinstance(value, dict) else "the text is not a JSON object"
+    try:
+        from jsonschema import validators
+        from jsonschema.exceptions import best_match
+        from referencing import Registry
+        from referencing.exceptions import Unresolvable
+    except ModuleNotFoundError:
+        return "not checked against the schema: pip install tunesmith[schema]"
+    # The registry is empty, so that no reference is fetched from the network.
+    validator = validators.validator_for(schema)(schema, registry=Registry())
+    try:
+        error = best_match(validator.iter_errors(value))
+    except (Unresolvable, RecursionError) as unknown:
+        return f"not checked against the schema: {unknown}"
+    return "" if error is None else f"{error.json_path}: {shortened(error.message)}"

@@ -1,0 +1,90 @@
+"""The policy of one episode, as the endpoint asks it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from itertools import count
+from typing import Any
+
+from tunesmith.learn.endpoint.asks import Ask, BadRequest
+from tunesmith.learn.endpoint.checks import check_schema
+from tunesmith.learn.endpoint.turns import Answer, Follow, all_replies
+from tunesmith.learn.environments.conversation import Conversation, Reply
+from tunesmith.learn.environments.tools import marks_of
+from tunesmith.types import Message
+
+
+class EpisodePolicy:
+    """Answers one episode's requests, on the event loop of the engine. Each turn is recorded."""
+
+    what = "episode"
+
+    def __init__(self, conversation: Conversation, model: str) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.model = model
+        self.responses: dict[str, list[Message]] = {}
+        self.numbers = count(1)
+        self.renderer = conversation.setting.renderer
+        parse = conversation.setting.parse
+        self.marks = marks_of(parse) if parse else ()
+        self._conversation = conversation
+        self._running: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    async def answer(self, ask: Ask, follow: Follow | None = None) -> Answer:
+        """See ``Policy``."""
+        if self._closed:
+            raise BadRequest("this episode is over")
+        if ask.schema is not None:
+            check_schema(ask.schema)
+        self._note("overridden", ask.sampling)
+        self._note("not_enforced", ask.unenforced)
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            answer = await all_replies(ask, partial(reply_of, self._conversation, ask, follow))
+        finally:
+            self._running.discard(task)
+        if answer.problems:
+            metrics = self._conversation.rollout.metrics
+            unmet = {problem.index for problem in answer.problems}
+            metrics["unmet"] = metrics.get("unmet", 0.0) + len(unmet)
+        return answer
+
+    def count(self, ask: Ask) -> int:
+        """See ``Policy``."""
+        return self._conversation.prompt_length(ask.messages, ask.tools, ask.options)
+
+    def close(self) -> None:
+        """Answer no further requests, and cancel those in progress."""
+        self._closed = True
+        for task in self._running:
+            task.cancel()
+
+    def _note(self, name: str, values: Mapping[str, Any]) -> None:
+        """List, in the rollout's notes, the parameters that do not apply."""
+        if values:
+            self._conversation.rollout.notes.setdefault(name, {}).update(values)
+
+
+async def reply_of(
+    conversation: Conversation, ask: Ask, follow: Follow | None, index: int
+) -> Reply:
+    """A conversation's next turn, as choice ``index`` of an answer."""
+    following = partial(follow, index) if follow else None
+    if ask.raw is not None:
+        return await conversation.continue_text(
+            ask.raw, max_new_tokens=ask.max_tokens, stop=ask.stop, follow=following
+        )
+    return await conversation.reply(
+        ask.messages,
+        ask.tools,
+        max_new_tokens=ask.max_tokens,
+        stop=ask.stop,
+        find_calls=ask.may_call,
+        options=ask.options,
+        follow=following,
+    )

@@ -1,0 +1,95 @@
+"""``/v1/completions``: the policy continues raw text or token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from tunesmith.learn.endpoint.asks import Fields, Json, TextRequest, parse
+from tunesmith.learn.endpoint.chat import (
+    DONE,
+    answer_head,
+    finish_reason,
+    tokens_of,
+    usage,
+    wants_usage,
+)
+from tunesmith.learn.endpoint.turns import Answer, Event, Policy, TextPiece
+from tunesmith.learn.environments.conversation import Reply
+
+
+class TextExchange:
+    def __init__(self, request: Fields, policy: Policy) -> None:
+        """Raises BadRequest."""
+        self.ask = parse(TextRequest, request).as_ask(request)
+        self.streamed = bool(request.get("stream"))
+        self._head = answer_head("cmpl", "text_completion", policy)
+        self._usage = wants_usage(request)
+        self._decode = policy.renderer.verbatim
+        echoed = self.ask.raw if self.ask.echo else ""
+        self._echo = echoed if isinstance(echoed, str) else ""
+        self._written = [len(self._echo)] * self.ask.n
+        """Characters of the tokens that each choice has streamed."""
+
+    def whole(self, answer: Answer) -> Json:
+        choices = [self._choice(index, reply) for index, reply in enumerate(answer.replies)]
+        return {**self._head, "choices": choices, "usage": usage(answer), **answer.said()}
+
+    def begin(self) -> Iterator[Event]:
+        for index in range(self.ask.n if self._echo else 0):
+            yield self._chunk(index, self._echo)
+
+    def add(self, piece: TextPiece) -> Iterator[Event]:
+        if piece.text or piece.tokens:
+            logprobs = None
+            if piece.tokens:
+                logprobs = _logprobs(piece.tokens, self._written[piece.index])
+                self._written[piece.index] += sum(len(text) for text, _ in piece.tokens)
+            yield self._chunk(piece.index, piece.text, logprobs)
+
+    def end(self, answer: Answer) -> Iterator[Event]:
+        for index, reply in enumerate(answer.replies):
+            last = index == len(answer.replies) - 1
+            said = answer.said() if last else {}
+            yield self._chunk(index, "", finish_reason=finish_reason(reply), **said)
+        if self._usage:
+            yield None, json.dumps({**self._head, "choices": [], "usage": usage(answer)})
+        yield DONE
+
+    def _choice(self, index: int, reply: Reply) -> Json:
+        logprobs = None
+        if self.ask.logprobs is not None:
+            logprobs = _logprobs(tokens_of(reply, self._decode), len(self._echo))
+        return {
+            "index": index,
+            "text": self._echo + reply.text,
+            "finish_reason": finish_reason(reply),
+            "logprobs": logprobs,
+        }
+
+    def _chunk(
+        self,
+        index: int,
+        text: str,
+        logprobs: Json | None = None,
+        finish_reason: str | None = None,
+        **said: object,
+    ) -> Event:
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return None, json.dumps({**self._head, "choices": [choice], **said})
+
+
+def _logprobs(tokens: Sequence[tuple[str, float]], start: int) -> Json:
+    texts = [text for text, _ in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [logprob for _, logprob in tokens],
+        "top_logprobs": [{text: logprob} for text, logprob in tokens],
+        "text_offset": list(accumulate(map(len, texts), initial=start))[:-1],
+    }

@@ -1,0 +1,215 @@
+"""The core of the endpoint, which knows no interface: a policy answers what a client asks, and what
+it writes is followed while it writes.
+
+A request becomes an ``Ask``; the policy answers it with a ``Reply`` per choice. An interface is an
+``Exchange``: it reads one request, and writes the answer whole or as events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+from tunesmith.errors import EpisodeError
+from tunesmith.learn.endpoint.asks import Ask, Json
+from tunesmith.learn.endpoint.checks import Unmet, problems_of
+from tunesmith.learn.environments.base import Growing
+from tunesmith.learn.environments.conversation import Reply, before_stop
+from tunesmith.learn.environments.rendering import Renderer
+from tunesmith.types import Message
+
+Event = tuple[str | None, str]
+"""A server-sent event: its name, if it has one, and its data."""
+Follow = Callable[[int, Growing], None]
+"""Gets the unfinished completion of a choice, when the policy begins it."""
+INCOMPLETE = "\ufffd"
+"""What a tokenizer decodes instead of part of a character."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What an answer begins with."""
+
+    number: int
+    """From 1; ids of answers end with it."""
+    created: int
+    """Seconds since 1970."""
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What a choice has new."""
+
+    index: int
+    text: str
+    tokens: Sequence[tuple[str, float]]
+    """Text and log-probability of each new token; ``text`` may end before or after theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    replies: Sequence[Reply]
+    problems: Sequence[Unmet]
+    """Where the replies are not what was asked for."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.replies[0].prompt_tokens
+
+    @property
+    def written_tokens(self) -> int:
+        return sum(len(reply.completion.token_ids) for reply in self.replies)
+
+    def said(self) -> Json:
+        """The problems as a field of the answer, if there are any."""
+        return {"unmet": [problem.as_json() for problem in self.problems]} if self.problems else {}
+
+
+class Policy(Protocol):
+    """Who answers: an episode of a run, or a served model."""
+
+    loop: asyncio.AbstractEventLoop
+    """Where ``answer`` and ``count`` have to be called."""
+    model: str
+    what: str
+    """What it is to its clients, for messages."""
+    responses: dict[str, list[Message]]
+    """By the id of a ``responses`` answer: the conversation up to and including it."""
+    renderer: Renderer
+    marks: tuple[str, ...]
+    """Texts with one of which every tool call begins."""
+    numbers: count[int]
+
+    async def answer(self, ask: Ask, follow: Follow | None = None) -> Answer:
+        """``ask.n`` replies, written concurrently.
+
+        Raises:
+            BadRequest: this policy cannot answer it.
+            EpisodeError, EngineError: as ``Conversation.reply``.
+        """
+        ...
+
+    def count(self, ask: Ask) -> int:
+        """The tokens of the prompt. Raises EpisodeError: it cannot go through the template."""
+        ...
+
+
+class Exchange(Protocol):
+    """One request of an interface, and its answer."""
+
+    ask: Ask
+    streamed: bool
+
+    def whole(self, answer: Answer) -> Json: ...
+
+    def begin(self) -> Iterator[Event]:
+        """The events before the first piece."""
+        ...
+
+    def add(self, piece: TextPiece) -> Iterator[Event]: ...
+
+    def end(self, answer: Answer) -> Iterator[Event]:
+        """The events after the last piece."""
+        ...
+
+
+def head_of(policy: Policy) -> AnswerHead:
+    return AnswerHead(next(policy.numbers), int(time.time()), policy.model)
+
+
+async def all_replies(ask: Ask, reply: Callable[[int], Awaitable[Reply]]) -> Answer:
+    """``ask.n`` concurrent replies; the first error cancels the others and is raised unchanged."""
+
+    async def one(index: int) -> Reply:
+        return await reply(index)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(index)) for index in range(ask.n)]
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
+    replies = [task.result() for task in tasks]
+    return Answer(replies, problems_of(ask, replies))
+
+
+class Spoken:
+    """A choice's text while it is sampled, as far as it can no longer change.
+
+    Held back are parts of a character, what may be the beginning of a stop string, and, where there
+    are tools, everything from a tool call on and white space, which is dropped before a call. The
+    pieces together are the text of the reply.
+    """
+
+    def __init__(self, index: int, ask: Ask, policy: Policy) -> None:
+        self._index = index
+        self._renderer = policy.renderer
+        self._stop = ask.stop
+        self._marks = policy.marks if ask.tools and ask.may_call else ()
+        self._wants_tokens = ask.logprobs is not None
+        self._growing: Growing | None = None
+        self._ids: list[int] = []
+        self._sent = ""
+        self._tokens_sent = 0
+
+    def follow(self, growing: Growing) -> None:
+        """Read from this completion. A second one (the engine was interrupted or lost) is not
+        followed: what it has comes with the reply."""
+        self._growing = self._growing or growing
+
+    def more(self) -> TextPiece | None:
+        """What is new since the last call, if anything."""
+        if self._growing is None:
+            return None
+        token_ids, logprobs, _ = self._growing.beyond(len(self._ids))
+        if not token_ids:
+            return None
+        self._ids += token_ids
+        text = self._settled()
+        new = text[len(self._sent) :] if text.startswith(self._sent) else ""
+        self._sent += new
+        tokens = self._tokens(token_ids, logprobs)
+        return TextPiece(self._index, new, tokens) if new or tokens else None
+
+    def rest(self, reply: Reply) -> TextPiece:
+        """What the reply has beyond the pieces.
+
+        Raises:
+            EpisodeError: the pieces were not its beginning.
+        """
+        whole = reply.message["content"]
+        ids = reply.completion.token_ids
+        if ids[: len(self._ids)] != self._ids or not whole.startswith(self._sent):
+            raise EpisodeError("the completion began anew elsewhere: ask again")
+        new = slice(len(self._ids), None)
+        tokens = self._tokens(ids[new], reply.completion.logprobs[new])
+        return TextPiece(self._index, whole[len(self._sent) :], tokens)
+
+    def _tokens(self, ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[str, float]]:
+        if not self._wants_tokens:
+            return []
+        decode = self._renderer.verbatim
+        return [(decode([token]), each) for token, each in zip(ids, logprobs, strict=True)]
+
+    def _settled(self) -> str:
+        if self._marks and any(mark in self._renderer.verbatim(self._ids) for mark in self._marks):
+            return self._sent
+        text = self._renderer.plain(self._ids).rstrip(INCOMPLETE)
+        cut = before_stop(text, self._stop)
+        if cut != text:
+            return cut
+        text = without_beginning(text, (*self._stop, *self._marks))
+        return text.rstrip() if self._marks else text
+
+
+def without_beginning(text: str, ends: Sequence[str]) -> str:
+    """``text`` without the longest end that one of ``ends`` begins with."""
+    longest = max(map(len, ends), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(end.startswith(text[-length:]) for end in ends):
+            return text[:-length]
+    return text
