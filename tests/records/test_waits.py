@@ -113,6 +113,7 @@ def test_a_slow_import_of_user_code_says_so(
 
 
 DATES = {
+    "records/http_client.py",
     "records/metrics.py",
     "records/sinks/mlflow.py",
     "records/sinks/tensorboard.py",
