@@ -24,7 +24,7 @@ from tunesmith.run.placement.session import load_trained
 
 SEQUENCES = [[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7, 11], [12, 13]]
 TEXT = [name for name, each in families().items() if not (each.multimodal or each.inner)]
-FEW = ("granite", "lfm2")
+FEW = ("granite",)
 
 
 @pytest.mark.parametrize(

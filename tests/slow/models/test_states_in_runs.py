@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.families import SPECIAL
+from tests.support.families import MULTIMODAL, SPECIAL, save_multimodal
+from tests.support.long import again
 from tests.support.rank_commands import COMMANDS
 from tests.support.rank_runs import same
 from tests.support.tiny import save_model
@@ -22,7 +23,13 @@ CROSSED = [
 ]
 
 
+OTHERS = ("gpt_oss", "deepseek_v3", "llama4_text", "kimi_linear", "gemma3", "qwen3_vl", "llama4")
+"""Sinks, a latent, chunks, a delta net by channel, and text decoders beside towers."""
+
+
 def model_of(folder: Path, kind: str) -> Path:
+    if kind in MULTIMODAL:
+        return save_multimodal(folder, kind)
     return save_model(folder, kind, **SPECIAL[kind])
 
 
@@ -40,7 +47,7 @@ def test_two_sharded_ranks_end_as_one(kind: str, command: str, tmp_path: Path) -
     same(alone, run(None, settings(tmp_path, model, "2", **sharded)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *map(again, OTHERS)])
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     kind: str, adapter: bool, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
-from tests.support.families import SPECIAL, save_multimodal
+from tests.support.families import MULTIMODAL, SPECIAL, save_multimodal
 from tests.support.long import again
 from tests.support.tiny import save_model
+from tests.support.tiny_preferences import preference_settings
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.plan.facts.model_files import is_of_tower, weights_in
 from tunesmith.run import placement
@@ -45,6 +47,32 @@ def test_multimodal_models_learn_and_are_loaded_whole(
     assert names == weights_in(path).keys()
     assert any(map(is_of_tower, names))
     AutoModelForImageTextToText.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("changed", [{}, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        again("gemma3"),
+        again("qwen3_vl"),
+        again("llama4"),
+        "gpt_oss",
+        again("deepseek_v3"),
+        again("llama4_text"),
+        again("kimi_linear"),
+    ],
+)
+def test_pairs_are_told_apart(tmp_path: Path, model_type: str, changed: dict[str, Any]) -> None:
+    folder = tmp_path / "model"
+    if model_type in MULTIMODAL:
+        path = save_multimodal(folder, model_type)
+    else:
+        path = save_model(folder, model_type, **SPECIAL[model_type])
+    settings = preference_settings("dpo", tmp_path, path, "run", **changed)
+    outcome = placement.run_dpo(None, settings)
+    losses = [line["loss"] for line in outcome.metrics if "grad_norm" in line]
+    assert losses[0] == pytest.approx(log(2), abs=1e-5)
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("changed", [{}, LORA], ids=["whole", "lora"])
