@@ -86,6 +86,12 @@ class Source(Section):
     split: Text = "train"
     """A split, or a part of one: ``train[:200]``, ``train[:90%]``."""
     subset: Text | None = None
+    revision: Text | None = None
+    """Of a data set of the hub: a commit, a tag or a branch."""
+    stream: bool = False
+    """Read a data set of the hub while it is downloaded, and no more than the part of ``split``."""
+    columns: Annotated[dict[str, Text] | None, Field(description="a table")] = None
+    """New names of columns, with the names that the source has: ``{ prompt = "problem" }``."""
     options: Annotated[dict[str, Any] | None, Field(description="a table")] = None
     """For a name of a package: what it takes, as ``{ seed = 1, max_terms = 3 }``."""
 
@@ -120,6 +126,8 @@ class DataSection(Section):
     skip_bad: bool = False
     shuffle: bool = True
     seed: Open[Seed] = None
+    curriculum: Literal["success_rate"] | None = None
+    """Which prompts come up more often: those that are near half right."""
 
 
 class ModelReward(Section):

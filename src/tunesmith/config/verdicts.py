@@ -43,8 +43,10 @@ SETTINGS = (
     Verdict(
         "content",
         "model.path model.chat_template critic.path data.train data.train.path data.train.split "
-        "data.train.subset data.train.options data.eval data.eval.path data.eval.split "
-        "data.eval.subset data.eval.options lora.path rft.few_shot data.map",
+        "data.train.subset data.train.options data.train.revision data.train.stream "
+        "data.train.columns data.eval data.eval.path data.eval.split data.eval.subset "
+        "data.eval.options data.eval.revision data.eval.stream data.eval.columns lora.path "
+        "rft.few_shot data.map",
     ),
     Verdict("effect", "model.dtype", "it is computed in another number format"),
     Verdict(
@@ -59,6 +61,7 @@ SETTINGS = (
         "lines are left out or cut by the new setting; it is refused if the number of lines "
         "differs",
     ),
+    Verdict("effect", "data.curriculum", "prompts come up by the new rule"),
     Verdict("effect", "lora.dropout", "the adapter trains with the new dropout"),
     Verdict(
         "effect",

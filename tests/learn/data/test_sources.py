@@ -278,3 +278,74 @@ def test_a_directory_whose_files_vanish_meanwhile(
     with pytest.raises(DataError, match="gone") as raised:
         list(read(Source(path=str(tmp_path))))
     assert str(tmp_path) in str(raised.value)
+
+
+@pytest.fixture
+def data_set(tmp_path: Path) -> str:
+    """A data set that is loaded as one of the hub is, from a directory."""
+    (tmp_path / "hub").mkdir()
+    for split, start in (("train", 0), ("test", 100)):
+        (tmp_path / "hub" / f"{split}.jsonl").write_text(
+            jsonl([{"problem": f"{n}?", "answer": str(n)} for n in range(start, start + 6)])
+        )
+    return f"hf:{tmp_path / 'hub'}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("split", "answers"),
+    [("train[:2]", "0 1"), ("train[4:]", "4 5"), ("test[1:3]", "101 102")],
+)
+def test_a_data_set_of_the_hub_by_name_and_split(
+    data_set: str, stream: bool, split: str, answers: str
+) -> None:
+    source = Source(path=f"{data_set}[{split}]", stream=stream, columns={"prompt": "problem"})
+    found = columns(list(read(source)))
+    assert found == [{"prompt": f"{n}?", "answer": n} for n in answers.split()]
+
+
+def test_the_revision_and_the_stream_are_asked_for(
+    data_set: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    asked: list[dict[str, Any]] = []
+    whole = datasets.load_dataset
+
+    def load(*names: Any, **options: Any) -> Any:
+        asked.append(options)
+        return whole(*names, **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = Source(path=f"{data_set}[train[:3]]", stream=True, revision="main")
+    assert len(columns(list(read(source)))) == 3
+    assert asked == [{"split": "train", "revision": "main", "streaming": True}]
+
+
+def test_a_column_that_is_not_there_makes_a_bad_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(jsonl([{"problem": "1?"}, {"prompt": "2?"}]))
+    source = Source(path=str(tmp_path / "a.jsonl"), columns={"prompt": "problem"})
+    first, bad = read(source)
+    assert isinstance(first, SourceRow) and first.columns == {"prompt": "1?"}
+    assert isinstance(bad, BadLine) and "problem" in bad.reason
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ({"stream": True}, "stream"),
+        ({"revision": "main"}, "revision"),
+        ({"options": {"seed": 1}}, "options"),
+    ],
+)
+def test_keys_of_other_kinds_of_source_are_refused(
+    tmp_path: Path, said: dict[str, Any], key: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(jsonl(ROWS))
+    with pytest.raises(ConfigError, match=f"'{key}'"):
+        list(read(Source(path=str(tmp_path / "a.jsonl"), **said)))
+
+
+def test_a_stream_has_no_shares(data_set: str) -> None:
+    with pytest.raises(ConfigError, match="stream"):
+        list(read(Source(path=f"{data_set}[train[90%:]]", stream=True)))

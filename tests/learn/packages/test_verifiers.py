@@ -113,6 +113,7 @@ def test_what_is_wrong_is_named(name: str, options: dict[str, object], key: str)
         tasks(name, **options)
 
 
+@pytest.mark.slow
 @need("verifiers")
 def test_an_older_environment_is_played_by_name(tmp_path: Path) -> None:
     if not OLD:

@@ -4,10 +4,13 @@ across a resume."""
 from __future__ import annotations
 
 import json
+from collections import Counter
+
+import pytest
 
 from tunesmith.learn.data.loader import Loader
 from tunesmith.run.loop.curriculum import Curriculum
-from tunesmith.types import RolloutGroup, Task
+from tunesmith.types import Rollout, RolloutGroup, Task
 
 TASKS = [Task(name, name, (5,)) for name in "abcd"]
 
@@ -82,3 +85,35 @@ def test_what_was_drawn_and_not_settled_comes_first_again() -> None:
     third.load_state_dict(again.state_dict())
     assert sorted(names(third.next_batch(4))) == sorted(names(drawn[2:6]))
     assert names(third.next_batch(3)) == names(tasks.next_batch(3))
+
+
+def played(task: Task, right: int, wrong: int) -> RolloutGroup:
+    rewards = [1.0] * right + [0.0] * wrong
+    return RolloutGroup(task, [Rollout(task, reward=reward) for reward in rewards])
+
+
+def by_rate() -> Curriculum:
+    return Curriculum(Loader(TASKS, seed=3), passes=lambda rollout: rollout.reward == 1.0)
+
+
+def test_a_task_is_taken_by_its_success_rate() -> None:
+    """Of 8 rollouts, 0, 4 and 8 right: p = 1/10, 5/10 and 9/10. Played again, half of that counts:
+    p = (2 + 8 + 1) / (4 + 8 + 2)."""
+    tasks = by_rate()
+    tasks.learn([played(TASKS[0], 0, 8), played(TASKS[1], 4, 4), played(TASKS[2], 8, 0)])
+    assert [tasks.chance(task) for task in TASKS] == pytest.approx([0.36, 1.0, 0.36, 1.0])
+    tasks.learn([played(TASKS[1], 8, 0)])
+    assert tasks.chance(TASKS[1]) == pytest.approx(4 * 11 / 14 * 3 / 14)
+    counts = Counter(names(tasks.next_batch(3000)))
+    assert counts["a"] / counts["d"] == pytest.approx(0.36, abs=0.04)
+    assert counts["b"] / counts["d"] == pytest.approx(0.673, abs=0.06)
+
+
+def test_what_comes_up_by_success_rate_is_the_same_after_a_resume() -> None:
+    tasks = by_rate()
+    again = by_rate()
+    tasks.learn([played(TASKS[0], 0, 8), played(TASKS[2], 8, 0)])
+    tasks.settle(tasks.next_batch(7))
+    again.load_state_dict(json.loads(json.dumps(tasks.state_dict())))
+    assert names(tasks.next_batch(40)) == names(again.next_batch(40))
+    assert tasks.state_dict() == again.state_dict()

@@ -23,7 +23,10 @@ class Package:
     """Whether it brings environments, which play episodes."""
 
 
+HUB = "hf"
+"""Names data sets of the Hugging Face hub."""
 PACKAGES = {
+    HUB: Package("datasets", "datasets", plays=False),
     "reasoning_gym": Package("reasoning_gym", "reasoning-gym", plays=False),
     "textarena": Package("textarena", "textarena", plays=True),
     "verifiers": Package("verifiers", "verifiers", plays=True),

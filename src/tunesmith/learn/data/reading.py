@@ -361,6 +361,7 @@ UNUSED: dict[str, tuple[tuple[Goal, ...], str]] = {
         "it is for prompts of RL; set data.max_tokens instead",
     ),
     "max_tokens": (("rl",), "it is for supervised training; set data.max_prompt_tokens instead"),
+    "curriculum": (("sft", "pairs", "judged", "steps"), "it is for prompts of RL"),
     "completion": (("rl", "pairs", "steps"), "it is for supervised training and KTO"),
     "loss_on": (("rl", "pairs", "judged", "steps"), "it is for supervised training"),
 }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tunesmith.config.reading.files import is_hub_name
-from tunesmith.config.reading.packages import PACKAGES, PackageName, package_name
+from tunesmith.config.reading.packages import HUB, PACKAGES, PackageName, package_name
 from tunesmith.config.schema import Source
 from tunesmith.errors import ConfigError, DataError, boundary, nearest
 from tunesmith.learn.data.splits import Cut, parse_split
@@ -65,23 +65,41 @@ def read(source: Source) -> Rows:
 
     Raises:
         DataError: the source does not exist, cannot be read at all, or is damaged beyond one line.
-        ConfigError: ``split`` or ``subset`` is set for a source that has none.
+        ConfigError: a key is set for a source that has no use for it.
     """
+    rows = _read(source)
+    return rows if source.columns is None else _renamed(rows, source.columns)
+
+
+def _renamed(rows: Rows, columns: Mapping[str, str]) -> Rows:
+    """The rows with columns under new names; a row without one of them is a bad line."""
+    for row in rows:
+        if isinstance(row, BadLine):
+            yield row
+            continue
+        missing = next((old for old in columns.values() if old not in row.columns), None)
+        if missing is not None:
+            hint = nearest(missing, row.columns)
+            yield row.bad(f"there is no column '{missing}' (columns of the source).{hint}")
+            continue
+        kept = {name: v for name, v in row.columns.items() if name not in columns.values()}
+        renamed = {new: row.columns[old] for new, old in columns.items()}
+        yield SourceRow(row.file, row.where, {**kept, **renamed})
+
+
+def _read(source: Source) -> Rows:
     path = Path(source.path).expanduser()
-    named = package_name(source.path)
-    if named and not path.exists():
-        yield from _read_package(source, named)
-        return
-    if source.options is not None:
-        why = f"{source.path}: 'options' are for names of packages; leave them out."
-        raise ConfigError(why)
-    split, cut = parse_split(source.split)
-    if not path.exists():
-        if not is_hub_name(source.path, "datasets"):
-            raise DataError(f"data file not found: {path}.{_neighbours(path)}")
-        yield from _read_hub(source, split, cut)
-    elif source.subset is not None:
-        raise ConfigError(f"{source.path}: 'subset' is for data sets of the hub; leave it out.")
+    named = package_name(source.path) if not path.exists() else None
+    at_hub = on_hub(source)
+    _check_keys(source, at_hub=at_hub, package=named is not None and not at_hub)
+    text = named.split if named and named.split else source.split
+    split, cut = parse_split(text)
+    if at_hub:
+        yield from _read_hub(source, named.name if named else source.path, split, cut)
+    elif named:
+        yield from _read_package(source, named, split, cut)
+    elif not path.exists():
+        raise DataError(f"data file not found: {path}.{_neighbours(path)}")
     elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         yield from _read_saved(path, split, cut)
     elif cut is None:
@@ -89,6 +107,21 @@ def read(source: Source) -> Rows:
     else:
         rows = list(_read_files(path, split))
         yield from rows[cut.rows(len(rows))]
+
+
+def _check_keys(source: Source, *, at_hub: bool, package: bool) -> None:
+    """Refuse keys that a source of another kind has."""
+    named = package_name(source.path)
+    if named and named.split and source.split != "train":
+        raise ConfigError(f"{source.path} names its split; leave 'split' out.")
+    hub = {"subset": None, "revision": None, "stream": False}
+    wrong = [key for key, off in hub.items() if not at_hub and getattr(source, key) != off]
+    if wrong:
+        why = f"{source.path}: '{wrong[0]}' is for data sets of the hub; leave it out."
+        raise ConfigError(why)
+    if source.options is not None and not package:
+        why = f"{source.path}: 'options' are for names of packages; leave them out."
+        raise ConfigError(why)
 
 
 def _read_files(path: Path, split: str) -> Rows:
@@ -107,7 +140,9 @@ def _read_files(path: Path, split: str) -> Rows:
 
 def on_hub(source: Source) -> bool:
     """Whether a source is a data set on the hub."""
-    return is_hub_name(source.path, "datasets") and not Path(source.path).exists()
+    named = package_name(source.path)
+    is_name = is_hub_name(source.path, "datasets") or (named is not None and named.package == HUB)
+    return is_name and not Path(source.path).exists()
 
 
 def directory_files(directory: Path, split: str) -> list[Path]:
@@ -300,25 +335,34 @@ def _read_saved(path: Path, split: str, cut: Cut | None) -> Rows:
         yield from _rows_of_table(str(path), *_part(loaded, cut))
 
 
-def _read_hub(source: Source, split: str, cut: Cut | None) -> Rows:
+def _read_hub(source: Source, name: str, split: str, cut: Cut | None) -> Rows:
     import datasets
 
-    what = f"'{source.path}' is not a file here, and loading it as a data set of the hub failed"
-    with boundary(DataError, what, Exception):
-        loaded = datasets.load_dataset(source.path, source.subset, split=split)
-        yield from _rows_of_table(f"{source.path}[{split}]", *_part(loaded, cut))
-
-
-def _read_package(source: Source, named: PackageName) -> Rows:
-    """The tasks that an installed package brings."""
-    if named.split and source.split != "train":
-        why = f"{source.path} names its split; leave 'split' out."
+    if source.stream and cut is not None and re.search("[%-]", str(cut)):
+        why = f"{name}: a stream has rows from its start, as in train[:1000], and no {cut}."
         raise ConfigError(why)
-    if source.subset is not None:
-        raise ConfigError(f"{source.path}: 'subset' is for data sets of the hub; leave it out.")
-    split, cut = parse_split(named.split or source.split)
-    tasks = adapter(named).rows(named.name, split, source.options or {})
-    numbered = enumerate(tasks, 1)
+    what = f"'{name}' is not a file here, and loading it as a data set of the hub failed"
+    with boundary(DataError, what, Exception):
+        loaded = datasets.load_dataset(
+            name, source.subset, split=split, revision=source.revision, streaming=source.stream
+        )
+        part = _start_of(loaded, cut) if source.stream else _part(loaded, cut)
+        yield from _rows_of_table(f"{name}[{split}]", *part)
+
+
+def _start_of(stream: Any, cut: Cut | None) -> tuple[Any, int]:
+    """The part of a stream, and the number of its first row."""
+    if cut is None:
+        return stream, 1
+    ends = cut.rows(0)
+    first = ends.start or 0
+    rest = stream.skip(first)
+    return (rest if ends.stop is None else rest.take(max(0, ends.stop - first))), first + 1
+
+
+def _read_package(source: Source, named: PackageName, split: str, cut: Cut | None) -> Rows:
+    """The tasks that an installed package brings."""
+    numbered = enumerate(adapter(named).rows(named.name, split, source.options or {}), 1)
     if cut is not None:
         every = list(numbered)
         numbered = iter(every[cut.rows(len(every))])

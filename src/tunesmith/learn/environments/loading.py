@@ -99,11 +99,8 @@ def _check_package(named: PackageName) -> None:
     named.require()
     if not PACKAGES[named.package].plays:
         plays = ", ".join(name for name, package in PACKAGES.items() if package.plays)
-        raise ConfigError(
-            f"'{named.plain}' has tasks and a reward, and plays no episodes: name it in "
-            f"data.train, and '{named.package}:score' in reward.functions. Packages that play: "
-            f"{plays}."
-        )
+        why = f"'{named.plain}' plays no episodes: name it in data.train alone"
+        raise ConfigError(f"{why}. Packages that play: {plays}.")
     if named.split:
         why = f"'{named.plain}[{named.split}]' names a split, which belongs into data.train."
         raise ConfigError(why)

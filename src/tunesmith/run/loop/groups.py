@@ -110,9 +110,11 @@ def select_learnable(parts: RLParts, groups: Sequence[RolloutGroup]) -> list[Rol
     """The groups that can be learned from: any greedy rollout worked, and the filter, if on, finds
     contrast.
 
-    The curriculum rests the tasks of groups that the filter rejects.
+    The curriculum learns how many rollouts are right, and rests the tasks of groups that the filter
+    rejects.
     """
     dynamic_filter = parts.algorithm.dynamic_filter
+    parts.tasks.learn(groups)
     comparable = [g for g in groups if g.greedy is None or g.greedy.reward is not None]
     if not dynamic_filter:
         return comparable

@@ -19,7 +19,7 @@ from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.loop import rl
 from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.curriculum import Curriculum
-from tunesmith.run.loop.evaluate import EvaluationPlan
+from tunesmith.run.loop.evaluate import EvaluationPlan, passes
 from tunesmith.run.loop.gate import Gate
 from tunesmith.run.loop.parts import RLParts
 from tunesmith.run.loop.rollouts import AsyncRollouts, RolloutSource, SyncRollouts
@@ -112,7 +112,7 @@ async def make_parts(
             engines=(lambda: engine.roster.seats) if isinstance(engine, EnginePool) else None,
             gate=gate,
             sampling=sampling,
-            tasks=_tasks(run, algorithm),
+            tasks=_tasks(run, algorithm, rewards),
             rewards=rewards,
             collector=Collector(
                 generate,
@@ -155,10 +155,12 @@ def _evaluation(run: RLRun, sampling: Sampling, rewards: RewardSet) -> Evaluatio
     )
 
 
-def _tasks(run: RLRun, algorithm: Algorithm) -> Curriculum:
+def _tasks(run: RLRun, algorithm: Algorithm, rewards: RewardSet) -> Curriculum:
     section = algorithm.dynamic_filter
     resting = section.rest_epochs or 0 if section else 0
     plan = run.plan
     shuffle = plan.said.data.shuffle
     loader = run.train.loader(shuffle=shuffle, seed=plan.training.data_seed)
-    return Curriculum(loader, resting)
+    by_rate = plan.said.data.curriculum == "success_rate"
+    right = partial(passes, weights=rewards.weights) if by_rate else None
+    return Curriculum(loader, resting, right)
