@@ -280,21 +280,25 @@ def planned_devices(plan: AnyPlan, *, least: bool = False) -> list[tuple[str, Pr
     These are the devices of trainer, engines, and roles with their own GPUs; each process on a GPU
     also needs CUDA's memory. See ``planned``.
     """
-    own = planned(plan, least=least)
-    engines = planned_elsewhere(plan, least=least)
-    if own is None:
+    first = planned_first(plan, least=least)
+    if first is None:
         return []
-    devices = [("trainer" if plan.kind.trains else "engine", own, plan.trainer_memory)]
+    engines = planned_elsewhere(plan, least=least)
     others = [*([("engine", engines)] if engines else []), *_roles_apart(plan)]
-    devices += [(name, each, plan.free_memory) for name, each in others]
-    if not plan.devices.on_gpu:
-        return devices
-    here = plan.devices.processes_with_trainer
-    counts = [here, *[1] * len(devices)]
-    return [
-        (name, replace(each, libraries=n * library_bytes(plan)), free)
-        for n, (name, each, free) in zip(counts, devices, strict=False)
-    ]
+    if plan.devices.on_gpu:
+        taken = library_bytes(plan)
+        others = [(name, replace(each, libraries=taken)) for name, each in others]
+    return [first, *((name, each, plan.free_memory) for name, each in others)]
+
+
+def planned_first(plan: AnyPlan, *, least: bool = False) -> tuple[str, Price, int] | None:
+    """The first of ``planned_devices``: the trainer's, or the sampler's if nothing is trained."""
+    own = planned(plan, least=least)
+    if own is None:
+        return None
+    if plan.devices.on_gpu:
+        own = replace(own, libraries=plan.devices.processes_with_trainer * library_bytes(plan))
+    return "trainer" if plan.kind.trains else "engine", own, plan.trainer_memory
 
 
 def _roles_apart(plan: AnyPlan) -> Iterator[tuple[str, Price]]:

@@ -21,6 +21,7 @@ from tunesmith.plan.cost.memory import (
     layout_of,
     planned,
     planned_devices,
+    planned_first,
 )
 from tunesmith.plan.cost.price import copy_bytes
 from tunesmith.plan.cost.seconds import compared_seconds
@@ -235,7 +236,9 @@ def _trainer_may_have_room(plan: AnyPlan) -> bool:
     host memory, if all of them are; what passes between the two is not counted."""
     others = dict.fromkeys((ACTIVATIONS, REFERENCE), True)
     lean = plan.with_memory(checkpointing=True, **others)
-    name, own, free = planned_devices(lean, least=True)[0]
+    first = planned_first(lean, least=True)
+    assert first is not None, "the model's size is known"
+    name, own, free = first
     return fits(plan, name, replace(own, head=0), free)
 
 

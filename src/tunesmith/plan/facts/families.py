@@ -88,7 +88,9 @@ def seeing() -> list[str]:
 
 def family(model_type: str | None) -> Family:
     """An architecture's fields; those of no family, if it is not trained."""
-    return Family(**_fields().get(str(model_type), {}))
+    name = str(model_type)
+    tables = (table for table in reversed(DOOR.rooms) if name in table)
+    return Family(**next((table[name] for table in tables), {}))
 
 
 def _fields() -> dict[str, Mapping[str, bool]]:
