@@ -92,7 +92,8 @@ def load_module(
         "attn_implementation": ATTENTION_NAME,
         "trust_remote_code": trust_remote_code,
     }
-    if _experts_of(config, dtype, device, experts) == "eager":
+    eager = _experts_of(config, dtype, device, experts) == "eager"
+    if eager:
         options["experts_implementation"] = "eager"
     trains = trains and quantize is None
     make = partial(auto.from_config, config=config, **options)
@@ -114,6 +115,10 @@ def load_module(
         towers = Towers.take_out(module, path)
         with _usable(device):
             cast(nn.Module, module).to(device)
+    if eager and config.model_type.startswith("llama4"):  # transformers has one way for these
+        from tunesmith.models.kernels.llama4 import compute_one_by_one
+
+        compute_one_by_one(module)
     check_tie(path, module)
     _disable_dropout(module, dropouts)
     return module.eval(), towers

@@ -11,6 +11,7 @@ a token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -69,9 +70,24 @@ def mixture(module: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tenso
     ends = counts.cumsum(0).to(torch.int32)
     experts = module.experts
     inputs = rows.index_select(0, tokens) * scores.index_select(0, order).unsqueeze(1)
-    gate, up = F.grouped_mm(inputs, experts.gate_up_proj, offs=ends).chunk(2, dim=-1)
-    outputs = F.grouped_mm(up * experts.act_fn(gate), experts.down_proj, offs=ends)
+    product = _one_by_one if getattr(module, "one_by_one", False) else F.grouped_mm
+    gate, up = product(inputs, experts.gate_up_proj, offs=ends).chunk(2, dim=-1)
+    outputs = product(up * experts.act_fn(gate), experts.down_proj, offs=ends)
     return module.shared_expert(rows).index_add(0, tokens, outputs), logits
+
+
+def _one_by_one(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
+    """``F.grouped_mm`` as one product per expert."""
+    starts = [0, *offs.tolist()]
+    groups = rows.split([stop - start for start, stop in pairwise(starts)])
+    return torch.cat([group @ weight for group, weight in zip(groups, weights, strict=True)])
+
+
+def compute_one_by_one(model: nn.Module) -> None:
+    """Let each expert compute by itself (``system.experts_implementation = "eager"``)."""
+    for module in model.modules():
+        if isinstance(module, Llama4TextMoe):
+            setattr(module, "one_by_one", True)  # noqa: B010
 
 
 def chunk_of(config: PreTrainedConfig, layer: int) -> int | None:
