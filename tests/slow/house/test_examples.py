@@ -28,6 +28,7 @@ from tests.support.long import again
         again("arithmetic", 24, 0.1, 0.15),
         again("unit_conversion", 24, 0.12, 0.12),
         ("reverse_text", 24, 0.15, 0.12),
+        again("shapes", 60, 0.08, 0.08),
     ],
 )
 def test_an_example_learns(

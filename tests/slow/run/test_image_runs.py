@@ -1,0 +1,78 @@
+"""Whole runs on data with images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from tests.support.tiny_runs import rl_settings, sft_settings, write_lines
+from tests.support.vision import picture, save_vision_model
+from tunesmith.plan.facts.model_files import is_of_tower
+from tunesmith.run import placement
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Questions about six pictures, for each command."""
+    for number in range(6):
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+    asked = [{"prompt": "what?", "images": [f"{number}.png"]} for number in range(6)]
+    (tmp_path / "rewards.py").write_text(
+        "def share(completions, images, **columns):\n"
+        "    return [(c < 'N') + len(i[0]) for c, i in zip(completions, images)]\n"
+    )
+    write_lines(tmp_path / "train.jsonl", [{**line, "answer": "x"} for line in asked])
+    write_lines(tmp_path / "sft.jsonl", [{**line, "completion": "a disc"} for line in asked])
+    answers = {"chosen": "a disc", "rejected": "no"}
+    write_lines(tmp_path / "pairs.jsonl", [{**line, **answers} for line in asked])
+    return tmp_path
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("changed", [{}, {"lora__rank": 4}], ids=["whole", "lora"])
+def test_learns_by_example_by_preference_and_by_reward(
+    folder: Path, changed: dict[str, Any]
+) -> None:
+    model = save_vision_model(folder / "model")
+    shared = {"data__chat": None, **changed}
+    settings = sft_settings(folder, model, **shared, data__train=str(folder / "sft.jsonl"))
+    losses = [line["loss"] for line in placement.run_sft(None, settings).metrics]
+    assert losses[-1] < losses[0]
+    pairs = sft_settings(
+        folder, model, "dpo", **shared, data__train=str(folder / "pairs.jsonl"), train__lr=1e-3
+    )
+    assert placement.run_dpo(None, pairs).metrics[-1]["accuracy"] == 1.0
+    outcome = placement.run_rl(None, rl_settings(folder, model, **shared))
+    assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in outcome.metrics)
+    assert all(line["grad_norm"] > 0 for line in outcome.metrics)
+    if changed:
+        return
+    before = weights(model)
+    after = weights(outcome.checkpoint)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before if is_of_tower(name))
+    AutoModelForImageTextToText.from_pretrained(outcome.checkpoint)
+
+
+def test_a_continued_run_is_bitwise_the_same(folder: Path) -> None:
+    model = save_vision_model(folder / "model", "qwen2_5_vl")
+    shared = {"data__chat": None, "checkpoint__every": 2, "train__steps": 4}
+    whole = placement.run_rl(None, rl_settings(folder, model, "whole", **shared)).checkpoint
+    placement.run_rl(None, rl_settings(folder, model, "half", **{**shared, "train__steps": 2}))
+    half = placement.run_rl(
+        None, rl_settings(folder, model, "half", **shared, checkpoint__resume="auto")
+    ).checkpoint
+    one = weights(whole)
+    other = weights(half)
+    assert all(torch.equal(one[name], other[name]) for name in one)
