@@ -132,6 +132,29 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertChoices:
+    """The experts that routers chose for the first tokens of a sequence: int16 numbers ``[tokens,
+    routers, chosen]``."""
+
+    width: int
+    """Bytes of a token."""
+    data: bytes
+
+    def __len__(self) -> int:
+        return len(self.data) // self.width
+
+    def then(self, longer: ExpertChoices | None) -> ExpertChoices:
+        """These, and those of later tokens of the same sequence."""
+        if longer is None:
+            return self
+        return ExpertChoices(self.width, self.data + longer.data[len(self.data) :])
+
+    def cut(self, length: int) -> ExpertChoices:
+        """Of the first ``length`` tokens."""
+        return ExpertChoices(self.width, self.data[: length * self.width])
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """An engine's completion of a prompt. All lists have one entry per generated token."""
 
@@ -139,6 +162,9 @@ class Completion:
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason
+    experts: ExpertChoices | None = None
+    """Of the prompt and all generated tokens but the last, which the model has not read; None: they
+    were not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +192,8 @@ class Record:
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     turns: list[Turn] = field(default_factory=list[Turn])
+    experts: ExpertChoices | None = field(default=None, repr=False)
+    """Of tokens up to the last turn, as each was read first; None: they were not recorded."""
 
     def observe(self, token_ids: list[int] | tuple[int, ...]) -> None:
         """Append tokens that are not trained on here: a prompt, a tool's answer, a turn of another
@@ -183,12 +211,15 @@ class Record:
         self.logprobs.extend(completion.logprobs)
         self.versions.extend(completion.versions)
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
+        known = self.experts
+        self.experts = completion.experts if known is None else known.then(completion.experts)
 
     def cut(self, length: int) -> None:
         """Drop tokens after the last turn that the policy never answered."""
         assert not self.turns or length >= self.turns[-1].stop, "what the policy wrote stays"
         for column in (self.token_ids, self.sampled, self.logprobs, self.versions):
             del column[length:]
+        self.experts = self.experts and self.experts.cut(length)
 
     def pay(self, reward: float) -> None:
         """Add a reward to the last turn."""
@@ -333,6 +364,8 @@ class Sample:
     stand_ins: int = 0
     """Tokens at its end that are not part of the sequence, such as one that stands in for a
     target."""
+    experts: ExpertChoices | None = None
+    """Of its first tokens, to be chosen again; None: routers are free."""
 
 
 class Tokenizer(Protocol):

@@ -58,6 +58,9 @@ class AlgorithmSection(Section):
     decoupled: Open[bool] = None
     """Recompute the old log-probabilities with the trainer before the update; None: if there is a
     correction, or if settings such as ``rollout.top_p`` alter the sampling distribution."""
+    routing_replay: Literal["off", "sampler"] = "off"
+    """Of a mixture of experts: whether scoring and training passes let each token choose the
+    experts that it chose in the sampling engine."""
     overlong: Annotated[
         OverlongRamp | Literal[False],
         BeforeValidator(on_is_a_table),

@@ -79,6 +79,8 @@ class EngineKind:
     """It also decodes speculatively outside the trainer's process."""
     fastest_on_gpus: bool = False
     """It samples fastest on GPUs, and is derived there where it can be used."""
+    records_experts: bool = False
+    """Its completions may have the experts that routers chose for their tokens."""
     install: str = ""
     """The command that installs it."""
     least_temperature: float = 0.0

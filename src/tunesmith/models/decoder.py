@@ -19,7 +19,7 @@ from tunesmith.costs import CostModel
 from tunesmith.errors import ModelError, StorageError, boundary
 from tunesmith.models.attention import ForestAttention
 from tunesmith.models.embedding_rows import rows_of, set_rows
-from tunesmith.models.experts.routing import Routing
+from tunesmith.models.experts.routing import Routing, wanted_experts
 from tunesmith.models.export import first_numbers, read_back, set_ends
 from tunesmith.models.forest import Forest
 from tunesmith.models.kernels.attention import AttentionContext
@@ -299,8 +299,11 @@ class Decoder:
         attention: AttentionContext = ForestAttention(forest)
         if self.sequence is not None:
             attention = self.sequence.around(attention, forest)
-        scored = self.scores_experts and torch.is_grad_enabled()
-        self.routing = Routing(scored=scored) if self.runner.routers else None
+        self.routing = None
+        if self.runner.routers:
+            scored = self.scores_experts and torch.is_grad_enabled()
+            wanted = wanted_experts(self.runner.routers, forest.experts)
+            self.routing = Routing(wanted, scored=scored)
         hidden = self.hidden(
             forest.token_ids,
             forest.position_ids,

@@ -60,6 +60,7 @@ class Forest:
     lengths: tuple[int, ...]  # S, tokens of each sample
     columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [N] float
     per_sample: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [S] float
+    experts: Tensor | None = None  # [T, ...] int16, those to choose again; -1: routers are free
     rotary_lengths: tuple[int, ...] = ()
     """Per token, the sequence length that determines its rotary frequencies (``models.rope``);
     empty: none does."""
@@ -131,6 +132,7 @@ class Forest:
             columns={},
             per_sample={},
             copies=_filled(self.copies, filling)[rank::size],
+            experts=None if self.experts is None else _filled(self.experts, filling)[rank::size],
             rotary_lengths=lengths[rank::size],
         )
 

@@ -208,6 +208,7 @@ def split_by_length(forest: Forest, rule: LengthRule) -> Forest:
         token_ids=forest.token_ids[taken],
         position_ids=forest.position_ids[taken],
         copies=torch.tensor(copies, device=taken.device),
+        experts=None if forest.experts is None else forest.experts[taken],
         source=place[forest.sample, forest.source],
         segments=tuple(segments),
         rotary_lengths=tuple(lengths),

@@ -168,6 +168,11 @@ class Plan(Generic[C]):
         return adapters.reserved(self.adapter_rank) or 0
 
     @property
+    def replays_routing(self) -> bool:
+        """Whether training lets tokens choose the experts that they chose in the engine."""
+        return self.algorithm is not None and self.algorithm.routing_replay == "sampler"
+
+    @property
     def engines_elsewhere(self) -> bool:
         """Whether engines have GPUs of their own."""
         return self.devices.engines_elsewhere(self.gpus)

@@ -22,6 +22,7 @@ from tunesmith.types import Sample
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+Choices = NDArray[np.int16]
 
 
 @dataclass(eq=False)
@@ -43,6 +44,7 @@ class Batch:
     group: Ints  # [S], -1 without groups
     rollout: Ints  # [S], the rollout that the sample records; -1 for a sequence without a rollout
     stand_ins: Ints  # [S], tokens at a sample's end that are not part of the sequence
+    experts: Choices | None = None  # [T, ...], those chosen again; -1 where routers are free
     finite: Mask = field(init=False)  # [N], whether every column is finite at a prediction
     columns: dict[str, Floats] = field(default_factory=dict[str, Floats], init=False)  # each [N]
     per_sample: dict[str, Floats] = field(default_factory=dict[str, Floats], init=False)  # each [S]
@@ -71,7 +73,8 @@ class Batch:
         token_ids = np.fromiter(chain.from_iterable(s.token_ids for s in samples), np.int64, total)
         predicted = np.flatnonzero(mask)
         sample = np.repeat(np.arange(len(samples)), lengths)[predicted]
-        return cls(token_ids, offsets, predicted, sample, group, rollout, stand_ins)
+        experts = _experts(samples, offsets)
+        return cls(token_ids, offsets, predicted, sample, group, rollout, stand_ins, experts)
 
     def add(self, name: str, values: ArrayLike) -> None:
         """Add a column over predictions, ``[N]``."""
@@ -131,8 +134,19 @@ class Batch:
 
     @cached_property
     def sortable(self) -> bytes:
-        """All tokens, four bytes each: comparing slices compares their tokens in order."""
-        return self.token_ids.astype(">u4").tobytes()
+        """All tokens, ``stride`` bytes each: comparing slices compares their tokens in order.
+
+        Tokens with different experts are different.
+        """
+        tokens = self.token_ids.astype(">u4")
+        if self.experts is None:
+            return tokens.tobytes()
+        parts = (tokens.view(np.uint8).reshape(-1, 4), self.experts.view(np.uint8))
+        return np.concatenate(parts, 1).tobytes()
+
+    @property
+    def stride(self) -> int:
+        return 4 + (0 if self.experts is None else 2 * self.experts.shape[1])
 
     def sequence_sums(self, values: Floats) -> Floats:
         """Sums of ``[N]`` over each sample, ``[S]``."""
@@ -157,19 +171,35 @@ class Batch:
         counts = self.counts[chosen]
         offsets = _starts(lengths)
         moved = np.repeat(offsets[:-1] - self.offsets[chosen], counts)
+        tokens = _ranges(self.offsets[chosen], lengths)
         batch = Batch(
-            self.token_ids[_ranges(self.offsets[chosen], lengths)],
+            self.token_ids[tokens],
             offsets,
             self.predicted[predictions] + moved,
             np.repeat(np.arange(len(chosen)), counts),
             self.group[chosen],
             self.rollout[chosen],
             self.stand_ins[chosen],
+            None if self.experts is None else self.experts[tokens],
         )
         batch.finite = self.finite[predictions]
         batch.columns = {name: column[predictions] for name, column in self.columns.items()}
         batch.per_sample = {name: column[chosen] for name, column in self.per_sample.items()}
         return batch
+
+
+def _experts(samples: Sequence[Sample], offsets: Ints) -> Choices | None:
+    widths = {sample.experts.width for sample in samples if sample.experts}
+    if not widths:
+        return None
+    assert len(widths) == 1, "all samples are of one model"
+    experts = np.full((int(offsets[-1]), widths.pop() // 2), -1, np.int16)
+    for sample, start in zip(samples, offsets, strict=False):
+        if sample.experts:
+            count = min(len(sample.experts), len(sample.token_ids))
+            own = np.frombuffer(sample.experts.cut(count).data, np.int16)
+            experts[start : start + count] = own.reshape(count, -1)
+    return experts
 
 
 def _starts(counts: Ints) -> Ints:

@@ -50,6 +50,10 @@ def build_forest(
     token_ids[rows] = picked.token_ids
     firsts = np.repeat(picked.offsets[:-1], picked.lengths)
     position_ids[rows] = np.arange(picked.num_tokens) - firsts
+    experts: torch.Tensor | None = None
+    if picked.experts is not None:
+        experts = torch.full((starts[-1], picked.experts.shape[1]), -1, dtype=torch.int16)
+        experts[torch.from_numpy(rows)] = torch.from_numpy(picked.experts)
     return Forest(
         torch.from_numpy(token_ids),
         torch.from_numpy(position_ids),
@@ -63,6 +67,7 @@ def build_forest(
         group=torch.from_numpy(picked.group),
         sample_ids=tuple(chosen.tolist()),
         lengths=tuple((picked.lengths - picked.stand_ins).tolist()),
+        experts=experts,
     )
 
 
@@ -127,6 +132,10 @@ class Packing:
     @property
     def num_tokens(self) -> int:
         return sum(forest.num_tokens for forest in self.forests)
+
+    def without_experts(self) -> Packing:
+        """For passes whose routers are free."""
+        return replace(self, forests=tuple(replace(f, experts=None) for f in self.forests))
 
     def with_ends(self) -> Packing:
         """For scoring: one extra prediction per sample after its last token; these follow the

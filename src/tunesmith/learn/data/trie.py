@@ -48,13 +48,16 @@ def prefix_order(
     starts = batch.offsets.tolist()
     sizes = batch.prefix_lengths.tolist()
     lengths = batch.lengths.tolist()
-    prefixes = [batch.sortable[4 * starts[i] : 4 * (starts[i] + sizes[i])] for i in chosen]
+    stride = batch.stride
+    prefixes = [
+        batch.sortable[stride * starts[i] : stride * (starts[i] + sizes[i])] for i in chosen
+    ]
     # Among equal prefixes, a sample that is all prefix goes first, directly before the samples that
     # continue it.
     longer = [lengths[i] > sizes[i] for i in chosen]
     order = sorted(range(count), key=lambda k: (prefixes[k], longer[k], k))
     pairs = pairwise(order)
-    shared = [common_length(prefixes[a], prefixes[b]) // 4 for a, b in pairs]
+    shared = [common_length(prefixes[a], prefixes[b]) // stride for a, b in pairs]
     return PrefixOrder(order, [0, *shared][:count])
 
 

@@ -54,6 +54,20 @@ class Routing:
         return torch.stack([self._experts[index] for index in sorted(self._experts)], 1)
 
 
+def wanted_experts(routers: Sequence[Router], recorded: Tensor | None) -> Tensor | None:
+    """Recorded choices as ``Routing`` takes them, ``[T, R, k]``.
+
+    Args:
+        recorded: ``[T, ...]``: of each router, or of each decoder layer (as vLLM has them).
+    """
+    if recorded is None:
+        return None
+    by_router = recorded.view(len(recorded), -1, routers[0].chosen)
+    if by_router.shape[1] == len(routers):
+        return by_router
+    return by_router[:, [router.layer for router in routers]]
+
+
 ROUTING = ContextVar[Routing | None]("routing", default=None)
 """Of the decoder layer that runs in this thread."""
 

@@ -14,6 +14,7 @@ from tunesmith.types import altering
 # A rule is a condition and a sentence: with an argument on each line there would be twice as many.
 # fmt: off
 
+REPLAY = "algorithm.routing_replay"
 PLANE = "system.weight_plane"
 SYNC = "system.adapter_sync"
 TURNS = "system.hybrid"
@@ -35,6 +36,20 @@ def speculation(s: Situation[RunConfig]) -> Iterator[Problem]:
             "rejected guesses cannot be taken; leave it out"
         )
         yield s.clash("system.draft_model", why)
+
+
+@rule(RLConfig)
+def replayed_routing(s: Situation[RLConfig]) -> Iterator[Problem]:
+    if s.config.algorithm.routing_replay == "off" or s.engine_open:
+        return
+    if not s.engine.records_experts:
+        yield s.clash(REPLAY,
+            f": the experts that tokens choose in {s.engine.title} are not recorded; leave it out, "
+            f'or set {ENGINE} = "local"', ENGINE)
+    if s.config.system.draft_model is not None:
+        yield s.clash(REPLAY,
+            ": experts are not recorded of tokens that a draft model guesses; leave one of the two "
+            "out", "system.draft_model")
 
 
 @rule(RunConfig)
@@ -253,3 +268,5 @@ unread(RLConfig, "system.canary", lambda s: s.weights_apart is False,
        "out")
 unread(RunConfig, "system.canary", lambda s: not s.config.rl,
        "in a run that does not sample and train; leave it out")
+unread(RLConfig, REPLAY, lambda s: s.model and not s.model.expert_widths,
+       "on a model without experts; leave it out", harmless=("off",))

@@ -87,7 +87,9 @@ def rollout_batch(played: Sequence[tuple[Rollout, int]]) -> Batch:
     for number, (rollout, group) in enumerate(played):
         for record in rollout.records:
             if record.num_sampled:
-                samples.append(Sample(record.token_ids, record.sampled, group, number))
+                samples.append(
+                    Sample(record.token_ids, record.sampled, group, number, experts=record.experts)
+                )
                 sampler += compress(record.logprobs, record.sampled)
     batch = Batch.of(samples)
     batch.add("old_logprobs", sampler)

@@ -49,6 +49,7 @@ class Gate:
                 [*done.logprobs, *more.logprobs],
                 [*done.versions, *more.versions],
                 more.finish_reason,
+                more.experts if done.experts is None else done.experts.then(more.experts),
             )
         return done
 

@@ -56,6 +56,7 @@ def local_spec(plan: AnyPlan) -> LocalSpec:
         bool(devices.compile),
         draft=None if draft is None else frozen_spec(plan, draft, "system.draft_model"),
         draft_tokens=said.system.speculative_tokens,
+        records_experts=plan.replays_routing,
         pool=_pool(plan),
         python=said.system.engine_python,
     )
@@ -106,6 +107,8 @@ class LocalSpec(EngineSpec):
     draft: ModelSpec | None = None
     """A smaller model that drafts ahead, in the trainer's process; None: nothing is drafted."""
     draft_tokens: int = 4
+    records_experts: bool = False
+    """Whether completions have the experts that their tokens chose."""
 
     @property
     def weights(self) -> str:
@@ -143,6 +146,7 @@ class LocalSpec(EngineSpec):
             max_running=self.max_running,
             max_prefill_tokens=self.max_prefill_tokens,
             compiled=self.compiled,
+            records_experts=self.records_experts,
             **options,
         )
 

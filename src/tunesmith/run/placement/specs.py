@@ -111,6 +111,7 @@ def trainer_spec(plan: AnyPlan) -> TrainerSpec:
         offload_reference=plan.memory.offload_reference,
         reference_apart=reference_spec(plan) if apart else None,
         teacher=teacher_spec(plan) if plan.kind.teacher else None,
+        replays_routing=plan.replays_routing,
         value_head=value_head,
         shares_gpu=devices.critic_beside,
         plane=plane_spec(plan),

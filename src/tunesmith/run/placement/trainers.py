@@ -122,6 +122,8 @@ class TrainerSpec:
     reference_apart: ReferenceSpec | None = None
     """The reference, if it has its own processes."""
     teacher: TeacherSpec | None = None
+    replays_routing: bool = False
+    """Whether tokens choose the experts that they chose in the engine."""
     value_head: bool = False
     """Whether a value head is trained along with the model."""
     shares_gpu: bool = False
@@ -193,6 +195,7 @@ class TrainerSpec:
             gradient_checkpointing=how.gradient_checkpointing,
             offload_activations=how.offload_activations,
             offload_reference=self.offload_reference,
+            replays_routing=self.replays_routing,
             router_aux_loss_coef=how.router_aux_loss_coef,
             router_bias_update_rate=how.router_bias_update_rate,
             shares_gpu=self.shares_gpu,

@@ -33,6 +33,7 @@ class Passes(Generic[M]):
     Args:
         predict: runs the model on a forest.
         group: the ranks that share the model or its micro-batches.
+        replays: let routers choose the experts that samples have recorded.
         offload: keep the weights of a frozen model in host memory while it does not score; ignored
             for a sharded one.
     """
@@ -43,6 +44,7 @@ class Passes(Generic[M]):
         predict: Callable[[M, Forest], Predictions],
         group: RankGroup | None = None,
         *,
+        replays: bool = False,
         offload: bool = False,
     ) -> None:
         if model.device.type == "cpu":
@@ -51,6 +53,7 @@ class Passes(Generic[M]):
         self.model = model
         self._predict = predict
         self.group = group
+        self._replays = replays
         self._host = HostWeights.of(model.module) if offload and model.sharding is None else None
         self._lock_step = None
         if model.sharding is not None or model.sequence is not None:
@@ -99,6 +102,8 @@ class Passes(Generic[M]):
         device = self.model.device
         for index, forest in enumerate(forests):
             interrupts.check()
+            if not self._replays:
+                forest = replace(forest, experts=None)
             if steps is None:
                 yield forest.to(device)
                 continue

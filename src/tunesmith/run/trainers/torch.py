@@ -82,13 +82,14 @@ class TorchBackend(Generic[M]):
         gradient_checkpointing: Checkpointing = False,
         offload_activations: bool = False,
         offload_reference: bool = False,
+        replays_routing: bool = False,
         router_aux_loss_coef: float = 0.0,
         router_bias_update_rate: float = 0.0,
         shares_gpu: bool = False,
         seed: int = 0,
     ) -> None:
         self.model = model
-        self.passes = Passes(model, predict)
+        self.passes = Passes(model, predict, replays=replays_routing)
         self.balance = balance_of(self.passes, router_aux_loss_coef, router_bias_update_rate)
         self.reference: Passes[M] | None = None
         if reference is not None:
@@ -160,8 +161,8 @@ class TorchBackend(Generic[M]):
         if self.reference is not None:
             return self.reference.score(packing, of)
         assert self.model.adapter is not None, "this run has no reference model"
-        with self.model.adapter.reference():  # the same model without the adapter
-            return self.passes.score(packing, of)
+        with self.model.adapter.reference():  # the same model without the adapter, freely routed
+            return self.passes.score(packing.without_experts(), of)
 
     def _release_cache(self) -> None:
         if self._shares_gpu:

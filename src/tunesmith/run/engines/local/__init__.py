@@ -7,4 +7,5 @@ KIND = EngineKind(
     "Tunesmith's engine",
     "tunesmith.run.placement.engines:local_spec",
     adapters=Adapters(),
+    records_experts=True,
 )

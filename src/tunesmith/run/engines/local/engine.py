@@ -51,6 +51,7 @@ class LocalEngine:
         limits: the hardware's, for ``stats().attainable_seconds``.
         assistant: a smaller model that drafts ``speculative_tokens`` ahead, without changing the
             completions.
+        records_experts: completions have the experts that their tokens chose.
         update: writes new weights into the model between steps; None: the trainer has done so.
         weights: the model's, if nothing else uses them; ``sleep`` at level 2 offloads them.
 
@@ -72,6 +73,7 @@ class LocalEngine:
         limits: PeakRates | None = None,
         assistant: CausalLM | None = None,
         speculative_tokens: int = 4,
+        records_experts: bool = False,
         update: Callable[[], None] | None = None,
         weights: HostWeights | None = None,
     ) -> None:
@@ -112,7 +114,13 @@ class LocalEngine:
         self._pool = KVPool(layouts, kv_bytes, block_size=block_size, slots=slots)
         self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
         self._runner, *others = (
-            Runner(each, memory, max_prefill_tokens, compiled=compiled)
+            Runner(
+                each,
+                memory,
+                max_prefill_tokens,
+                compiled=compiled,
+                records_experts=records_experts and each is model,
+            )
             for each, memory in zip(models, self._pool.memories, strict=True)
         )
         self._speculation: Speculation | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from tunesmith.models.kernels.decoding import KVSpan
 from tunesmith.run.engines.partial import RunningRequest
 from tunesmith.run.engines.step_thread import promise
-from tunesmith.types import Completion, FinishReason
+from tunesmith.types import Completion, ExpertChoices, FinishReason
 
 _CHUNK = 256
 
@@ -53,6 +53,8 @@ class CachedPrompt:
     """By which the rotary positions after it differ from the places in the sequence."""
     last_hidden: Tensor | None = None
     """``[d]`` at its last token; every request of the group samples its first token from it."""
+    experts: bytearray = field(default_factory=bytearray)
+    """Those that its tokens chose, int16 ``[tokens, routers, chosen]``, where they are recorded."""
 
     @property
     def key(self) -> tuple[tuple[int, ...], int]:
@@ -79,6 +81,18 @@ class LocalRequest(RunningRequest):
     """``[V]`` bool, if repetition is penalised: the prompt's tokens and the first ``marked``
     generated ones."""
     marked: int = 0
+    of_prompt: bytearray = field(default_factory=bytearray)
+    """The experts that the prompt's tokens chose, where they are recorded."""
+    experts: bytearray = field(default_factory=bytearray)
+    """The same for its own, each as it was read first."""
+
+    def completion(self, reason: FinishReason) -> Completion:
+        done = Completion(self.token_ids, self.logprobs, self.versions, reason)
+        if not self.of_prompt:
+            return done
+        width = len(self.of_prompt) // len(self.prompt_ids)
+        data = bytes(self.of_prompt + self.experts)
+        return replace(done, experts=ExpertChoices(width, data))
 
     @property
     def kv_length(self) -> int:

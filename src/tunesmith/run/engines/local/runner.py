@@ -13,6 +13,7 @@ from torch import Tensor
 from tunesmith.costs import ForwardCost
 from tunesmith.errors import EngineError, ModelError
 from tunesmith.models.causal_lm import CausalLM, logit_scale
+from tunesmith.models.experts.routing import Routing
 from tunesmith.models.forest import PackedLengths
 from tunesmith.models.kernels.attention import AttentionRule
 from tunesmith.models.kernels.decoding import DecodeRows
@@ -117,11 +118,18 @@ class Runner:
     """Runs the model on the spans of the pool."""
 
     def __init__(
-        self, model: CausalLM, memory: KVMemory, max_prefill_tokens: int, *, compiled: bool
+        self,
+        model: CausalLM,
+        memory: KVMemory,
+        max_prefill_tokens: int,
+        *,
+        compiled: bool,
+        records_experts: bool = False,
     ) -> None:
         self.model = model
         self._memory = memory
         self._max_prefill_tokens = max_prefill_tokens
+        self._records_experts = records_experts
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
         self._scale = logit_scale(text_config(model))
         self._decode_model = DecodeModel(model, compiled=compiled)
@@ -137,6 +145,9 @@ class Runner:
         for owner, end in ends.items():
             if isinstance(owner, CachedPrompt):
                 owner.last_hidden = end
+        for request in batch.requests:
+            if request.prompt is not None:
+                request.of_prompt = request.prompt.experts
         states = [ends.get(r, r.prompt.last_hidden if r.prompt else None) for r in batch.requests]
         return torch.stack([state for state in states if state is not None])
 
@@ -227,7 +238,12 @@ class Runner:
             if self.model.lengths
             else None
         )
-        return model.hidden(tokens, positions, PoolAttention(self._memory, pieces), lengths)
+        routing = Routing() if self._records_experts else None
+        attention = PoolAttention(self._memory, pieces)
+        hidden = model.hidden(tokens, positions, attention, lengths, routing)
+        if routing is not None:
+            _record(pieces, routing)
+        return hidden
 
     def _positions(self, pieces: Sequence[Piece]) -> Tensor:
         """The rotary positions of all pieces: ``[T]``, or ``[3, T]`` where prompts have images."""
@@ -243,3 +259,12 @@ class Runner:
             at = torch.tensor(piece.positions)
             found.append(at + prompt.shift if piece.prefix else prompt.rotary[:, at])
         return torch.cat([part.expand(3, -1) for part in found], 1)
+
+
+def _record(pieces: Sequence[Piece], routing: Routing) -> None:
+    """Keep the experts that each token chose when it was read first."""
+    chosen = routing.experts.flatten(1).cpu()
+    for piece, rows in zip(pieces, chosen.split([len(piece) for piece in pieces]), strict=True):
+        width = rows.shape[1] * rows.element_size()
+        known = len(piece.owner.experts) // width - piece.start
+        piece.owner.experts += rows[max(0, known) :].numpy().tobytes()
