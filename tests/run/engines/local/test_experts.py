@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from tests.support.families import build
@@ -26,12 +25,6 @@ DEEP: dict[str, Any] = {
     "num_experts_per_tok": 4,
 }
 PROMPTS = [list(range(20 + 12 * number, 32 + 12 * number)) for number in range(3)]
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    build("qwen3_moe", **DEEP).save(tmp_path / "model")
-    return tmp_path / "model"
 
 
 def sampled(
@@ -78,7 +71,9 @@ def batch_of(groups: list[list[Completion]]) -> tuple[Batch, Floats]:
     return Batch.of(samples), np.array(logprobs)
 
 
-def test_in_bfloat16_no_route_differs_and_the_gap_to_the_sampler_shrinks(model: Path) -> None:
+def test_in_bfloat16_no_route_differs_and_the_gap_to_the_sampler_shrinks(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    build("qwen3_moe", **DEEP).save(model)
     backend = backend_of(model, torch.bfloat16, replays_routing=True)
     batch, sampler = batch_of(sampled(backend.model))
     forest = build_forest(batch)

@@ -114,15 +114,10 @@ class LocalEngine:
         self._pool = KVPool(layouts, kv_bytes, block_size=block_size, slots=slots)
         self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
         self._runner, *others = (
-            Runner(
-                each,
-                memory,
-                max_prefill_tokens,
-                compiled=compiled,
-                records_experts=records_experts and each is model,
-            )
+            Runner(each, memory, max_prefill_tokens, compiled=compiled)
             for each, memory in zip(models, self._pool.memories, strict=True)
         )
+        self._runner.records_experts = records_experts
         self._speculation: Speculation | None = None
         if others:
             self._speculation = Speculation(self._runner, others[0], self._pool, speculative_tokens)

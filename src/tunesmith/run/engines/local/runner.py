@@ -118,18 +118,13 @@ class Runner:
     """Runs the model on the spans of the pool."""
 
     def __init__(
-        self,
-        model: CausalLM,
-        memory: KVMemory,
-        max_prefill_tokens: int,
-        *,
-        compiled: bool,
-        records_experts: bool = False,
+        self, model: CausalLM, memory: KVMemory, max_prefill_tokens: int, *, compiled: bool
     ) -> None:
         self.model = model
         self._memory = memory
         self._max_prefill_tokens = max_prefill_tokens
-        self._records_experts = records_experts
+        self.records_experts = False
+        """Whether requests keep the experts that their tokens choose."""
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
         self._scale = logit_scale(text_config(model))
         self._decode_model = DecodeModel(model, compiled=compiled)
@@ -238,7 +233,7 @@ class Runner:
             if self.model.lengths
             else None
         )
-        routing = Routing() if self._records_experts else None
+        routing = Routing() if self.records_experts else None
         attention = PoolAttention(self._memory, pieces)
         hidden = model.hidden(tokens, positions, attention, lengths, routing)
         if routing is not None:
