@@ -29,6 +29,7 @@ PACKAGES = {
     HUB: Package("datasets", "datasets", plays=False),
     "reasoning_gym": Package("reasoning_gym", "reasoning-gym", plays=False),
     "textarena": Package("textarena", "textarena", plays=True),
+    "openenv": Package("openenv", "openenv", plays=True),
     "verifiers": Package("verifiers", "verifiers", plays=True),
 }
 

@@ -22,7 +22,7 @@ from tunesmith.config.reading.packages import HUB, PACKAGES, PackageName, packag
 from tunesmith.config.schema import Source
 from tunesmith.errors import ConfigError, DataError, boundary, nearest
 from tunesmith.learn.data.splits import Cut, parse_split
-from tunesmith.learn.packages.adapter import adapter
+from tunesmith.learn.packages.adapter import Foreign, adapter
 
 Columns = dict[str, Any]
 
@@ -350,7 +350,7 @@ def _read_hub(source: Source, name: str, split: str, cut: Cut | None) -> Rows:
         yield from _rows_of_table(f"{name}[{split}]", *part)
 
 
-def _start_of(stream: Any, cut: Cut | None) -> tuple[Any, int]:
+def _start_of(stream: Foreign, cut: Cut | None) -> tuple[Foreign, int]:
     """The part of a stream, and the number of its first row."""
     if cut is None:
         return stream, 1

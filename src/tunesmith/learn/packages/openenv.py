@@ -1,0 +1,197 @@
+"""Environments of OpenEnv, whose server a run starts, or finds at an address.
+
+The policy answers each observation with an action: its fields as JSON, or the text alone where the
+action has one field that must be given.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import islice
+from typing import IO
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from tunesmith.errors import ConfigError, EpisodeError
+from tunesmith.learn.endpoint.client import PolicyClient
+from tunesmith.learn.environments.conversation import OutOfRoom
+from tunesmith.learn.environments.steps import StepResult
+from tunesmith.learn.packages.adapter import Foreign, Options, TaskRow
+from tunesmith.learn.packages.splits import check_split, is_of, number
+from tunesmith.types import Message
+
+SIZE = 200
+PROMPT = "Answer each observation with an action."
+START_SECONDS = 60.0
+STEP_SECONDS = 60.0
+LONGEST = 100_000
+"""Characters of an observation; a longer one fails its episode."""
+
+Play = Callable[..., Coroutine[object, object, StepResult]]
+
+
+def rows(name: str, split: str, options: Options) -> Iterator[TaskRow]:
+    """A task for each table of ``resets``, what the environment's ``reset`` takes; else ``size``
+    tasks (200) with seeds from ``seed`` (0) on. ``prompt`` is said before the first observation."""
+    what = f"openenv:{name}"
+    valid = ("size", "seed", "resets", "prompt")
+    unknown = next((key for key in options if key not in valid), None)
+    if unknown is not None:
+        raise ConfigError(f"{what} has no option '{unknown}'; valid are {', '.join(valid)}.")
+    check_split(what, split)
+    size = number(what, options, "size", SIZE, 1)
+    seed = number(what, options, "seed", 0, 0)
+    seeds = (each for each in range(seed, seed + 20 * size) if is_of(split, str(each)))
+    drawn = [{"seed": each} for each in islice(seeds, size)]
+    resets: Foreign = options.get("resets", drawn)
+    for reset in resets:
+        yield {"prompt": str(options.get("prompt", PROMPT)), "openenv": json.dumps(reset)}
+
+
+def environment(name: str) -> Play:
+    """The agent that carries the policy's actions to the environment."""
+    server = OpenEnvServer(name)
+
+    async def play(client: PolicyClient, prompt: str, openenv: str) -> StepResult:
+        url = server.url()
+        schema = _schema(url)
+        package = import_module("openenv")
+        async with package.GenericEnvClient(base_url=url, message_timeout_s=STEP_SECONDS) as far:
+            result = await far.reset(**json.loads(openenv))
+            return await _play(client, far, result, f"{prompt}\n\n{_head(schema)}", schema)
+
+    return play
+
+
+async def _play(
+    client: PolicyClient, far: Foreign, result: Foreign, head: str, schema: Mapping[str, Foreign]
+) -> StepResult:
+    talk: list[Message] = [{"role": "user", "content": f"{head}\n{_shown(result.observation)}"}]
+    total = 0.0
+    unreadable = 0
+    while not result.done:
+        try:
+            reply = await client.chat.completions.create(messages=talk)
+        except OutOfRoom:
+            return StepResult(reward=total, done=True, metrics={"unfinished": 1.0})
+        text = reply.choices[0].message.content
+        talk.append({"role": "assistant", "content": text})
+        action = action_in(text, schema)
+        if action is None:
+            unreadable += 1
+            talk.append({"role": "user", "content": f"No action. {_head(schema)}"})
+            continue
+        result = await far.step(action)
+        total += float(result.reward or 0.0)
+        talk.append({"role": "user", "content": _shown(result.observation)})
+    metrics = {"unfinished": 0.0, "bad_actions": float(unreadable)}
+    return StepResult(reward=total, done=True, metrics=metrics)
+
+
+def action_in(text: str, schema: Mapping[str, Foreign]) -> dict[str, object] | None:
+    """The action that a turn holds; None if it holds none that the schema describes."""
+    text = text.rpartition("</think>")[2].strip()
+    try:
+        value: object = json.loads(text.removeprefix("```json").removesuffix("```"))
+    except (ValueError, RecursionError):
+        value = text
+    needed = schema.get("required", ())
+    fields = schema.get("properties", {})
+    if isinstance(value, dict):
+        known: dict[str, object] = {str(key): one for key, one in value.items() if key in fields}
+        return known if set(needed) <= known.keys() and len(known) == len(value) else None
+    if len(needed) != 1:
+        return None
+    (field,) = needed
+    return {field: value if fields[field].get("type") != "string" else text}
+
+
+def _head(schema: Mapping[str, Foreign]) -> str:
+    fields = {name: one.get("type", "any") for name, one in schema["properties"].items()}
+    fields.pop("metadata", None)
+    return f"An action is JSON with these fields: {json.dumps(fields)}"
+
+
+def _shown(observation: object) -> str:
+    text = json.dumps(observation, ensure_ascii=False)
+    if len(text) > LONGEST:
+        raise EpisodeError(f"the observation has {len(text)} characters, {LONGEST} are the limit")
+    return text
+
+
+@lru_cache(maxsize=64)
+def _schema(url: str) -> Mapping[str, Foreign]:
+    """JSON schema of an action."""
+    with urlopen(f"{url}/schema", timeout=STEP_SECONDS) as answer:
+        return json.load(answer)["action"]
+
+
+class OpenEnvServer:
+    """An environment's server, started when it is first needed, and again if it has ended."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._far = name.startswith(("http://", "https://"))
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url = name.rstrip("/")
+        self._app = name if ":" in name else f"{name}.server.app:app"
+        module = self._app.partition(":")[0]
+        if not self._far and not _is_there(module):
+            raise ConfigError(f"openenv:{name}: there is no module {module}; is it installed?")
+
+    def url(self) -> str:
+        """Its address; an EpisodeError if it does not start."""
+        with self._lock:
+            ended = self._process is not None and self._process.poll() is not None
+            if not self._far and (self._process is None or ended):
+                self._start()
+        return self._url
+
+    def _start(self) -> None:
+        port = _free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        where = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+        command = [sys.executable, "-m", "uvicorn", self._app, *where]
+        with tempfile.TemporaryFile() as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self._wait(self._process, log)
+
+    def _wait(self, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+        """Return when the server answers."""
+        atexit.register(process.kill)
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until and process.poll() is None:
+            try:
+                _schema(self._url)
+                return
+            except (URLError, OSError):
+                time.sleep(0.1)
+        process.kill()
+        log.seek(0)
+        said = log.read()[-2000:].decode(errors="replace")
+        raise EpisodeError(f"openenv:{self._name} did not start:\n{said}")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
