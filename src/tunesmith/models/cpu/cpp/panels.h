@@ -47,17 +47,34 @@ static PanelProduct<X, T, Y> panel_product(int64_t rows, std::integer_sequence<i
     return by_rows[rows - 1];
 }
 
+// Rows x times a panel, of which n outputs are there.
+template <class X, class T, class Y>
+static void multiply_rows(int64_t rows, int64_t K, const T* panel, const float* bias, const X* x, Y* out, int64_t out_step, int64_t n) {
+    const int64_t blocks = (rows + TALL - 1) / TALL;
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t row = b * rows / blocks, count = (b + 1) * rows / blocks - row;
+        panel_product<X, T, Y>(count, std::make_integer_sequence<int, TALL>())(x + row * K, K, panel, bias, out + row * out_step, out_step, n);
+    }
+}
+
 // x [rows, K] times the weight, to [rows, N]; bias is null or filled up with zeros to whole panels.
 template <class X, class T, class Y>
 static void multiply_panels(int64_t rows, int64_t N, int64_t K, const T* weight, const float* bias, const X* x, Y* out, int64_t threads) {
-    const int64_t panels = (N + PANEL - 1) / PANEL, blocks = (rows + TALL - 1) / TALL;
+    constexpr bool widens = std::is_same_v<X, float> && !std::is_same_v<T, float>;
+    const int64_t panels = (N + PANEL - 1) / PANEL;
 #pragma omp parallel for num_threads(threads) if (rows * N * K > ALONE)
-    for (int64_t p = 0; p < panels; p++)
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t row = b * rows / blocks, count = (b + 1) * rows / blocks - row, from = p * PANEL;
-            panel_product<X, T, Y>(count, std::make_integer_sequence<int, TALL>())(
-                x + row * K, K, weight + from * K, bias ? bias + from : nullptr, out + row * N + from, N, std::min(PANEL, N - from));
-        }
+    for (int64_t p = 0; p < panels; p++) {
+        const int64_t from = p * PANEL, n = std::min(PANEL, N - from);
+        const T* panel = weight + from * K;
+        const float* own_bias = bias ? bias + from : nullptr;
+        if (widens && rows > 2 * TALL) {  // three blocks of rows and more read it: to float32 once is less work
+            static thread_local std::vector<float> wide;
+            wide.resize(K * PANEL);
+            for (int64_t i = 0; i < K * PANEL; i += W) store(wide.data() + i, load(panel + i));
+            multiply_rows(rows, K, wide.data(), own_bias, (const float*)x, out + from, N, n);
+        } else
+            multiply_rows(rows, K, panel, own_bias, x, out + from, N, n);
+    }
 }
 
 // `together` inputs, of which K is a multiple, lie side by side.
