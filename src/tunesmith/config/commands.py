@@ -14,7 +14,7 @@ from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.reading.describe import sections_of, tables_of
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig, SamplingKeys, SFTConfig
 from tunesmith.config.section import Open, Section
-from tunesmith.config.values import PositiveInt, Share
+from tunesmith.config.values import PositiveInt, Share, Text, Url
 
 # Reward models and preference optimisation
 
@@ -174,7 +174,22 @@ SamplingConfig = GenerateConfig | RFTConfig
 
 class TeacherSection(Section):
     path: str
-    """A directory or a hub name; the teacher must have the student's vocabulary."""
+    """A directory or a hub name; the teacher must have the student's vocabulary. With ``url``, only
+    its tokenizer is read."""
+    url: Url | None = None
+    """The address, up to ``/v1``, of an OpenAI-compatible server of the teacher that scores prompts
+    (``echo``), as vLLM and SGLang do."""
+    model: Text | None = None
+    """The teacher's name at ``url``; None: ``path``."""
+    prompt: Text | None = None
+    """A data column with the prompt that the teacher at ``url`` sees instead of the student's, such
+    as one with the solution."""
+    token_env: Text | None = None
+    """The environment variable with the key that is sent as ``Authorization: Bearer``."""
+    concurrency: PositiveInt = 16
+    """Requests at once."""
+    deadline: Annotated[float, Field(gt=0)] = 900.0
+    """Seconds after which a request that fails again and again ends the run."""
 
 
 class DistillSection(Section):

@@ -141,7 +141,12 @@ SETTINGS = (
         "kto.undesirable_weight distill.top_k distill.alpha",
         "the loss is the new one, and does not compare with earlier steps",
     ),
-    Verdict("effect", "teacher.path", "it learns from the new teacher"),
+    Verdict(
+        "effect",
+        "teacher.path teacher.model teacher.prompt",
+        "it learns from the new teacher",
+    ),
+    Verdict("speed", "teacher.url teacher.token_env teacher.concurrency teacher.deadline"),
     Verdict(
         "effect",
         "output. rft.profile rft.few_shot_separator rft.select rft.threshold rft.rounds "

@@ -37,7 +37,9 @@ class RunKind:
     critic: bool = False
     """Whether it has a critic with a model of its own."""
     teacher: Teaching | None = None
-    """When a teacher scores: before training on a batch, or in each micro-batch."""
+    """When a teacher in the trainer scores: before training on a batch, or in each micro-batch."""
+    served_teacher: bool = False
+    """Whether a server scores each batch with a teacher."""
     reward_models: int = 0
     decoupled: bool = False
     """Whether the trainer recomputes the old log-probabilities."""
@@ -49,6 +51,10 @@ class RunKind:
     """Sequences of a sample, which share a micro-batch: two of a pair."""
     score_model: bool = False
     """Whether it trains a model with one score instead of a vocabulary head."""
+
+    @property
+    def distils(self) -> bool:
+        return self.teacher is not None or self.served_teacher
 
     @property
     def in_turn(self) -> bool:
@@ -67,7 +73,7 @@ def kind_of(said: RunConfig, algorithm: Algorithm | None = None) -> RunKind:
     teacher: Teaching | None = None
     if isinstance(said, SampledDistillConfig | OfflineDistillConfig):
         teacher = "microbatch"
-    elif isinstance(said, DistillConfig):
+    elif isinstance(said, DistillConfig) and said.teacher.url is None:
         teacher = "batch"
     reward: RewardSection | None = getattr(said, "reward", None)
     kind = RunKind(
@@ -77,6 +83,7 @@ def kind_of(said: RunConfig, algorithm: Algorithm | None = None) -> RunKind:
         rl=said.rl,
         adapter=adapter,
         teacher=teacher,
+        served_teacher=isinstance(said, DistillConfig) and said.teacher.url is not None,
         reward_models=len(reward.models) if reward else 0,
         sequences=sequences_of(said),
         score_model=said.score_model,
@@ -99,8 +106,8 @@ def _of_rl(kind: RunKind, said: RLConfig, algorithm: Algorithm | None) -> RunKin
     return replace(
         kind,
         # An adapter's reference is the policy without it.
-        reference=kl and kind.teacher is None and not kind.adapter,
+        reference=kl and not kind.distils and not kind.adapter,
         critic=critic and not said.critic.shared_trunk,
         decoupled=algorithm.decoupled,
-        scores=kl or algorithm.decoupled or critic,
+        scores=(kl and not kind.served_teacher) or algorithm.decoupled or critic,
     )

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
@@ -73,6 +74,39 @@ async def request_json(
         return json.loads(text) if text else None
     except (ValueError, RecursionError):
         raise BadAnswer(f"{url} did not answer with JSON: {one_line(text)}") from None
+
+
+async def request_patiently(
+    session: aiohttp.ClientSession,
+    url: str,
+    data: bytes,
+    *,
+    deadline: float,
+    longest: int | None = None,
+) -> Any:
+    """``request_json`` until there is an answer, with growing pauses or the server's.
+
+    Raises:
+        BadAnswer: another attempt would not help.
+        Unavailable: the next attempt would start after ``deadline`` seconds.
+    """
+    end = time.monotonic() + deadline
+    tried = 0
+    while True:
+        tried += 1
+        wait = pause(tried)
+        try:
+            return await request_json(session, url, data, longest=longest)
+        except Unavailable as error:
+            reason = str(error)
+            wait += error.after
+        except TimeoutError:
+            reason = f"{url} did not answer in time"
+        except (aiohttp.ClientError, OSError) as error:
+            reason = f"had no answer from {url}: {error or type(error).__name__}"
+        if time.monotonic() + wait > end:
+            raise Unavailable(f"{reason} (attempts: {tried})")
+        await asyncio.sleep(wait)
 
 
 def seconds_to_wait(said: str | None) -> float:

@@ -327,6 +327,7 @@ def test_programs_on_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
             run(runner, "html")
         outcomes(runner, SandboxJob(command=("echo", "a b")))
         assert bodies[-1]["language"] == "bash" and bodies[-1]["code"] == "echo 'a b'"
+    monkeypatch.setattr("tunesmith.learn.sandboxes.http.PATIENCE_SECONDS", 0.01)
     away = make_runner(HttpSandbox(url=unused_url()))
     with pytest.raises(SandboxError, match="no answer"):
         run(away, "x")

@@ -246,7 +246,7 @@ def check_dry_run(plan: AnyPlan) -> None:
         f"system.engine = '{system.engine}'": plan.kind.samples and devices.engine.served,
         f"system.compile = '{system.compile}'": isinstance(system.compile, str),
         f"system.kernels = '{system.kernels}'": system.kernels != "torch",
-        "rollouts for a teacher": plan.kind.rl and plan.kind.teacher is not None,
+        "rollouts for a teacher": plan.kind.rl and plan.kind.distils,
     }
     others = [key for key, unknown in asked.items() if unknown]
     if others:

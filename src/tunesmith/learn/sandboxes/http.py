@@ -14,10 +14,11 @@ from tunesmith.config.sandboxes import HttpSandbox
 from tunesmith.config.values import parse_size
 from tunesmith.learn.sandboxes.base import SandboxError, SandboxJob, SandboxOutcome, at_once
 from tunesmith.learn.usercode.calls import PerLoop
-from tunesmith.records.http_client import BadAnswer, Unavailable, one_line, pause, request_json
+from tunesmith.records.http_client import BadAnswer, Unavailable, one_line, request_patiently
 from tunesmith.records.redact import redact
 
-ATTEMPTS = 4
+PATIENCE_SECONDS = 30.0
+"""Seconds after which a server that fails again and again is given up."""
 WAITING_SECONDS = 60.0
 """Seconds that a request may wait for its turn on the server, in addition to the program's."""
 
@@ -58,21 +59,13 @@ class HttpRunner:
 
     async def _answer(self, session: aiohttp.ClientSession, data: bytes) -> object:
         most = 16 * parse_size(self._section.output) + 2**16
-        reason = ""
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(pause(attempt))
-            try:
-                return await request_json(session, self._section.url, data, longest=most)
-            except BadAnswer as error:
-                raise SandboxError(redact(str(error))) from None
-            except Unavailable as error:
-                reason = str(error)
-            except TimeoutError:
-                reason = f"{self._section.url} did not answer in time"
-            except (aiohttp.ClientError, OSError) as error:
-                reason = f"had no answer from {self._section.url}: {error or type(error).__name__}"
-        raise SandboxError(redact(f"{reason} ({ATTEMPTS} attempts)"))
+        url = self._section.url
+        try:
+            return await request_patiently(
+                session, url, data, deadline=PATIENCE_SECONDS, longest=most
+            )
+        except (BadAnswer, Unavailable) as error:
+            raise SandboxError(redact(str(error))) from None
 
     def _outcome(self, answer: object) -> SandboxOutcome:
         most = parse_size(self._section.output)

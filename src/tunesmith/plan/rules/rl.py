@@ -24,6 +24,22 @@ def weight_of_the_teacher(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash("distill.alpha", why)
 
 
+@rule(RunConfig)
+def served_teacher(s: Situation[RunConfig]) -> Iterator[Problem]:
+    config = s.config
+    if not isinstance(config, DistillConfig | OfflineDistillConfig) or config.teacher.url is None:
+        return
+    if config.distill.mode != "on_policy" or not isinstance(config, DistillConfig):
+        yield Problem(("teacher.url", "distill.mode"),
+            "teacher.url gives the teacher's probability of each sampled token, and distill.mode = "
+            f"'{config.distill.mode}' compares whole distributions; use 'on_policy', or leave url "
+            "out")
+    elif config.rollout.temperature != 1:
+        yield s.clash("rollout.temperature",
+            "changes the student's probabilities, and a server's are those at 1.0; leave it out, or "
+            "leave teacher.url out", "teacher.url")
+
+
 @rule(DistillConfig)
 def distillation(s: Situation[DistillConfig]) -> Iterator[Problem]:
     config = s.config
@@ -247,6 +263,10 @@ unread(RLConfig, "critic.value_coef",
 unread(RLConfig, "critic.min_lr_ratio",
        lambda s: s.needs("critic") and s.config.critic.schedule == "constant",
        "on the constant schedule; leave it out, or change critic.schedule", harmless=(0.0,))
+unread(DistillConfig,
+       "teacher.model teacher.prompt teacher.token_env teacher.concurrency teacher.deadline",
+       lambda s: s.config.teacher.url is None,
+       "without teacher.url, where the trainer has the teacher; leave it out")
 unread(DistillConfig, "distill.alpha", lambda s: s.config.distill.mode != "offline",
        "with mode = {distill.mode}, where no answers are given; leave it out")
 unread(DistillConfig, "distill.top_k", lambda s: s.config.distill.mode == "on_policy",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -21,6 +21,9 @@ from tunesmith.run.loop.critic import Critic
 from tunesmith.run.loop.learner import Learner
 from tunesmith.types import Rollout, RolloutGroup, Sample
 
+Teacher = Callable[[Sequence[Rollout]], Floats]
+"""From rollouts to the log-probability of every token that the policy wrote in them."""
+
 
 def make_experience(
     groups: Sequence[RolloutGroup],
@@ -32,11 +35,15 @@ def make_experience(
     seed: int,
     critic: Critic | None = None,
     reward_weights: Mapping[str, float] | None = None,
+    teacher: Teacher | None = None,
 ) -> Batch:
     """The batch of a step's rollouts, one sample per record, with every column its loss reads.
 
     Failed rollouts are left out. Rollouts that are masked for hitting the length limit count in
     their group's baseline, and are left out after that.
+
+    Args:
+        teacher: takes the reference's place.
     """
     played = [
         (r, number) for number, group in enumerate(groups) for r in group.usable if r.num_sampled
@@ -56,7 +63,8 @@ def make_experience(
     if algorithm.decoupled:
         batch.add("old_logprobs", learner.score(batch))
     if algorithm.reference:
-        batch.add("ref_logprobs", learner.score(batch, reference=True))
+        known = teacher(rollouts) if teacher else learner.score(batch, reference=True)
+        batch.add("ref_logprobs", known)
     if isinstance(algorithm.kl, KLInReward):
         outcomes = _penalise(outcomes, batch, algorithm.kl.estimator, kl_coef)
     if critic:

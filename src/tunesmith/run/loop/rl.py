@@ -77,6 +77,7 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
             seed=seed,
             critic=parts.critic,
             reward_weights=parts.rewards.weights,
+            teacher=parts.teacher,
         )
     metrics: Metrics = {"optimizer_steps": 0.0, "attainable_seconds/train": 0.0, **scored}
     if not batch.num_samples:

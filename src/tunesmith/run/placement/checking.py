@@ -255,6 +255,8 @@ def frozen_parameters(config: RunConfig) -> int:
     rewards = sum(known_parameters(model.path) or 0 for model in (reward.models if reward else ()))
     if not isinstance(config, DistillConfig | OfflineDistillConfig):
         return rewards
+    if config.teacher.url is not None:
+        return rewards
     # Assume that a teacher is no smaller than its student.
     return rewards + (
         known_parameters(config.teacher.path) or known_parameters(config.model.path) or 0

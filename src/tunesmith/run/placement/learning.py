@@ -55,7 +55,7 @@ def learning_facts(
     return replace(
         facts,
         rollouts=True,
-        rewarded=plan.kind.teacher is None,
+        rewarded=not plan.kind.distils,
         from_total=not (by_turn or shaped or "reward_weights" in needs),
         compares_group="group" in needs,
         full_reward=_full_reward(said.reward) if not said.environment.used else None,
