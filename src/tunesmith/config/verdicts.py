@@ -50,6 +50,11 @@ SETTINGS = (
     ),
     Verdict("effect", "model.dtype", "it is computed in another number format"),
     Verdict(
+        "effect",
+        "model.router_aux_loss_coef model.router_bias_update_rate",
+        "experts are balanced by the new setting",
+    ),
+    Verdict(
         "refused",
         "model.quantize lora.rank lora.alpha lora.targets train.optimizer critic.shared_trunk "
         "data.prompt data.completion data.system_prompt data.chat data.chat_template_kwargs "

@@ -36,8 +36,8 @@ def served_teacher(s: Situation[RunConfig]) -> Iterator[Problem]:
             "out")
     elif config.rollout.temperature != 1:
         yield s.clash("rollout.temperature",
-            "changes the student's probabilities, and a server's are those at 1.0; leave it out, or "
-            "leave teacher.url out", "teacher.url")
+            "changes the student's probabilities, and a server's are those at 1.0; leave it or "
+            "teacher.url out", "teacher.url")
 
 
 @rule(DistillConfig)

@@ -107,8 +107,7 @@ async def make_parts(
         sampling = make_sampling(rollout, tokenizer, rollout.temperature, saved_generation(said))
         gate = Gate(engine, partial=rollout.partial) if rollout.max_staleness else None
         generate = (gate or engine).generate
-        folder = run.directory.path
-        add_rewards(rewards, plan, tokenizer, report, placement, folder, generate)
+        add_rewards(rewards, plan, tokenizer, report, placement, run.directory.path, generate)
         parts = RLParts(
             plan=plan,
             algorithm=algorithm,
