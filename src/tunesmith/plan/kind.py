@@ -71,10 +71,12 @@ def kind_of(said: RunConfig, algorithm: Algorithm | None = None) -> RunKind:
     """Args: algorithm: what depends on it does not hold without it."""
     adapter = said.lora.on
     teacher: Teaching | None = None
+    served = False
     if isinstance(said, SampledDistillConfig | OfflineDistillConfig):
         teacher = "microbatch"
-    elif isinstance(said, DistillConfig) and said.teacher.url is None:
-        teacher = "batch"
+    elif isinstance(said, DistillConfig):
+        served = said.teacher.url is not None
+        teacher = None if served else "batch"
     reward: RewardSection | None = getattr(said, "reward", None)
     kind = RunKind(
         trains=said.trains,
@@ -83,7 +85,7 @@ def kind_of(said: RunConfig, algorithm: Algorithm | None = None) -> RunKind:
         rl=said.rl,
         adapter=adapter,
         teacher=teacher,
-        served_teacher=isinstance(said, DistillConfig) and said.teacher.url is not None,
+        served_teacher=served,
         reward_models=len(reward.models) if reward else 0,
         sequences=sequences_of(said),
         score_model=said.score_model,

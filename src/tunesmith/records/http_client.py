@@ -83,7 +83,7 @@ async def request_patiently(
     *,
     deadline: float,
     longest: int | None = None,
-) -> Any:
+) -> object:
     """``request_json`` until there is an answer, with growing pauses or the server's.
 
     Raises:

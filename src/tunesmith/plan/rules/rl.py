@@ -24,17 +24,26 @@ def weight_of_the_teacher(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash("distill.alpha", why)
 
 
-@rule(RunConfig)
-def served_teacher(s: Situation[RunConfig]) -> Iterator[Problem]:
+def _whole_distributions(config: DistillConfig | OfflineDistillConfig) -> Problem:
+    return Problem(("teacher.url", "distill.mode"),
+        "teacher.url gives the teacher's probability of each sampled token, and distill.mode = "
+        f"'{config.distill.mode}' compares whole distributions; use 'on_policy', or leave url out")
+
+
+@rule(OfflineDistillConfig)
+def served_teacher_offline(s: Situation[OfflineDistillConfig]) -> Iterator[Problem]:
+    if s.config.teacher.url is not None:
+        yield _whole_distributions(s.config)
+
+
+@rule(DistillConfig)
+def served_teacher(s: Situation[DistillConfig]) -> Iterator[Problem]:
     config = s.config
-    if not isinstance(config, DistillConfig | OfflineDistillConfig) or config.teacher.url is None:
+    if config.teacher.url is None:
         return
-    if config.distill.mode != "on_policy" or not isinstance(config, DistillConfig):
-        yield Problem(("teacher.url", "distill.mode"),
-            "teacher.url gives the teacher's probability of each sampled token, and distill.mode = "
-            f"'{config.distill.mode}' compares whole distributions; use 'on_policy', or leave url "
-            "out")
-    elif config.rollout.temperature != 1:
+    if config.distill.mode != "on_policy":
+        yield _whole_distributions(config)
+    if config.rollout.temperature != 1:
         yield s.clash("rollout.temperature",
             "changes the student's probabilities, and a server's are those at 1.0; leave it or "
             "teacher.url out", "teacher.url")

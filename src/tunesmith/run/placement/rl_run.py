@@ -6,10 +6,8 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tunesmith.config.algorithm import Algorithm
-from tunesmith.config.commands import DistillConfig
 from tunesmith.config.schema import RLConfig
 from tunesmith.learn.algorithms.kl import KLController
 from tunesmith.learn.algorithms.objective import DistillationObjective
@@ -22,7 +20,6 @@ from tunesmith.run.loop import rl
 from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.curriculum import Curriculum
 from tunesmith.run.loop.evaluate import EvaluationPlan, passes
-from tunesmith.run.loop.experience import Teacher
 from tunesmith.run.loop.gate import Gate
 from tunesmith.run.loop.parts import RLParts
 from tunesmith.run.loop.rollouts import AsyncRollouts, RolloutSource, SyncRollouts
@@ -132,7 +129,7 @@ async def make_parts(
             evaluation=_evaluation(run, sampling, rewards),
             canary=make_canary(plan, engine, learner, run.train.items[0].prompt_ids),
             objective=DistillationObjective(1.0) if plan.training.distillation else None,
-            teacher=_teacher(said, tokenizer),
+            teacher=served_teacher(run) if plan.kind.served_teacher else None,
             kl_name="teacher_kl" if plan.kind.distils else "ref_kl",
         )
         on_failure.pop_all()
@@ -144,13 +141,6 @@ def _engine_spec(plan: Plan[RLConfig]) -> EngineSpec:
     rollout = plan.said.rollout
     # A gate continues what a lost engine has begun.
     return spec.keeping() if rollout.max_staleness and rollout.partial else spec
-
-
-def _teacher(said: RLConfig, tokenizer: Any) -> Teacher | None:
-    """The teacher, if a server has it."""
-    if not isinstance(said, DistillConfig) or said.teacher.url is None:
-        return None
-    return served_teacher(said, tokenizer)
 
 
 def _evaluation(run: RLRun, sampling: Sampling, rewards: RewardSet) -> EvaluationPlan | None:
