@@ -18,6 +18,7 @@ from tests.support.vision import (
     save_vision_model,
 )
 from tunesmith.errors import DataError, UserError
+from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.vision.rows import FIRST_ROW, ImageRows
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.types import Completion, Sample, Sampling
@@ -74,6 +75,9 @@ def test_features_are_computed_once_for_an_image(tmp_path: Path) -> None:
     again, _ = logprobs(model, forest_of(batch))
     assert len(seen) == 2
     assert torch.equal(first, again)
+    reference = CausalLM.load(path, tokenizer=model.tokenizer)
+    reference.see_images()
+    assert reference.vision is model.vision
     names = {name for name, _ in model.module.named_parameters()}
     assert not any("visual" in name for name in names)  # frozen, and never sent to engines
 

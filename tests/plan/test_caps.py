@@ -128,3 +128,17 @@ def test_a_cap_below_the_longest_sample_is_refused(key: str) -> None:
             "lora.rank=16",
             *WITH_REFERENCE,
         )
+
+
+def test_a_tower_is_in_memory_if_the_data_has_images() -> None:
+    tower = 600_000_000
+    model = replace(MODEL, tower_parameters=tower)
+    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
+
+    def frozen(images: int) -> int:
+        facts = Facts(machine("H200"), model, train_size=1000, longest=512, images=images)
+        price = planned(resolve(config, facts))
+        assert price is not None
+        return price.frozen
+
+    assert frozen(3) - frozen(0) == 2 * tower

@@ -164,9 +164,13 @@ class Decoder:
                 f"the rotary frequencies of '{vocabulary.path}' depend on the length of a "
                 "sequence, which has not been shown to be right with images: leave them out"
             )
-        self.vision = Vision.of(
-            self.module.config, self.towers, vocabulary, self.dtype, self.device
-        )
+        key = (str(self.module.name_or_path), self.dtype, self.device)
+        shared = vocabulary.towers.get(key)
+        if not isinstance(shared, Vision):
+            config = self.module.config
+            shared = Vision.of(config, self.towers, vocabulary, self.dtype, self.device)
+            vocabulary.towers[key] = shared
+        self.vision = shared
 
     @property
     def device(self) -> torch.device:

@@ -45,7 +45,7 @@ def test_learns_by_example_by_preference_and_by_reward(
     folder: Path, changed: dict[str, Any]
 ) -> None:
     model = save_vision_model(folder / "model")
-    shared = {"data__chat": None, **changed}
+    shared: dict[str, Any] = {"data__chat": None, **changed}
     settings = sft_settings(folder, model, **shared, data__train=str(folder / "sft.jsonl"))
     losses = [line["loss"] for line in placement.run_sft(None, settings).metrics]
     assert losses[-1] < losses[0]
@@ -67,7 +67,7 @@ def test_learns_by_example_by_preference_and_by_reward(
 
 def test_a_continued_run_is_bitwise_the_same(folder: Path) -> None:
     model = save_vision_model(folder / "model", "qwen2_5_vl")
-    shared = {"data__chat": None, "checkpoint__every": 2, "train__steps": 4}
+    shared: dict[str, Any] = {"data__chat": None, "checkpoint__every": 2, "train__steps": 4}
     whole = placement.run_rl(None, rl_settings(folder, model, "whole", **shared)).checkpoint
     placement.run_rl(None, rl_settings(folder, model, "half", **{**shared, "train__steps": 2}))
     half = placement.run_rl(

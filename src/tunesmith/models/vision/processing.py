@@ -7,7 +7,7 @@ torchvision is installed or not.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,6 +82,8 @@ class ImageVocabulary:
     placeholder: int
     """The token that stands for an image in a rendered text."""
     rows: ImageRows = field(default_factory=ImageRows)
+    towers: dict[Hashable, object] = field(default_factory=dict[Hashable, object], repr=False)
+    """Those that see the images; a policy and its reference share one."""
     _pixels: Pixels | None = field(default=None, repr=False)
 
     @property

@@ -59,6 +59,8 @@ def layout_of(plan: AnyPlan) -> Layout:
     if not (kind.rl and kind.teacher):
         here = devices.shares_trainer_device("reward")
         frozen = ceil(frozen / devices.scoring_shards("reward")) * here
+    if plan.facts.images and plan.facts.model:
+        frozen += plan.facts.model.tower_parameters  # the policy's and the reference's
     return Layout(
         bytes_per_number=devices.bytes_per_number,
         device="cuda" if devices.on_gpu else "cpu",
