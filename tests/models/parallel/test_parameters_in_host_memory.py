@@ -45,8 +45,8 @@ from tunesmith.models.parallel.sharding import (
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import PINNED, layer_copy, price
-from tunesmith.plan.cost.seconds import TO_THE_HOST, step_seconds
-from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.cost.seconds import FLOPS_SHARE, TO_THE_HOST, step_seconds
+from tunesmith.plan.facts.machines import gpu_kinds, machine
 from tunesmith.run.placement.planes import published
 from tunesmith.run.placement.scorers import SequenceScores
 from tunesmith.run.processes.rank_group import join_group_of_one
@@ -318,7 +318,9 @@ def test_each_micro_batch_brings_the_layers_twice() -> None:
     )
     seconds = step_seconds(resolved(SFTConfig, facts, *said))
     brought = 4 * 2 * LLAMA_70B.layers * layer_copy(LLAMA_70B, Layout(4))
-    assert seconds["training"] == pytest.approx(brought / TO_THE_HOST, rel=0.05)
+    assert LLAMA_70B.parameters
+    computed = 6 * LLAMA_70B.parameters * 64 * 64 / (FLOPS_SHARE * gpu_kinds()["A100-80GB"].flops)
+    assert seconds["training"] == pytest.approx(brought / TO_THE_HOST + computed, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -399,8 +399,8 @@ def saved_bytes(backend: TorchBackend[Any], packing: Packing) -> int:
             {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6},
             "6 attention heads.*4 ranks",
         ),
-        ("ring", "gemma2", {}, "windows and soft caps"),
-        ("ring", "mistral", {"sliding_window": 8}, "windows and soft caps"),
+        ("ring", "gemma2", {}, "windows, chunks and soft caps"),
+        ("ring", "mistral", {"sliding_window": 8}, "windows, chunks and soft caps"),
     ],
 )
 def test_attention_that_ranks_cannot_share(
