@@ -30,6 +30,9 @@ def folder(tmp_path: Path) -> Path:
     write_lines(tmp_path / "sft.jsonl", [{**line, "completion": "a disc"} for line in asked])
     answers = {"chosen": "a disc", "rejected": "no"}
     write_lines(tmp_path / "pairs.jsonl", [{**line, **answers} for line in asked])
+    labels = [{"completion": "a disc", "label": number % 2 == 0} for number in range(6)]
+    judged = [{**line, **label} for line, label in zip(asked, labels, strict=True)]
+    write_lines(tmp_path / "judged.jsonl", judged)
     return tmp_path
 
 
@@ -53,7 +56,12 @@ def test_learns_by_example_by_preference_and_by_reward(
         folder, model, "dpo", **shared, data__train=str(folder / "pairs.jsonl"), train__lr=1e-3
     )
     assert placement.run_dpo(None, pairs).metrics[-1]["accuracy"] == 1.0
-    outcome = placement.run_rl(None, rl_settings(folder, model, **shared))
+    judged = sft_settings(
+        folder, model, "kto", **shared, data__train=str(folder / "judged.jsonl"), train__lr=1e-3
+    )
+    assert placement.run_kto(None, judged).metrics[-1]["grad_norm"] > 0
+    again: dict[str, Any] = {"algorithm__kl__coef": 0.1, "system__gradient_checkpointing": True}
+    outcome = placement.run_rl(None, rl_settings(folder, model, **shared, **again))
     assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in outcome.metrics)
     assert all(line["grad_norm"] > 0 for line in outcome.metrics)
     if changed:
