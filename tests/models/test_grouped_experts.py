@@ -90,8 +90,7 @@ def test_the_plan_says_how_experts_compute_and_the_model_does_so(tmp_path: Path)
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 def test_on_a_gpu_gradients_are_those_of_a_loop(dtype: torch.dtype, most: float) -> None:
     model = build("qwen3_moe", dtype)
-    module: torch.nn.Module = model.module
-    module.to("cuda")
+    torch.nn.Module.to(model.module, "cuda")
     model.module.set_attn_implementation(ATTENTION_NAME)
     forest = forest_of(samples()).to(torch.device("cuda"))
     found: list[dict[str, torch.Tensor]] = []
