@@ -24,7 +24,8 @@ _MEANT: Mapping[str, str] = {
     "config RUN.toml": "check validate show",
     "plan RUN.toml": "estimate memory layout fit",
     "tune RUN.toml": "autotune autotuning optimise optimize tuner",
-    "serve-reward": "serve serve_rm",
+    "serve MODEL": "vllm api_server endpoint",
+    "serve-reward": "serve_rm",
     "merge": "merge_adapter lora_combiner export",
     "--help": "help",
 }

@@ -17,6 +17,7 @@ from tunesmith.cli.merge import merge
 from tunesmith.cli.offline import generate, rft
 from tunesmith.cli.plan import plan, show_config
 from tunesmith.cli.runs import runs
+from tunesmith.cli.serve import serve
 from tunesmith.cli.serve_reward import serve_reward
 from tunesmith.cli.standard_output import open_standard_streams
 from tunesmith.cli.train import distill, dpo, kto, prm, rl, rm, sft
@@ -35,7 +36,7 @@ app = typer.Typer(
 )
 OWN: list[Callable[..., None]] = [
     rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge,
-    show_config, plan, serve_reward, launch, runs,
+    show_config, plan, serve, serve_reward, launch, runs,
 ]  # fmt: skip
 NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
 COMMANDS = Door[typer.Typer](

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from functools import partial
 from itertools import count
-from typing import Any
 
-from tunesmith.learn.endpoint.asks import Ask, BadRequest
+from tunesmith.learn.endpoint.asks import Ask, BadRequest, Fields
 from tunesmith.learn.endpoint.checks import check_schema
 from tunesmith.learn.endpoint.turns import Answer, Follow, all_replies
 from tunesmith.learn.environments.conversation import Conversation, Reply
@@ -30,7 +28,7 @@ class EpisodePolicy:
         parse = conversation.setting.parse
         self.marks = marks_of(parse) if parse else ()
         self._conversation = conversation
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running = set[asyncio.Task[object]]()
         self._closed = False
 
     async def answer(self, ask: Ask, follow: Follow | None = None) -> Answer:
@@ -64,7 +62,7 @@ class EpisodePolicy:
         for task in self._running:
             task.cancel()
 
-    def _note(self, name: str, values: Mapping[str, Any]) -> None:
+    def _note(self, name: str, values: Fields) -> None:
         """List, in the rollout's notes, the parameters that do not apply."""
         if values:
             self._conversation.rollout.notes.setdefault(name, {}).update(values)

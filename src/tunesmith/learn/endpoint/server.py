@@ -72,6 +72,7 @@ class Endpoint:
 
     def __init__(self, limits: Limits = LIMITS, host: str = HOST, port: int = 0) -> None:
         self._policies: dict[str, Policy] = {}
+        self._for_all: Policy | None = None
         self._loop = asyncio.new_event_loop()
         self._serving = AsyncExitStack()
         self._host = host
@@ -83,10 +84,17 @@ class Endpoint:
             self.port = self._run(self._serving.enter_async_context(listens))
 
     @contextmanager
-    def open(self, policy: Policy, key: str | None = None) -> Generator[tuple[str, str]]:
-        """Serve a policy; gives its ``base_url`` and ``api_key``, either of which identifies it."""
+    def open(
+        self, policy: Policy, key: str | None = None, *, for_all: bool = False
+    ) -> Generator[tuple[str, str]]:
+        """Serve a policy; gives its ``base_url`` and ``api_key``, either of which identifies it.
+
+        Args:
+            for_all: whether requests without its key reach it too.
+        """
         key = key or secrets.token_hex(16)
         self._policies[key] = policy
+        self._for_all = policy if for_all else None
         try:
             yield f"{url_of(self._host, self.port)}/{key}/v1", key
         finally:
@@ -120,7 +128,7 @@ class Endpoint:
             bearer_of(request),
             request.headers.get("x-api-key"),
         )
-        policy = self._policies.get(next(filter(None, keys), ""))
+        policy = self._policies.get(next(filter(None, keys), ""), self._for_all)
         if policy is None:
             raise web.HTTPUnauthorized(text="no episode or model in service has this key")
         return policy

@@ -61,12 +61,26 @@ class TextExchange:
         logprobs = None
         if self.ask.logprobs is not None:
             logprobs = _logprobs(tokens_of(reply, self._decode), len(self._echo))
+        if logprobs and reply.prompt_ids:
+            texts = [self._decode([token]) for token in reply.prompt_ids]
+            own = [None, *(logprob for logprob, _ in reply.prompt_scores)]
+            logprobs["tokens"] = texts + logprobs["tokens"]
+            logprobs["token_logprobs"] = own + logprobs["token_logprobs"]
+            logprobs["top_logprobs"] = [None, *self._alternatives(reply)] + logprobs["top_logprobs"]
+            lengths = map(len, logprobs["tokens"])
+            logprobs["text_offset"] = list(accumulate(lengths, initial=0))[:-1]
         return {
             "index": index,
             "text": self._echo + reply.text,
             "finish_reason": finish_reason(reply),
             "logprobs": logprobs,
         }
+
+    def _alternatives(self, reply: Reply) -> list[Json]:
+        return [
+            {self._decode([token]): logprob for token, logprob in scores.items()}
+            for _, scores in reply.prompt_scores
+        ]
 
     def _chunk(
         self,

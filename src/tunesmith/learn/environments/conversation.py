@@ -59,6 +59,10 @@ class Reply:
     calls: list[ToolCall | BadCall]
     prompt_tokens: int
     completion: Completion
+    prompt_ids: Sequence[int] = ()
+    """The prompt, where ``prompt_scores`` were asked for."""
+    prompt_scores: Sequence[tuple[float, Mapping[int, float]]] = ()
+    """Of each token but the first: its log-probability, and the likeliest tokens in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +262,7 @@ class Conversation:
             return list(prompt[: len(ids)]) == ids
 
         matches: list[tuple[int, _Place]] = []
-        for place in self._places:
+        for place in filter(lambda place: place.length, self._places):
             ids = place.record.token_ids[: place.length]
             # A client gets a turn without its end tokens, and so returns it without them.
             written = len(list(dropwhile(ends.__contains__, reversed(ids))))
@@ -284,7 +288,7 @@ class Conversation:
         """The record, continued or new, that ends with ``messages``; and its messages for the chat
         template."""
         key = _key(messages, tools, options)
-        held = [p for p in self._places if key[: len(p.key)] == p.key]
+        held = [p for p in self._places if p.length and key[: len(p.key)] == p.key]
         if not held:
             rendered = self._for_template(messages, 0)
             return self._begin(renderer.whole(rendered, tools)), rendered

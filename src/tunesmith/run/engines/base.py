@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tunesmith.errors import UserError
 from tunesmith.run.weights.base import Offer
@@ -140,6 +140,20 @@ class Member(Sampler, Protocol):
 
     async def take(self, version: int, offer: Offer) -> None:
         """Load offered weights; requests in flight continue with them."""
+        ...
+
+
+TokenScore = tuple[float, dict[int, float]]
+"""A token's log-probability, and the likeliest tokens in its place with theirs."""
+
+
+@runtime_checkable
+class PromptScorer(Protocol):
+    """What only some engines can."""
+
+    async def score(self, token_ids: Sequence[int], top: int) -> list[TokenScore]:
+        """The scores of all tokens but the first, without sampling settings, and of ``top``
+        alternatives each."""
         ...
 
 

@@ -121,15 +121,15 @@ def _refuse(options: ServeOptions, names: tuple[str, ...], what: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} has no meaning for {what}; leave it out")
 
 
-def read_token(file: Path | None) -> str | None:
+def read_token(file: Path | None, variable: str = TOKEN_ENV) -> str | None:
     """The token from ``--token-file`` or the environment; None if there is neither."""
     if file is not None:
         with boundary(ConfigError, f"--token-file: cannot read {file}", (OSError, ValueError)):
             token = file.read_text(encoding="utf-8").strip()
         source = f"--token-file {file}"
-    elif (token := os.environ.get(TOKEN_ENV)) is not None:
+    elif (token := os.environ.get(variable)) is not None:
         token = token.strip()
-        source = TOKEN_ENV
+        source = variable
     else:
         return None
     if not token or not token.isascii() or not token.isprintable() or " " in token:

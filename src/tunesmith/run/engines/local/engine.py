@@ -22,7 +22,7 @@ from tunesmith.errors import EngineError, UserError
 from tunesmith.learn.data.tokens import decode
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.host_weights import HostWeights
-from tunesmith.run.engines.base import EngineStats, check_sampling
+from tunesmith.run.engines.base import EngineStats, TokenScore, check_sampling
 from tunesmith.run.engines.local.metering import Meter
 from tunesmith.run.engines.local.pool import KVPool
 from tunesmith.run.engines.local.requests import LocalRequest, Uniforms
@@ -139,6 +139,10 @@ class LocalEngine:
             raise
         finally:
             self._in_flight.discard(request)
+
+    async def score(self, token_ids: Sequence[int], top: int) -> list[TokenScore]:
+        """See ``PromptScorer``."""
+        return await self._thread.call(partial(self._runner.score, list(token_ids), top))
 
     async def interrupt(self) -> None:
         """See ``RolloutEngine``."""

@@ -12,13 +12,17 @@ from torch import Tensor
 
 from tunesmith.costs import ForwardCost
 from tunesmith.errors import EngineError, ModelError
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import build_forest
 from tunesmith.models.causal_lm import CausalLM, logit_scale
 from tunesmith.models.experts.routing import Routing
 from tunesmith.models.forest import PackedLengths
+from tunesmith.models.head import fused_logprobs, likeliest
 from tunesmith.models.kernels.attention import AttentionRule
 from tunesmith.models.kernels.decoding import DecodeRows
 from tunesmith.models.kernels.layers import StatefulLayer
 from tunesmith.models.rope import rotated_by
+from tunesmith.run.engines.base import TokenScore
 from tunesmith.run.engines.local.attention import PoolAttention
 from tunesmith.run.engines.local.decode_model import DecodeModel, decoding
 from tunesmith.run.engines.local.pool import KVLayout, KVMemory, StatePart
@@ -30,6 +34,7 @@ from tunesmith.run.engines.local.requests import (
     split_pieces,
 )
 from tunesmith.run.engines.local.sampler import SamplingPlan, penalise, sample
+from tunesmith.types import Sample
 
 
 def text_config(model: CausalLM) -> Any:
@@ -190,6 +195,25 @@ class Runner:
         else:
             tokens, logprobs = sample(logits, plan, uniforms)
         return tokens.tolist(), logprobs.tolist()
+
+    @torch.inference_mode()
+    def score(self, token_ids: list[int], top: int) -> list[TokenScore]:
+        """See ``PromptScorer``."""
+        sample = Sample(token_ids, [False, *[True] * (len(token_ids) - 1)])
+        forest = build_forest(Batch.of([sample])).to(self.model.device)
+        if not forest.targets.numel():
+            return []
+        hidden = self.model.states(forest)
+        head = self.model.scaled_head()
+        own, _ = fused_logprobs(hidden, head, forest.targets)
+        tokens, logprobs = likeliest(hidden, head, top)
+        # One source for both: what is likeliest has exactly its own log-probability.
+        rows = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        scores: list[TokenScore] = []
+        for target, each, row in zip(forest.targets.tolist(), own.tolist(), rows, strict=True):
+            alternatives = dict(zip(*row, strict=True))
+            scores.append((alternatives.get(target, each), alternatives))
+        return scores
 
     def refresh(self) -> None:
         """Drop prepared weights: the weights have changed, or the memory is needed elsewhere."""

@@ -1,0 +1,37 @@
+"""``tunesmith serve``; see ``placement/serve.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tunesmith.cli.arguments import Overrides
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A model's directory or hub name.", show_default=False
+        ),
+    ],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Holds the token that requests must send; else TUNESMITH_SERVE_TOKEN.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Serve a model in the interfaces of OpenAI and Anthropic.
+
+    Example: tunesmith serve runs/run-1/model sampling.max_new_tokens=1024
+    """
+    from tunesmith.run.placement.serve import serve_model
+
+    serve_model(model, overrides or (), host, port, token_file)

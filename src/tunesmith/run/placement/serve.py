@@ -1,0 +1,201 @@
+"""``tunesmith serve``: a model over HTTP, in the interfaces of OpenAI and Anthropic."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from tunesmith.config.commands import GenerateConfig
+from tunesmith.config.load import load_config
+from tunesmith.config.schema import EnvironmentSection
+from tunesmith.errors import EpisodeError, boundary
+from tunesmith.learn.data.chat import ChatTemplate
+from tunesmith.learn.data.chat_defaults import own_part
+from tunesmith.learn.endpoint.asks import Ask, BadRequest
+from tunesmith.learn.endpoint.checks import check_schema
+from tunesmith.learn.endpoint.episode import reply_of
+from tunesmith.learn.endpoint.server import Endpoint
+from tunesmith.learn.endpoint.turns import Answer, Follow, all_replies
+from tunesmith.learn.environments.base import Generate, Growing
+from tunesmith.learn.environments.conversation import Conversation, EpisodeSettings, Reply
+from tunesmith.learn.environments.rendering import ChatRenderer, Renderer
+from tunesmith.learn.environments.token_guard import TokenGuard
+from tunesmith.learn.environments.tools import marks_of, parser_for
+from tunesmith.plan.resolve import resolve
+from tunesmith.records.http_server import is_loopback, url_of
+from tunesmith.run.engines.base import PromptScorer, RolloutEngine
+from tunesmith.run.engines.partial import FOLLOWER
+from tunesmith.run.placement.base import WeightSource
+from tunesmith.run.placement.checking import facts_of_run
+from tunesmith.run.placement.choosing import on_this_machine
+from tunesmith.run.placement.engines import make_sampling
+from tunesmith.run.placement.models import saved_generation
+from tunesmith.run.placement.serve_reward import read_token
+from tunesmith.run.placement.specs import engine_spec, load_tokenizer, model_spec, plane_spec
+from tunesmith.types import Completion, Message, Rollout, Sampling, Task
+
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "seed")
+"""What a request says about sampling; penalties and biases are refused."""
+TOKEN_ENV = "TUNESMITH_SERVE_TOKEN"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """An engine, and how conversations become its tokens."""
+
+    name: str
+    engine: RolloutEngine
+    setting: EpisodeSettings
+    sampling: Sampling
+
+
+class ServedPolicy:
+    """Answers requests that have nothing to do with each other, on the engine's event loop."""
+
+    what = "server"
+
+    def __init__(self, served: ServedModel) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.model = served.name
+        self.responses: dict[str, list[Message]] = {}
+        self.numbers = count(1)
+        self.renderer = served.setting.renderer
+        parse = served.setting.parse
+        self.marks = marks_of(parse) if parse else ()
+        self._served = served
+
+    async def answer(self, ask: Ask, follow: Follow | None = None) -> Answer:
+        """See ``Policy``. Raises BadRequest: it asks for what a served model does not do."""
+        if ask.raw is None and self._served.setting.parse is None:
+            raise BadRequest("the model has no chat template: use /v1/completions")
+        if ask.schema is not None:
+            check_schema(ask.schema)
+        sampling = self._sampling(ask)
+        engine = self._served.engine
+        if ask.echo and ask.logprobs is not None and not isinstance(engine, PromptScorer):
+            raise BadRequest("this engine gives no log-probabilities of prompts: system.engine")
+
+        async def reply(index: int) -> Reply:
+            conversation = self._conversation(_generate(engine, sampling, index))
+            replied = await reply_of(conversation, ask, follow, index)
+            if ask.echo and ask.logprobs is not None and isinstance(engine, PromptScorer):
+                prompt = conversation.rollout.records[-1].token_ids[: replied.prompt_tokens]
+                scores = await engine.score(prompt, max(1, ask.logprobs))
+                return replace(replied, prompt_ids=prompt, prompt_scores=scores)
+            return replied
+
+        return await all_replies(ask, reply)
+
+    def count(self, ask: Ask) -> int:
+        """See ``Policy``."""
+        conversation = self._conversation(_generate(self._served.engine, self._served.sampling, 0))
+        return conversation.prompt_length(ask.messages, ask.tools, ask.options)
+
+    def _conversation(self, generate: Generate) -> Conversation:
+        return Conversation(Rollout(Task("served", "", ())), generate, self._served.setting, ())
+
+    def _sampling(self, ask: Ask) -> Sampling:
+        asked = dict(ask.sampling)
+        said = {name: asked.pop(name) for name in SAMPLED if name in asked}
+        if unknown := [name for name, value in asked.items() if value]:
+            raise BadRequest(f"'{unknown[0]}' cannot be served; leave it out")
+        for name, value in said.items():
+            whole = name in ("top_k", "seed")
+            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+                raise BadRequest(f"'{name}' = {value!r} is not a number")
+        if said.get("top_k", 0) < 0:  # vLLM's way to say that it is off
+            said["top_k"] = 0
+        most = ask.max_tokens or self._served.sampling.max_new_tokens
+        return replace(self._served.sampling, max_new_tokens=most, **said)
+
+
+def _generate(engine: RolloutEngine, sampling: Sampling, index: int) -> Generate:
+    async def generate(
+        prompt_ids: Sequence[int],
+        /,
+        *,
+        max_new_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+        follow: Callable[[Growing], None] | None = None,
+    ) -> Completion:
+        FOLLOWER.set(follow)
+        seed = None if sampling.seed is None else sampling.seed + index
+        most = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
+        asked = replace(sampling, max_new_tokens=most, stop=(*sampling.stop, *stop), seed=seed)
+        with boundary(EpisodeError, "the model cannot answer", ValueError):
+            return await engine.generate(prompt_ids, asked)
+
+    return generate
+
+
+def open_model(path: str, overrides: Sequence[str]) -> ServedModel:
+    """The engine of a model's directory or hub name.
+
+    Raises:
+        UserError: settings, files or the machine do not allow it.
+    """
+    own = [f"model.path={path}", "data.train=requests", "sampling.n=1"]
+    config = load_config(GenerateConfig, None, [*own, *overrides], files=False)
+    tokenizer = load_tokenizer(config)
+    most = config.sampling.max_new_tokens
+    facts = facts_of_run(config)
+    context = facts.model.context if facts.model and facts.model.context else 4096
+    longest = max(1, context - most)
+    plan = resolve(config, replace(facts, train_size=256, longest=longest))
+    source = WeightSource()
+    if plan.devices.loads_model:
+        model = model_spec(plan, frozen=True).build(tokenizer)
+        spec = plane_spec(plan)
+        source = WeightSource(model, spec.build(model) if spec else None)
+    engine = on_this_machine(plan).engine(engine_spec(plan), source, partial(print, flush=True))
+    sampling = make_sampling(config.sampling, tokenizer, 1.0, saved_generation(config))
+    template = ChatTemplate.of(tokenizer) if tokenizer.chat_template else None
+    guard = TokenGuard.of(tokenizer, template.turns() if template else "")
+    setting = EpisodeSettings(
+        renderer=ChatRenderer(template, guard) if template else Renderer(tokenizer, guard=guard),
+        prompt_of=lambda _: [],
+        section=EnvironmentSection(),
+        max_tokens=context,
+        parse=parser_for(own_part(tokenizer.get_chat_template(tools=[]))) if template else None,
+    )
+    return ServedModel(Path(path).name, engine, setting, sampling)
+
+
+def serve_model(
+    path: str, overrides: Sequence[str], host: str, port: int, token_file: Path | None
+) -> None:
+    """Serve a model until SIGTERM or Ctrl-C.
+
+    Raises:
+        UserError: as ``open_model``, or the address cannot be used.
+    """
+    token = read_token(token_file, TOKEN_ENV)
+    if token is None and not is_loopback(host):
+        token = secrets.token_urlsafe(32)
+        print(f"token: {token} (made for this start; {TOKEN_ENV} or --token-file sets one)")
+    served = open_model(path, overrides)
+    asyncio.run(_serve(served, host, port, token))
+
+
+async def _serve(served: ServedModel, host: str, port: int, token: str | None) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    policy = ServedPolicy(served)
+    try:
+        with (
+            closing(Endpoint(host=host, port=port)) as endpoint,
+            endpoint.open(policy, token, for_all=token is None),
+        ):
+            address = f"{url_of(host, endpoint.port)}/v1"
+            print(f"serving {served.name} at {address}; Ctrl-C stops it", flush=True)
+            await stopped.wait()
+    finally:
+        await served.engine.close()

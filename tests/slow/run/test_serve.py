@@ -1,0 +1,115 @@
+"""``tunesmith serve``: real clients and evaluation harnesses get what the model itself gives."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support import tiny
+
+SETTINGS = ["model.dtype=float32", "sampling.max_new_tokens=16", "system.kv_memory=32MB"]
+
+
+@contextmanager
+def serving(model: Path, *options: str, **variables: str) -> Iterator[str]:
+    """The address of a served model."""
+    import os
+
+    command = [sys.executable, "-m", "tunesmith", "serve", str(model), *SETTINGS, "--port", "0"]
+    process = subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, text=True, env={**os.environ, **variables}
+    )
+    assert process.stdout is not None
+    try:
+        lines = iter(process.stdout.readline, "")
+        yield next(line for line in lines if " at http" in line).split(" at ")[1].split(";")[0]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_model(tmp_path_factory.mktemp("served") / "model")
+
+
+def own_scores(model: Path, ids: list[int]) -> list[float]:
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([ids])).logits[0]
+    chosen = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None])
+    return chosen.flatten().tolist()
+
+
+def test_a_served_model_answers_clients(model: Path) -> None:
+    openai = pytest.importorskip("openai")
+    with serving(model, TUNESMITH_SERVE_TOKEN="secret") as address:
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=address, api_key="other").models.list()
+        client = openai.OpenAI(base_url=address, api_key="secret")
+        assert client.models.list().data[0].id == "model"
+        ids = tiny.tokenizer()("hello world")["input_ids"]
+        scored = client.completions.create(
+            model="m", prompt=[ids], max_tokens=1, logprobs=1, echo=True, temperature=0
+        )
+        found: Any = scored.choices[0].logprobs
+        assert found.token_logprobs[0] is None and len(found.tokens) == len(ids) + 1
+        assert found.token_logprobs[1:-1] == pytest.approx(own_scores(model, ids), abs=1e-4)
+        said: Any = [{"role": "user", "content": "hello"}]
+        asked: Any = {"model": "m", "messages": said, "temperature": 0}
+        whole = client.chat.completions.create(**asked).choices[0].message.content
+        pieces = client.chat.completions.create(**asked, stream=True)
+        assert "".join(p.choices[0].delta.content or "" for p in pieces) == whole
+        with pytest.raises(openai.BadRequestError, match="logit_bias"):
+            client.chat.completions.create(**asked, logit_bias={"1": 5})
+
+
+def test_lm_eval_scores_as_the_model_itself(model: Path, tmp_path: Path) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
+    rows = [{"text": f"{n} plus {n} is", "choices": ["5", "odd"], "label": n % 2} for n in range(8)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "sums",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{label}}",
+        "metric_list": [{"metric": "acc"}],
+    }
+    with serving(model) as address:
+        results = lm_eval.simple_evaluate(
+            model="local-completions",
+            model_args={
+                "model": "model",
+                "base_url": f"{address}/completions",
+                "tokenizer": str(model),
+                "tokenizer_backend": "huggingface",
+            },
+            tasks=[task],
+            log_samples=True,
+        )
+    tokenizer = tiny.tokenizer()
+    right = 0
+    for sample, row in zip(results["samples"]["sums"], rows, strict=True):
+        sums = []
+        for choice, response in zip(row["choices"], sample["filtered_resps"], strict=True):
+            before = tokenizer(row["text"])["input_ids"]
+            ids = tokenizer(f"{row['text']} {choice}")["input_ids"]
+            sums.append(sum(own_scores(model, ids)[len(before) - 1 :]))
+            assert float(response[0]) == pytest.approx(sums[-1], abs=1e-3)
+        right += sums.index(max(sums)) == row["label"]
+    assert results["results"]["sums"]["acc,none"] == right / len(rows)
