@@ -35,7 +35,10 @@ MIXERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "lfm2", "falcon_h1", "bamba"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_moe", "qwen3_next", "lfm2", "bamba", pytest.param("falcon_h1", marks=pytest.mark.long)],
+)
 def test_a_dry_run_takes_no_more_than_is_planned(family: str, tmp_path: Path) -> None:
     own = SPECIAL[family]
     sizes = {name: size for name, size in MIXERS.items() if name in own}
