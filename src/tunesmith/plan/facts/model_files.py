@@ -157,8 +157,10 @@ def weights_in(directory: Path) -> dict[str, Stored]:
 
 
 def is_packed(directory: Path) -> bool:
-    """Whether weights of a model are in MXFP4."""
-    return any(weight.scales is not None for weight in weights_in(directory).values())
+    """Whether weights of a model are in MXFP4, by its configuration."""
+    with boundary(ModelError, f"cannot read {directory / 'config.json'}", _DAMAGED):
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
 
 
 def _packed(name: str, blocks: Stored, scales: Stored) -> Stored:
