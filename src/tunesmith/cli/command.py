@@ -26,6 +26,7 @@ _MEANT: Mapping[str, str] = {
     "tune RUN.toml": "autotune autotuning optimise optimize tuner",
     "serve MODEL": "vllm api_server endpoint",
     "serve-reward": "serve_rm",
+    "serve-training MODEL": "tinker",
     "merge": "merge_adapter lora_combiner export",
     "--help": "help",
 }

@@ -19,6 +19,7 @@ from tunesmith.cli.plan import plan, show_config
 from tunesmith.cli.runs import runs
 from tunesmith.cli.serve import serve
 from tunesmith.cli.serve_reward import serve_reward
+from tunesmith.cli.serve_training import serve_training
 from tunesmith.cli.standard_output import open_standard_streams
 from tunesmith.cli.train import distill, dpo, kto, prm, rl, rm, sft
 from tunesmith.config.doors import Door
@@ -36,9 +37,13 @@ app = typer.Typer(
 )
 OWN: list[Callable[..., None]] = [
     rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge,
-    show_config, plan, serve, serve_reward, launch, runs,
+    show_config, plan, serve, serve_reward, serve_training, launch, runs,
 ]  # fmt: skip
-NAMES = {"show_config": "config", "serve_reward": "serve-reward"}
+NAMES = {
+    "show_config": "config",
+    "serve_reward": "serve-reward",
+    "serve_training": "serve-training",
+}
 COMMANDS = Door[typer.Typer](
     "commands",
     "tunesmith.guide.commands.start:commands",

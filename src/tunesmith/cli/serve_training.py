@@ -1,0 +1,40 @@
+"""``tunesmith serve-training``; see ``placement/serve_training.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tunesmith.cli.arguments import Overrides
+
+
+def serve_training(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A model's directory or hub name.", show_default=False
+        ),
+    ],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    directory: Annotated[
+        Path, typer.Option(help="Where clients' states and weights are saved.")
+    ] = Path("training"),
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Holds the token that requests must send; else TUNESMITH_TRAINING_TOKEN.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Serve a model to train and sample from with the tinker package.
+
+    Example: tunesmith serve-training Qwen/Qwen3-0.6B --port 8000
+    """
+    from tunesmith.run.placement.serve_training import serve_training
+
+    serve_training(model, overrides or (), host, port, directory, token_file)

@@ -1,0 +1,122 @@
+"""Engines of the weights that clients sample from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tunesmith.errors import UserError
+from tunesmith.run.engines.base import PromptScorer, RolloutEngine, TokenScore
+from tunesmith.run.tinker.base import AdaptableBase
+from tunesmith.run.tinker.messages import PromptScores, sample_result
+from tunesmith.run.tinker.requests import HowToSample, SampleAsk
+from tunesmith.types import Completion, Sampling
+
+OPEN = 3
+"""Engines that are kept open while nothing uses them."""
+
+
+@dataclass(slots=True)
+class OpenEngine:
+    engine: RolloutEngine
+    users: int = 0
+
+
+class Samplers:
+    """Engines by the adapter that they sample with, made when one is needed; the least recently
+    used are closed."""
+
+    def __init__(self, base: AdaptableBase) -> None:
+        self._base = base
+        self._open: dict[Path | None, OpenEngine] = {}
+
+    @asynccontextmanager
+    async def engine(self, adapter: Path | None) -> AsyncGenerator[RolloutEngine]:
+        """An engine with the weights of ``adapter``; None: with the base's."""
+        if adapter is not None and not adapter.is_dir():
+            raise UserError(f"the weights of '{adapter.name}' are no longer saved")
+        entry = self._open.pop(adapter, None) or OpenEngine(self._base.engine(adapter))
+        self._open[adapter] = entry  # the newest comes last
+        entry.users += 1
+        try:
+            await self._close_some()
+            yield entry.engine
+        finally:
+            entry.users -= 1
+
+    async def _close_some(self) -> None:
+        idle = [key for key, entry in self._open.items() if not entry.users]
+        for key in idle[: max(0, len(self._open) - OPEN)]:
+            await self._open.pop(key).engine.close()
+
+    async def close(self) -> None:
+        for entry in self._open.values():
+            await entry.engine.close()
+        self._open.clear()
+
+    async def sample(self, adapter: Path | None, ask: SampleAsk) -> bytes:
+        """A ``SampleResponse``. Raises UserError: it asks for what cannot be done."""
+        prompt = ask.prompt.token_ids
+        sampling = sampling_of(ask.sampling_params, self._base.context - len(prompt))
+        wants_prompt = bool(ask.prompt_logprobs) or ask.topk_prompt_logprobs > 0
+        async with self.engine(adapter) as engine:
+            seeds = [_seed(sampling, index) for index in range(ask.num_samples)]
+            generated = (engine.generate(prompt, replace(sampling, seed=seed)) for seed in seeds)
+            completions = await asyncio.gather(*generated)
+            top = ask.topk_sample_logprobs
+            scored = [(each, await _own_scores(engine, prompt, each, top)) for each in completions]
+            scores = await _prompt_scores(engine, prompt, ask) if wants_prompt else None
+        return sample_result(scored, top, scores)
+
+
+def _seed(sampling: Sampling, index: int) -> int | None:
+    return None if sampling.seed is None else sampling.seed + index
+
+
+def sampling_of(how: HowToSample, room: int) -> Sampling:
+    """Args: room: the tokens that fit after the prompt."""
+    if room < 1:
+        raise UserError("the prompt leaves no room in the model's context")
+    stop = [how.stop] if isinstance(how.stop, str) else how.stop
+    return Sampling(
+        max_new_tokens=min(how.max_tokens or room, room),
+        temperature=how.temperature,
+        top_p=how.top_p,
+        top_k=max(how.top_k, 0),
+        stop=tuple(s for s in stop or () if isinstance(s, str)),
+        stop_token_ids=tuple(s for s in stop or () if isinstance(s, int)),
+        ignore_eos=stop == [],
+        seed=how.seed,
+    )
+
+
+def _scorer(engine: RolloutEngine) -> PromptScorer:
+    if not isinstance(engine, PromptScorer):
+        raise UserError("this engine gives no log-probabilities of prompts: system.engine")
+    return engine
+
+
+async def _own_scores(
+    engine: RolloutEngine, prompt: Sequence[int], completion: Completion, top: int
+) -> Sequence[TokenScore]:
+    """The scores of a completion's tokens, with ``top`` alternatives; none if ``top`` is 0."""
+    if not top or not completion.token_ids:
+        return ()
+    scores = await _scorer(engine).score([*prompt, *completion.token_ids], top)
+    return scores[-len(completion.token_ids) :]
+
+
+async def _prompt_scores(
+    engine: RolloutEngine, prompt: Sequence[int], ask: SampleAsk
+) -> PromptScores:
+    top = ask.topk_prompt_logprobs
+    scores = await _scorer(engine).score(prompt, max(1, top))
+    last = ask.prompt_logprobs_last_n
+    if last is not None and last >= len(prompt):
+        raise UserError(
+            f"'prompt_logprobs_last_n' = {last}: it must be 1 to {len(prompt) - 1} for this prompt"
+        )
+    return PromptScores(len(prompt), scores if last is None else scores[-last:], top)

@@ -1,0 +1,117 @@
+"""What clients have saved: ``DIRECTORY/MODEL_ID/KIND/NAME``, at ``tinker://MODEL_ID/KIND/NAME``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from tunesmith.errors import StorageError, UserError, boundary
+from tunesmith.run.tinker.requests import LoraAsk
+
+Kind = Literal["weights", "sampler_weights"]
+"""A state that training continues from, or weights to sample with."""
+SCHEME = "tinker://"
+FACTS = "tinker.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """What was saved, as a file beside it says."""
+
+    base_model: str
+    rank: int
+    train_unembed: bool
+    train_mlp: bool
+    train_attn: bool
+    time: float
+    expires: float | None = None
+    """A time after which it is removed."""
+
+    def lora(self) -> LoraAsk:
+        return LoraAsk(
+            rank=self.rank,
+            train_unembed=self.train_unembed,
+            train_mlp=self.train_mlp,
+            train_attn=self.train_attn,
+        )
+
+    @classmethod
+    def of(cls, base_model: str, lora: LoraAsk, ttl: int | None) -> StoredWeights:
+        """Args: ttl: seconds that it is kept; None: as long as the directory."""
+        now = time.time()
+        expires = None if ttl is None else now + ttl
+        parts = (lora.rank, lora.train_unembed, lora.train_mlp, lora.train_attn)
+        return cls(base_model, *parts, now, expires)
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """StoredWeights states and weights below a directory; each is there whole or not at all."""
+
+    directory: Path
+
+    def write(
+        self,
+        model_id: str,
+        kind: Kind,
+        name: str,
+        facts: StoredWeights,
+        save: Callable[[Path], None],
+        *,
+        overwrite: bool = False,
+    ) -> str:
+        """Save with ``save`` and return the address.
+
+        Raises:
+            UserError: there is one of that name.
+            StorageError: it cannot be written.
+        """
+        self._remove_expired()
+        path = self.directory / model_id / kind / name
+        if path.exists() and not overwrite:
+            raise UserError(f"'{name}' is saved already: choose another name")
+        unfinished = path.with_name(f".{name}.unfinished")
+        with boundary(StorageError, f"cannot write {path}", OSError):
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            save(unfinished)
+            (unfinished / FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
+            if path.exists():
+                shutil.rmtree(path)
+            os.replace(unfinished, path)
+        return f"{SCHEME}{model_id}/{kind}/{name}"
+
+    def find(self, address: str) -> tuple[Path, StoredWeights]:
+        """The directory of an address, and what it holds. Raises UserError: there is none."""
+        self._remove_expired()
+        parts = address.removeprefix(SCHEME).split("/")
+        plain = len(parts) == 3 and all(part and part[0] != "." for part in parts)
+        path = self.directory.joinpath(*parts)
+        if not (address.startswith(SCHEME) and plain and (path / FACTS).is_file()):
+            raise UserError(f"'{address}' is not saved here")
+        return path, _facts(path)
+
+    def of_model(self, model_id: str) -> Iterator[tuple[Kind, str, StoredWeights]]:
+        """All that a model has saved."""
+        kinds: tuple[Kind, ...] = ("weights", "sampler_weights")
+        for kind in kinds:
+            for facts in sorted((self.directory / model_id / kind).glob(f"[!.]*/{FACTS}")):
+                yield kind, facts.parent.name, _facts(facts.parent)
+
+    def _remove_expired(self) -> None:
+        now = time.time()
+        for file in self.directory.glob(f"*/*/[!.]*/{FACTS}"):
+            expires = _facts(file.parent).expires
+            if expires is not None and expires < now:
+                shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def _facts(path: Path) -> StoredWeights:
+    with boundary(StorageError, f"cannot read {path / FACTS}", Exception):
+        return StoredWeights(**json.loads((path / FACTS).read_text(encoding="utf-8")))

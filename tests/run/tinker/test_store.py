@@ -1,0 +1,68 @@
+"""What clients save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tunesmith.errors import UserError
+from tunesmith.run.tinker.requests import LoraAsk
+from tunesmith.run.tinker.store import Store, StoredWeights
+
+LORA = LoraAsk(rank=4, train_mlp=False)
+
+
+def save(path: Path) -> None:
+    (path / "weights").write_text("1")
+
+
+def facts(ttl: int | None = None) -> StoredWeights:
+    return StoredWeights.of("base", LORA, ttl)
+
+
+def test_what_was_written_is_found(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    address = store.write("s:train:0", "weights", "one", facts(), save)
+    assert address == "tinker://s:train:0/weights/one"
+    path, found = Store(tmp_path).find(address)
+    assert (path / "weights").read_text() == "1" and found.lora() == LORA
+    assert [row[:2] for row in store.of_model("s:train:0")] == [("weights", "one")]
+    with pytest.raises(UserError, match="one"):
+        store.write("s:train:0", "weights", "one", facts(), save)
+    store.write("s:train:0", "weights", "one", facts(), lambda _: None, overwrite=True)
+    assert not (path / "weights").exists()
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def fail(path: Path) -> None:
+        save(path)
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        store.write("m", "weights", "one", facts(), fail)
+    assert not list(store.of_model("m"))
+    store.write("m", "weights", "one", facts(), save)
+
+
+def test_it_is_kept_as_long_as_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.time", lambda: now)
+    store = Store(tmp_path)
+    short = store.write("m", "weights", "short", facts(ttl=10), save)
+    long = store.write("m", "weights", "long", facts(), save)
+    now = 1011.0
+    with pytest.raises(UserError, match="short"):
+        store.find(short)
+    assert store.find(long)
+
+
+@pytest.mark.parametrize(
+    "address", ["m/weights/one", "tinker://m/weights", "tinker://m/../m", "tinker:///etc/x"]
+)
+def test_other_addresses_are_not_found(tmp_path: Path, address: str) -> None:
+    Store(tmp_path).write("m", "weights", "one", facts(), save)
+    with pytest.raises(UserError, match="not saved"):
+        Store(tmp_path).find(address)
