@@ -20,6 +20,13 @@ def serve_training(
     overrides: Overrides = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="What clients call it (base_model); else the hub name or the directory's.",
+            show_default=False,
+        ),
+    ] = None,
     directory: Annotated[
         Path, typer.Option(help="Where clients' states and weights are saved.")
     ] = Path("training"),
@@ -35,6 +42,6 @@ def serve_training(
 
     Example: tunesmith serve-training Qwen/Qwen3-0.6B --port 8000
     """
-    from tunesmith.run.placement.serve_training import serve_training
+    from tunesmith.run.placement.serve_training import ServingOptions, serve_training
 
-    serve_training(model, overrides or (), host, port, directory, token_file)
+    serve_training(model, overrides or (), ServingOptions(host, port, name, directory, token_file))

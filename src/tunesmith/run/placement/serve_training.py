@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +32,24 @@ RANK = 32
 """The adapter's, for which memory is planned."""
 
 
-def open_base(path: str, overrides: Sequence[str]) -> FrozenBase:
+@dataclass(frozen=True, slots=True)
+class ServingOptions:
+    """Options of the command."""
+
+    host: str
+    port: int
+    name: str | None
+    """What clients call the model; None: as ``open_base`` does."""
+    directory: Path
+    """Where clients' states and weights are saved."""
+    token_file: Path | None
+
+
+def open_base(path: str, overrides: Sequence[str], name: str | None = None) -> FrozenBase:
     """The base of a model's directory or hub name.
+
+    Args:
+        name: what clients call it; None: the hub name, or the directory's last part.
 
     Raises:
         UserError: settings, files or the machine do not allow it.
@@ -60,19 +76,12 @@ def open_base(path: str, overrides: Sequence[str]) -> FrozenBase:
         if why:
             raise ConfigError(f"{key}: {why}", keys=(key,))
     local = Path(path)
-    name = local.name if local.is_dir() else path
     tokenizer_name = str(local.resolve()) if local.is_dir() else path
-    return FrozenBase(plan, tokenizer, name, tokenizer_name)
+    own_name = local.name if local.is_dir() else path
+    return FrozenBase(plan, tokenizer, name or own_name, tokenizer_name)
 
 
-def serve_training(
-    path: str,
-    overrides: Sequence[str],
-    host: str,
-    port: int,
-    directory: Path,
-    token_file: Path | None,
-) -> None:
+def serve_training(path: str, overrides: Sequence[str], options: ServingOptions) -> None:
     """Serve a model for training until SIGTERM or Ctrl-C.
 
     Raises:
@@ -80,29 +89,27 @@ def serve_training(
     """
     if find_spec("tinker") is None:
         raise ConfigError("serve-training needs the package: pip install 'tunesmith[tinker]'")
-    token = read_token(token_file, TOKEN_ENV)
+    token = read_token(options.token_file, TOKEN_ENV)
     if token is not None and not token.startswith(PREFIX):
         raise ConfigError(f"the token must begin with '{PREFIX}': the tinker package demands it")
-    if token is None and not is_loopback(host):
+    if token is None and not is_loopback(options.host):
         token = PREFIX + secrets.token_urlsafe(32)
         print(f"token: {token} (made for this start; {TOKEN_ENV} or --token-file sets one)")
-    base = open_base(path, overrides)
-    asyncio.run(_serve(base, host, port, directory, token))
+    base = open_base(path, overrides, options.name)
+    asyncio.run(_serve(base, options, token))
 
 
-async def _serve(
-    base: FrozenBase, host: str, port: int, directory: Path, token: str | None
-) -> None:
+async def _serve(base: FrozenBase, options: ServingOptions, token: str | None) -> None:
     from tunesmith.run.tinker.server import make_app
     from tunesmith.run.tinker.service import TinkerService
     from tunesmith.run.tinker.store import Store
 
-    service = TinkerService(base, Store(directory))
+    service = TinkerService(base, Store(options.directory))
 
     def ready(url: str) -> None:
         print(f"training {base.name} at {url}; Ctrl-C stops it", flush=True)
 
     try:
-        await serve(make_app(service, host, token), host, port, ready)
+        await serve(make_app(service, options.host, token), options.host, options.port, ready)
     finally:
         await service.close()
