@@ -266,6 +266,14 @@ def test_samples_are_of_the_weights_that_were_saved(service: Any, model: Path) -
     assert len(likeliest.topk_prompt_logprobs[1]) == 2
 
 
+def test_more_samplers_than_engines(service: Any) -> None:
+    """Engines that were closed are made again."""
+    client = trainer(service)
+    samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(4)]
+    drawn = [sample(each, how={"seed": 7}).sequences[0].tokens for each in samplers * 2]
+    assert drawn == [drawn[0]] * 8
+
+
 def test_a_state_outlives_the_server(base: FrozenBase, tmp_path: Path) -> None:
     """A client that was killed, and one of a server that was: both go on from what was saved."""
     data = [supervised([5, 6, 7, 8, 9])]
@@ -309,6 +317,9 @@ def test_a_repeated_request_is_the_same_future(service: Any, address: str) -> No
         return httpx.post(f"{address}/api/v1/{path}", json=body, headers=headers, timeout=60)
 
     assert post("optim_step", step, key="tml-other").status_code == 401
+    assert httpx.get(f"{address}/api/v1/healthz", headers={"Host": "x.org"}).status_code == 401
+    named = {"Host": "x.org", "X-API-Key": KEY}  # a page whose name was rebound
+    assert httpx.get(f"{address}/api/v1/healthz", headers=named).status_code == 421
     later = post("optim_step", {**step, "seq_id": 2}).json()["request_id"]  # before its turn
     first, again = (post("optim_step", step).json()["request_id"] for _ in range(2))
     assert first == again != later

@@ -52,7 +52,7 @@ class TrainedAdapter(Protocol):
 
 
 class AdaptableBase(Protocol):
-    """The frozen base."""
+    """The frozen base. Its methods are called from one thread."""
 
     name: str
     context: int
@@ -64,6 +64,5 @@ class AdaptableBase(Protocol):
         ...
 
     def engine(self, adapter: Path | None) -> RolloutEngine:
-        """An engine with the base's weights, or with a saved adapter on them. Called on the event
-        loop."""
+        """An engine with the base's weights, or with a saved adapter on them."""
         ...

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tunesmith.errors import UserError
 from tunesmith.run.engines.base import PromptScorer, RolloutEngine, TokenScore
-from tunesmith.run.tinker.base import AdaptableBase
 from tunesmith.run.tinker.messages import PromptScores, sample_result
 from tunesmith.run.tinker.requests import HowToSample, SampleAsk
 from tunesmith.types import Completion, Sampling
@@ -19,18 +18,27 @@ OPEN = 3
 """Engines that are kept open while nothing uses them."""
 
 
+Make = Callable[[Path | None], Coroutine[object, object, RolloutEngine]]
+"""Makes an engine with the weights of an adapter; None: with the base's."""
+
+
 @dataclass(slots=True)
 class OpenEngine:
-    engine: RolloutEngine
+    making: asyncio.Task[RolloutEngine]
     users: int = 0
 
 
 class Samplers:
     """Engines by the adapter that they sample with, made when one is needed; the least recently
-    used are closed."""
+    used are closed.
 
-    def __init__(self, base: AdaptableBase) -> None:
-        self._base = base
+    Args:
+        context: the longest sequence in tokens.
+    """
+
+    def __init__(self, make: Make, context: int) -> None:
+        self._make = make
+        self._context = context
         self._open: dict[Path | None, OpenEngine] = {}
 
     @asynccontextmanager
@@ -38,29 +46,34 @@ class Samplers:
         """An engine with the weights of ``adapter``; None: with the base's."""
         if adapter is not None and not adapter.is_dir():
             raise UserError(f"the weights of '{adapter.name}' are no longer saved")
-        entry = self._open.pop(adapter, None) or OpenEngine(self._base.engine(adapter))
+        entry = self._open.pop(adapter, None)
+        if entry is None:
+            entry = OpenEngine(asyncio.create_task(self._make(adapter)))
         self._open[adapter] = entry  # the newest comes last
         entry.users += 1
         try:
             await self._close_some()
-            yield entry.engine
+            yield await asyncio.shield(entry.making)
         finally:
             entry.users -= 1
+            made = entry.making
+            if made.done() and (made.cancelled() or made.exception()):
+                self._open.pop(adapter, None)  # the next request tries again
 
     async def _close_some(self) -> None:
         idle = [key for key, entry in self._open.items() if not entry.users]
         for key in idle[: max(0, len(self._open) - OPEN)]:
-            await self._open.pop(key).engine.close()
+            await (await self._open.pop(key).making).close()
 
     async def close(self) -> None:
         for entry in self._open.values():
-            await entry.engine.close()
+            await (await entry.making).close()
         self._open.clear()
 
     async def sample(self, adapter: Path | None, ask: SampleAsk) -> bytes:
         """A ``SampleResponse``. Raises UserError: it asks for what cannot be done."""
         prompt = ask.prompt.token_ids
-        sampling = sampling_of(ask.sampling_params, self._base.context - len(prompt))
+        sampling = sampling_of(ask.sampling_params, self._context - len(prompt))
         wants_prompt = bool(ask.prompt_logprobs) or ask.topk_prompt_logprobs > 0
         async with self.engine(adapter) as engine:
             seeds = [_seed(sampling, index) for index in range(ask.num_samples)]

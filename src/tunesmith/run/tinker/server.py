@@ -38,6 +38,8 @@ LARGEST = 256 * 1024 * 1024
 POLL_SECONDS = 25.0
 """A client's poll for a result waits this long; clients give up after 45."""
 PROTOBUF = "application/x-protobuf"
+UNEMBEDDING = "train_unembed has no effect here: adapters are on the decoder's linear modules only"
+"""The SDK sets it unless told otherwise, and logs this at the start."""
 Reply = dict[str, object]
 
 
@@ -129,7 +131,8 @@ class Routes:
 
     async def create_session(self, _: web.Request) -> web.Response:
         name = self._service.open_session()
-        return web.json_response({"type": "create_session", "session_id": name})
+        reply = {"type": "create_session", "session_id": name, "warning_message": UNEMBEDDING}
+        return web.json_response(reply)
 
     async def heartbeat(self, request: web.Request) -> web.Response:
         try:

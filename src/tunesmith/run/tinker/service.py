@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tunesmith.errors import UserError
+from tunesmith.run.engines.base import RolloutEngine
 from tunesmith.run.tinker.base import AdaptableBase, TrainedAdapter
 from tunesmith.run.tinker.futures import Futures, RequestLine, Result
 from tunesmith.run.tinker.losses import TinkerObjective
@@ -70,15 +71,15 @@ class TinkerService:
         self.base = base
         self.store = store
         self.futures = Futures()
-        self.samplers = Samplers(base)
+        self.samplers = Samplers(self._make_engine, base.context)
         self._sessions: dict[str, ClientSession] = {}
         self._models: dict[str, TrainingModel] = {}
         self._samplers: dict[str, ClientSampler] = {}
         self._thread = ThreadPoolExecutor(1, "training")
 
     async def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
         await self.samplers.close()
+        self._thread.shutdown(cancel_futures=True)
 
     def open_session(self) -> str:
         self._drop_silent()
@@ -252,6 +253,10 @@ class TinkerService:
         self._samplers[name] = ClientSampler(address, path)
         session.samplers.add(name)
         return name
+
+    async def _make_engine(self, adapter: Path | None) -> RolloutEngine:
+        # A new adapter draws from PyTorch's generator, so the two are not made at once.
+        return await self._compute(lambda: self.base.engine(adapter))
 
     async def _compute(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
