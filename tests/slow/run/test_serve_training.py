@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -304,6 +308,39 @@ def test_a_state_outlives_the_server(base: FrozenBase, tmp_path: Path) -> None:
         fresh = service.create_training_client_from_state(path).result()
         train(fresh, 2)
         assert not all(expected[n].equal(w) for n, w in weights(fresh, tmp_path, "four").items())
+
+
+@contextmanager
+def command(model: Path, directory: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The command, and its address."""
+    line = [sys.executable, "-m", "tunesmith", "serve-training", str(model), *SETTINGS]
+    process = subprocess.Popen(
+        [*line, "--port", "0", "--directory", str(directory), "--name", "org/tiny"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TUNESMITH_TRAINING_TOKEN": KEY},
+    )
+    assert process.stdout is not None
+    try:
+        lines = iter(process.stdout.readline, "")
+        yield next(x for x in lines if " at http" in x).split(" at ")[1].split(";")[0], process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_server_is_killed_and_back(model: Path, tmp_path: Path) -> None:
+    with command(model, tmp_path) as (address, process):
+        service = tinker.ServiceClient(base_url=address, api_key=KEY)
+        client = service.create_lora_training_client(base_model="org/tiny", rank=4).result()
+        path = client.save_state("one").result().path
+        process.kill()
+    with command(model, tmp_path) as (address, process):
+        service = tinker.ServiceClient(base_url=address, api_key=KEY)
+        resumed = service.create_training_client_from_state_with_optimizer(path).result()
+        assert resumed.forward([supervised([5, 6, 7])], "cross_entropy").result().metrics
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
 
 
 def test_a_repeated_request_is_the_same_future(service: Any, address: str) -> None:
