@@ -7,19 +7,14 @@ from typing import Annotated
 
 import typer
 
-from tunesmith.cli.arguments import Overrides
+from tunesmith.cli.arguments import Host, Overrides, Port, ServedModel
 
 
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A model's directory or hub name.", show_default=False
-        ),
-    ],
+    model: ServedModel,
     overrides: Overrides = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     token_file: Annotated[
         Path | None,
         typer.Option(

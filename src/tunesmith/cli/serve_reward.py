@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from tunesmith.cli.arguments import Host, Port
+
 _MODEL = "Of a reward model"
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
 Window = Annotated[
     float, typer.Option(min=0, help="How long a request waits for others to join it.")
 ]
@@ -59,7 +60,7 @@ def serve_reward(
             show_default=False,
         ),
     ],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Port = 8100,
     window_ms: Window = 5.0,
     max_request_mb: Largest = 16.0,

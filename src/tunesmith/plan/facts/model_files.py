@@ -85,10 +85,7 @@ def check_files(directory: Path) -> None:
         )
     for name in ("config.json", "generation_config.json"):
         if (directory / name).is_file():
-            with boundary(ModelError, f"cannot read {directory / name}", _DAMAGED):
-                settings: Written = json.loads((directory / name).read_text(encoding="utf-8"))
-                method = quantised_by(settings)
-            check_method(f"{directory / name}", method)
+            check_method(f"{directory / name}", _method_in(directory / name))
     weights_in(directory)
 
 
@@ -158,9 +155,12 @@ def weights_in(directory: Path) -> dict[str, Stored]:
 
 def is_packed(directory: Path) -> bool:
     """Whether weights of a model are in MXFP4, by its configuration."""
-    with boundary(ModelError, f"cannot read {directory / 'config.json'}", _DAMAGED):
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    return _method_in(directory / "config.json") == _PACKED
+
+
+def _method_in(path: Path) -> str | None:
+    with boundary(ModelError, f"cannot read {path}", _DAMAGED):
+        return quantised_by(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _packed(name: str, blocks: Stored, scales: Stored) -> Stored:

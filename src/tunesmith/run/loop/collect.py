@@ -113,12 +113,8 @@ class Collector:
             FOLLOWER.set(follow)
             number = next(calls)
             seed = sampling.seed
-            most = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
             changed = replace(
-                sampling,
-                max_new_tokens=most,
-                min_new_tokens=min(sampling.min_new_tokens, most),
-                stop=sampling.stop + stop,
+                sampling.within(max_new_tokens, stop),
                 seed=seed if seed is None or number == 0 else derive_seed(seed, number),
             )
             return await self.complete(prompt_ids, changed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -29,7 +28,7 @@ from tunesmith.learn.environments.rendering import ChatRenderer, Renderer
 from tunesmith.learn.environments.token_guard import TokenGuard
 from tunesmith.learn.environments.tools import marks_of, parser_for
 from tunesmith.plan.resolve import resolve
-from tunesmith.records.http_server import is_loopback, url_of
+from tunesmith.records.http_server import url_of
 from tunesmith.run.engines.base import PromptScorer, RolloutEngine
 from tunesmith.run.engines.partial import FOLLOWER
 from tunesmith.run.placement.base import WeightSource
@@ -37,7 +36,7 @@ from tunesmith.run.placement.checking import facts_of_run
 from tunesmith.run.placement.choosing import on_this_machine
 from tunesmith.run.placement.engines import make_sampling
 from tunesmith.run.placement.models import saved_generation
-from tunesmith.run.placement.serve_reward import read_token
+from tunesmith.run.placement.serve_reward import token_for
 from tunesmith.run.placement.specs import engine_spec, load_tokenizer, model_spec, plane_spec
 from tunesmith.types import Completion, Message, Rollout, Sampling, Task
 
@@ -127,8 +126,7 @@ def _generate(engine: RolloutEngine, sampling: Sampling, index: int) -> Generate
     ) -> Completion:
         FOLLOWER.set(follow)
         seed = None if sampling.seed is None else sampling.seed + index
-        most = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
-        asked = replace(sampling, max_new_tokens=most, stop=(*sampling.stop, *stop), seed=seed)
+        asked = replace(sampling.within(max_new_tokens, stop), seed=seed)
         with boundary(EpisodeError, "the model cannot answer", ValueError):
             return await engine.generate(prompt_ids, asked)
 
@@ -176,10 +174,7 @@ def serve_model(
     Raises:
         UserError: as ``open_model``, or the address cannot be used.
     """
-    token = read_token(token_file, TOKEN_ENV)
-    if token is None and not is_loopback(host):
-        token = secrets.token_urlsafe(32)
-        print(f"token: {token} (made for this start; {TOKEN_ENV} or --token-file sets one)")
+    token = token_for(host, token_file, TOKEN_ENV)
     served = open_model(path, overrides)
     asyncio.run(_serve(served, host, port, token))
 

@@ -138,3 +138,15 @@ def read_token(file: Path | None, variable: str = TOKEN_ENV) -> str | None:
             "-hex 32' prints."
         )
     return token
+
+
+def token_for(host: str, file: Path | None, variable: str, prefix: str = "") -> str | None:
+    """``read_token``; for an address that others reach, one that is made and printed if there is
+    none."""
+    from tunesmith.records.http_server import is_loopback
+
+    token = read_token(file, variable)
+    if token is None and not is_loopback(host):
+        token = prefix + secrets.token_urlsafe(32)
+        print(f"token: {token} (made for this start; {variable} or --token-file sets one)")
+    return token

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -15,9 +14,9 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.resolve import resolve
-from tunesmith.records.http_server import is_loopback, serve
+from tunesmith.records.http_server import serve
 from tunesmith.run.placement.checking import facts_of_run
-from tunesmith.run.placement.serve_reward import read_token
+from tunesmith.run.placement.serve_reward import token_for
 from tunesmith.run.placement.specs import load_tokenizer
 
 if TYPE_CHECKING:
@@ -89,12 +88,9 @@ def serve_training(path: str, overrides: Sequence[str], options: ServingOptions)
     """
     if find_spec("tinker") is None:
         raise ConfigError("serve-training needs the package: pip install 'tunesmith[tinker]'")
-    token = read_token(options.token_file, TOKEN_ENV)
+    token = token_for(options.host, options.token_file, TOKEN_ENV, PREFIX)
     if token is not None and not token.startswith(PREFIX):
         raise ConfigError(f"the token must begin with '{PREFIX}': the tinker package demands it")
-    if token is None and not is_loopback(options.host):
-        token = PREFIX + secrets.token_urlsafe(32)
-        print(f"token: {token} (made for this start; {TOKEN_ENV} or --token-file sets one)")
     base = open_base(path, overrides, options.name)
     asyncio.run(_serve(base, options, token))
 
