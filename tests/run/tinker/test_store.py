@@ -44,7 +44,11 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         store.write("m", "weights", "one", facts(), fail)
     assert not list(store.of_model("m"))
-    store.write("m", "weights", "one", facts(), save)
+    address = store.write("m", "weights", "one", facts(), save)
+    with pytest.raises(RuntimeError):
+        store.write("m", "weights", "one", facts(), fail, overwrite=True)
+    path, _ = store.find(address)
+    assert (path / "weights").read_text() == "1"
 
 
 def test_it_is_kept_as_long_as_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from tunesmith.errors import StorageError, UserError, boundary
+from tunesmith.records.storage import read_json, replacing
 from tunesmith.run.tinker.requests import LoraAsk
 
 Kind = Literal["weights", "sampler_weights"]
@@ -52,7 +52,7 @@ class StoredWeights:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """StoredWeights states and weights below a directory; each is there whole or not at all."""
+    """States and weights below a directory; each is there whole or not at all."""
 
     directory: Path
 
@@ -76,15 +76,17 @@ class Store:
         path = self.directory / model_id / kind / name
         if path.exists() and not overwrite:
             raise UserError(f"'{name}' is saved already: choose another name")
-        unfinished = path.with_name(f".{name}.unfinished")
+        before = path.with_name(f".{name}.before")
         with boundary(StorageError, f"cannot write {path}", OSError):
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-            save(unfinished)
-            (unfinished / FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
-            if path.exists():
-                shutil.rmtree(path)
-            os.replace(unfinished, path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path, durable=True) as unfinished:
+                unfinished.mkdir()
+                save(unfinished)
+                (unfinished / FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
+                shutil.rmtree(before, ignore_errors=True)
+                if path.exists():
+                    path.rename(before)
+            shutil.rmtree(before, ignore_errors=True)
         return f"{SCHEME}{model_id}/{kind}/{name}"
 
     def find(self, address: str) -> tuple[Path, StoredWeights]:
@@ -113,5 +115,5 @@ class Store:
 
 
 def _facts(path: Path) -> StoredWeights:
-    with boundary(StorageError, f"cannot read {path / FACTS}", Exception):
-        return StoredWeights(**json.loads((path / FACTS).read_text(encoding="utf-8")))
+    with boundary(StorageError, f"cannot read {path / FACTS}", TypeError):
+        return StoredWeights(**read_json(path / FACTS))
