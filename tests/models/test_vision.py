@@ -76,7 +76,6 @@ def test_features_are_computed_once_for_an_image(tmp_path: Path) -> None:
     assert len(seen) == 2
     assert torch.equal(first, again)
     reference = CausalLM.load(path, tokenizer=model.tokenizer)
-    reference.see_images()
     assert reference.vision is model.vision
     names = {name for name, _ in model.module.named_parameters()}
     assert not any("visual" in name for name in names)  # frozen, and never sent to engines

@@ -58,10 +58,12 @@ def same(one: placement.RunResult, other: placement.RunResult) -> None:
         if (result.checkpoint / "config.json").exists()
     ]
     assert all(found == configs[0] for found in configs)
-    [file] = [path.name for path in one.checkpoint.glob("*model.safetensors")]
-    ours, theirs = (load_file(result.checkpoint / file) for result in (one, other))
-    for name, tensor in ours.items():
-        assert float((theirs[name] - tensor).abs().mean()) < 1e-5, name
+    files = [path.name for path in one.checkpoint.glob("*model*.safetensors")]
+    assert files
+    for file in files:
+        ours, theirs = (load_file(result.checkpoint / file) for result in (one, other))
+        for name, tensor in ours.items():
+            assert float((theirs[name] - tensor).abs().mean()) < 1e-5, name
 
 
 def last_step(run_dir: Path) -> int:

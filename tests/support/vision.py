@@ -15,6 +15,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 from tests.support import tiny
 from tests.support.families import module_of
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.source import load_config
 from tunesmith.models.vision.processing import ImageVocabulary, attach_vocabulary
 from tunesmith.models.vision.rows import FIRST_ROW
 from tunesmith.types import Sample
@@ -60,13 +61,11 @@ def save_vision_model(path: Path, model_type: str = "qwen3_vl", **overrides: Any
 def load_vision_model(path: Path, pictures: list[bytes]) -> tuple[CausalLM, ImageVocabulary]:
     """The model as a run loads it whose data has these pictures."""
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
-    attach_vocabulary(tokenizer, str(path))
+    attach_vocabulary(tokenizer, str(path), load_config(path))
     vocabulary: ImageVocabulary = tokenizer.image_vocabulary
     for number, data in enumerate(pictures):
         vocabulary.add(f"picture {number}", data)
-    model = CausalLM.load(path, tokenizer=tokenizer)
-    model.see_images()
-    return model, vocabulary
+    return CausalLM.load(path, tokenizer=tokenizer), vocabulary
 
 
 def picture(number: int, width: int = 56, height: int = 84) -> bytes:

@@ -35,7 +35,13 @@ from tunesmith.models.parallel.sharding import Sharding
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
 from tunesmith.models.source import load_config, load_tokenizer
 from tunesmith.models.towers import Towers
-from tunesmith.models.vision.processing import vocabulary_of
+from tunesmith.models.vision.processing import (
+    ImageVocabulary,
+    attach_vocabulary,
+    image_rows,
+    vocabulary_of,
+)
+from tunesmith.models.vision.rows import Image
 from tunesmith.models.vision.tower import Vision
 from tunesmith.models.weight_checks import Differences
 from tunesmith.plan.facts.experts import ExpertsImplementation
@@ -72,8 +78,7 @@ class Decoder:
     """Whether Python code that comes with the model may run."""
     towers: Towers = field(default=Towers(), init=False, repr=False)
     """What the model's files hold beside the decoder, to be saved with it."""
-    vision: Vision | None = field(default=None, init=False, repr=False)
-    """The tower that sees the data's images; None: there are none."""
+    _vision: Vision | None = field(default=None, init=False, repr=False)
     lengths: LengthRule | None = field(default=None, init=False, repr=False)
     """Which sequence lengths share rotary frequencies, if these depend on the length."""
     routing: Routing | None = field(default=None, init=False, repr=False)
@@ -116,7 +121,9 @@ class Decoder:
         """
         config = load_config(path, trust_remote_code=trust_remote_code)
         cls.check(path, config)
-        tokenizer = tokenizer or load_tokenizer(path, trust_remote_code=trust_remote_code)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+            attach_vocabulary(tokenizer, str(path), config)
         module, towers = load_module(
             path,
             auto=cls.auto,
@@ -149,16 +156,30 @@ class Decoder:
     def complete(self, config: Any) -> None:
         """Initialise weights and settings that a checkpoint with this configuration lacks."""
 
-    def see_images(self) -> None:
-        """Load the tower, if the data from which this model's tokenizer made ids has images.
+    @property
+    def vision(self) -> Vision | None:
+        """The tower that sees the images of which this model's tokenizer made ids; None: there are
+        none.
 
         Raises:
             ModelError: the tower cannot be loaded, or the model's positions do not go with images.
         """
-        vocabulary = vocabulary_of(self.tokenizer)
-        if vocabulary is None or not len(vocabulary.rows):
-            return
-        assert self.sharding is None and self.sequence is None, "the plan refuses both"
+        if self._vision is None:
+            vocabulary = vocabulary_of(self.tokenizer)
+            if vocabulary is not None and len(vocabulary.rows):
+                self._vision = self._tower(vocabulary)
+        return self._vision
+
+    def take_images(self, images: Sequence[Image] = ()) -> None:
+        """Learn of images that another process has read, and load the tower if any are known."""
+        if images:
+            rows = image_rows(self.tokenizer)
+            assert rows is not None, "the model of the other process sees images"
+            rows.extend(images)
+        self._vision = self.vision
+
+    def _tower(self, vocabulary: ImageVocabulary) -> Vision:
+        assert self.sequence is None, "the plan refuses it"
         if self.lengths is not None:
             raise ModelError(
                 f"the rotary frequencies of '{vocabulary.path}' depend on the length of a "
@@ -170,7 +191,7 @@ class Decoder:
             config = self.module.config
             shared = Vision.of(config, self.towers, vocabulary, self.dtype, self.device)
             vocabulary.towers[key] = shared
-        self.vision = shared
+        return shared
 
     @property
     def device(self) -> torch.device:

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from tests.support.long import again
+from tests.support.rank_runs import same
 from tests.support.tiny_runs import rl_settings, sft_settings, write_lines
 from tests.support.vision import picture, save_vision_model
 from tunesmith.plan.facts.model_files import is_of_tower
@@ -71,6 +73,37 @@ def test_learns_by_example_by_preference_and_by_reward(
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before if is_of_tower(name))
     AutoModelForImageTextToText.from_pretrained(outcome.checkpoint)
+
+
+RANKS = {"system__trainer_ranks": 2, "system__zero_stage": 3}
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {**RANKS, "system__engines": 2},
+        again({"system__engine_process": True}),
+        again({**RANKS, "system__cluster": "ray"}),
+    ],
+    ids=["ranks", "engine", "ray"],
+)
+def test_what_other_processes_compute_with_images_is_the_same(
+    folder: Path, places: dict[str, Any]
+) -> None:
+    """A reference, ranks that shard the model, and engines with their own copy."""
+    model = save_vision_model(folder / "model")
+    shared: dict[str, Any] = {"data__chat": None, "train__lr": 1e-3, "algorithm__kl__coef": 0.1}
+    same(
+        placement.run_rl(None, rl_settings(folder, model, "one", **shared)),
+        placement.run_rl(None, rl_settings(folder, model, "two", **shared, **places)),
+    )
+
+
+def test_ranks_learn_images_by_example_as_one(folder: Path) -> None:
+    model = save_vision_model(folder / "model", "qwen3_5")
+    settings = {"data__chat": None, "data__train": str(folder / "sft.jsonl"), "train__lr": 1e-3}
+    one = placement.run_sft(None, sft_settings(folder, model, "one", **settings))
+    same(one, placement.run_sft(None, sft_settings(folder, model, "two", **settings, **RANKS)))
 
 
 def test_a_continued_run_is_bitwise_the_same(folder: Path) -> None:

@@ -195,10 +195,17 @@ def vocabulary_of(tokenizer: object) -> ImageVocabulary | None:
     return getattr(tokenizer, "image_vocabulary", None)
 
 
-def attach_vocabulary(tokenizer: object, path: str, *, trust_remote_code: bool = False) -> None:
-    """Give the tokenizer of a model with a tower a vocabulary of images."""
-    from tunesmith.models.source import load_config
+def image_rows(tokenizer: object) -> ImageRows | None:
+    """The images of which a tokenizer has made ids; None if its model reads text alone."""
+    vocabulary = vocabulary_of(tokenizer)
+    return vocabulary and vocabulary.rows
 
-    config = load_config(path, trust_remote_code=trust_remote_code)
+
+def attach_vocabulary(tokenizer: object, path: str, config: Any) -> None:
+    """Give the tokenizer of a model with a tower a vocabulary of images.
+
+    Args:
+        config: the model's.
+    """
     if family(config.model_type).images:
         vars(tokenizer)["image_vocabulary"] = ImageVocabulary(path, int(config.image_token_id))

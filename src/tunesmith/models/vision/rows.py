@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -88,11 +88,17 @@ class ImageRows:
     def add(self, name: str, source: Path | bytes, digest: bytes, grid: tuple[int, int]) -> Image:
         """Give a new image the next ids. Args: grid: its rows of features, down and across."""
         image = Image(name, source, digest, *grid, self._stop)
-        self._images.append(image)
-        self._firsts.append(image.first)
-        self._known[digest] = image
-        self._stop += len(image)
+        self.extend([image])
         return image
+
+    def extend(self, images: Iterable[Image]) -> None:
+        """Add images as another process knows them, in their order."""
+        for image in images:
+            assert image.first == self._stop, "the processes of a run know the same images"
+            self._images.append(image)
+            self._firsts.append(image.first)
+            self._known[image.digest] = image
+            self._stop += len(image)
 
     @property
     def all(self) -> Sequence[Image]:
@@ -149,6 +155,23 @@ class ImageRows:
         rotary[1, rows] += down
         rotary[2, rows] += across
         return rotary
+
+
+@dataclass(slots=True)
+class UnsentImages:
+    """The images that another process does not know yet."""
+
+    rows: ImageRows | None
+    """None: there are none."""
+    _sent: int = field(default=0, init=False)
+
+    def take(self) -> Sequence[Image]:
+        """Those to send now; they are sent once."""
+        if self.rows is None:
+            return ()
+        new = self.rows.all[self._sent :]
+        self._sent += len(new)
+        return new
 
 
 def image_of(token_ids: Sequence[int]) -> int:

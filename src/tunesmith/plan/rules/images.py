@@ -25,12 +25,11 @@ def images(s: Situation[RunConfig]) -> Iterator[Problem]:
             f"these do: {', '.join(COMMANDS)}. Leave the images out",
         )
         return
-    devices = s.devices
-    if devices.trainer_ranks > 1 or devices.machines > 1:
-        yield s.clash("system.trainer_ranks", _alone("one trainer process"))
-    if devices.zero_stage or s.system.offload_parameters:
-        key = "system.zero_stage" if devices.zero_stage else "system.offload_parameters"
-        yield s.clash(key, _alone("a model that is whole on its device"))
+    if s.devices.sequence > 1:
+        yield s.clash(
+            "system.sequence_parallel.size",
+            _alone("ranks that do not share a sequence: leave it out"),
+        )
 
 
 @rule(RLConfig)
@@ -41,12 +40,6 @@ def images_of_rollouts(s: Situation[RLConfig]) -> Iterator[Problem]:
     devices = s.devices
     if devices.engine.third_party:
         yield s.clash(ENGINE, _alone("the embedded engine: set system.engine = 'local'"))
-    elif devices.engines_apart:
-        yield Problem(
-            ("system.engine_process", "system.engines", "system.cluster"),
-            "the embedded engine has a process of its own, and "
-            + _alone("one in the trainer's process").removeprefix(": "),
-        )
     if config.system.draft_model is not None:
         yield s.clash("system.draft_model", ": the data has images, which a draft does not see")
     if config.environment.used:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tunesmith.errors import EngineError, EngineLostError, TunesmithError, boundary
 from tunesmith.learn.usercode.far import STARTING, Far
+from tunesmith.models.vision.rows import Image, ImageRows, UnsentImages
 from tunesmith.run.engines.base import EngineStats, RolloutEngine
 from tunesmith.run.engines.partial import FOLLOWER, PartialCompletion, Tokens, follow
 from tunesmith.run.weights.base import Offer
@@ -32,6 +33,8 @@ TAKING = 1800.0
 
 TakeWeights = Callable[[Offer], Awaitable[None]]
 """Puts offered weights where the engine reads them; other requests are answered meanwhile."""
+TakeImages = Callable[[Sequence[Image]], None]
+"""Learns of images before the prompts that have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class EngineHost:
 
     engine: RolloutEngine
     take_weights: TakeWeights
+    take_images: TakeImages = lambda _: None
     unfinished: dict[int, PartialCompletion] = field(default_factory=dict[int, PartialCompletion])
     """By the numbers of their requests."""
 
@@ -49,8 +53,14 @@ class EngineHost:
             return await getattr(self.engine, method)(*args), self.engine.stats()
 
     async def generate(
-        self, number: int, prompt_ids: Sequence[int], sampling: Sampling
+        self,
+        number: int,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        images: Sequence[Image] = (),
     ) -> tuple[Completion, EngineStats]:
+        """Args: images: those that earlier requests have not brought."""
+        self.take_images(images)
         FOLLOWER.set(partial(self.unfinished.__setitem__, number))
         try:
             return await self.ask("generate", prompt_ids, sampling)
@@ -78,10 +88,12 @@ class FarEngine:
     Args:
         keeps: if the engine is lost, a request ends with the tokens that are known of it,
             ``finish_reason="abort"``; others are lost with the engine.
+        images: those of the run, which the engine gets with the requests.
     """
 
-    def __init__(self, far: Far, *, keeps: bool = False) -> None:
+    def __init__(self, far: Far, *, keeps: bool = False, images: ImageRows | None = None) -> None:
         self.far = far
+        self._unsent = UnsentImages(images)
         self._stats = EngineStats()
         self._keeps = keeps
         self._numbers = count()
@@ -102,6 +114,7 @@ class FarEngine:
         timeout: float = STARTING,
         *,
         keeps: bool = False,
+        images: ImageRows | None = None,
     ) -> FarEngine:
         """Build the engine in its process.
 
@@ -122,7 +135,7 @@ class FarEngine:
             ):  # a restart would exit again
                 raise EngineError(str(error)) from None
             raise
-        return cls(far, keeps=keeps)
+        return cls(far, keeps=keeps, images=images)
 
     @property
     def name(self) -> str:
@@ -138,7 +151,8 @@ class FarEngine:
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._follow())
         try:
-            return await self._ask("generate", number, list(prompt_ids), sampling)
+            images = self._unsent.take()
+            return await self._ask("generate", number, list(prompt_ids), sampling, images)
         except EngineLostError:
             if self._keeps and known.token_ids:
                 return known.completion("abort")

@@ -28,13 +28,18 @@ def open_placement(run: OpenRun[Any, Any]) -> Placement:
     plan = run.plan
     devices = plan.devices
     if devices.cluster == "ray":
-        return _ray(plan)
+        return _ray(plan, run.tokenizer)
     met = meeting()
     if met and max(devices.trainer_ranks, devices.machines) > 1:
         gpus = local_gpus(devices)
         places = devices.engine_places(plan.gpus) if devices.machines > 1 else ()
         starter = LaunchedProcesses(met, gpus, places)
-        return Launched(starter, own_gpus="rollout" in gpus, run_dir=run.directory.path)
+        return Launched(
+            starter,
+            own_gpus="rollout" in gpus,
+            run_dir=run.directory.path,
+            tokenizer=run.tokenizer,
+        )
     return on_this_machine(plan, run.tokenizer, devices.trainer_ranks)
 
 
@@ -50,11 +55,11 @@ def on_this_machine(plan: AnyPlan, tokenizer: Any = None, ranks: int = 1) -> Pla
     return Processes(LocalProcesses(gpus), own_gpus="rollout" in gpus, tokenizer=tokenizer)
 
 
-def _ray(plan: AnyPlan) -> Placement:
+def _ray(plan: AnyPlan, tokenizer: object) -> Placement:
     from tunesmith.run.processes.ray_cluster import RayCluster
 
     devices = plan.devices
     wanted = bundles(devices)
     print(f"Ray: {', '.join(f'{n} {role}' for role, n in processes(devices).items())}", flush=True)
     with long_wait("starting or joining the Ray cluster"):
-        return Ray(RayCluster.open(plan.said.system, wanted))
+        return Ray(RayCluster.open(plan.said.system, wanted), tokenizer=tokenizer)

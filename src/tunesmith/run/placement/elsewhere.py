@@ -11,6 +11,7 @@ from tunesmith.config.system import Role
 from tunesmith.costs import PeakRates
 from tunesmith.errors import EngineLostError, RewardError, TrainerLostError
 from tunesmith.learn.usercode.far import Far, gather
+from tunesmith.models.vision.processing import image_rows
 from tunesmith.plan.cluster import NAMES
 from tunesmith.records.timeline import Timeline
 from tunesmith.records.waits import long_wait
@@ -39,13 +40,21 @@ class Elsewhere(Placement):
     Args:
         own_address: returns the address of the machine on which it is called, as the run's other
             processes reach it.
+        tokenizer: the run's.
     """
 
     restarts = True
 
-    def __init__(self, starter: Starter, own_address: Callable[[], str] = launched_address) -> None:
+    def __init__(
+        self,
+        starter: Starter,
+        own_address: Callable[[], str] = launched_address,
+        tokenizer: object = None,
+    ) -> None:
         self.starter = starter
         self._own_address = own_address
+        self._tokenizer = tokenizer
+        self._images = image_rows(tokenizer)
 
     def trainer(self, spec: TrainerSpec) -> Trained:
         """The ranks of a trainer, which train one model together, and its reference if that has
@@ -60,7 +69,7 @@ class Elsewhere(Placement):
         references = self._references(spec.reference_apart) if spec.reference_apart else []
         one: PeakRates = ranks[0].get("limits")
         return Trained(
-            RankedBackend(ranks, references, spec.model.sequence.size),
+            RankedBackend(ranks, references, spec.model.sequence.size, self._images),
             PeakRates(spec.ranks * one.flops_per_second, spec.ranks * one.bytes_per_second),
             WeightSource(plane=FarPlane(*ranks[: spec.plane.publishers]) if spec.plane else None),
         )
@@ -83,7 +92,9 @@ class Elsewhere(Placement):
                     self.starter.spawn, "rollout", EngineLostError, spec.python
                 )
                 keeps = spec.pool.keeps
-                return await FarEngine.start(far, spec.build, spec.patience, keeps=keeps)
+                return await FarEngine.start(
+                    far, spec.build, spec.patience, keeps=keeps, images=self._images
+                )
 
         return EnginePool(
             start,
@@ -138,8 +149,8 @@ class OnThisMachine(Elsewhere):
         own_gpus: whether engines have GPUs of their own.
     """
 
-    def __init__(self, starter: Starter, *, own_gpus: bool) -> None:
-        super().__init__(starter)
+    def __init__(self, starter: Starter, *, own_gpus: bool, tokenizer: object = None) -> None:
+        super().__init__(starter, tokenizer=tokenizer)
         self._own_gpus = own_gpus
 
     def engine(

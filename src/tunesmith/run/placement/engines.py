@@ -165,7 +165,7 @@ class LocalSpec(EngineSpec):
             update=weights.update,
             weights=weights.offloaded() if weights.on_gpu and whole else None,
         )
-        return EngineHost(engine, weights.take)
+        return EngineHost(engine, weights.take, weights.model.take_images)
 
 
 class ArrivingWeights:

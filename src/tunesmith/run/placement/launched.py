@@ -22,8 +22,10 @@ class Launched(OnThisMachine):
 
     restarts = False  # the launcher ends all processes when one has ended
 
-    def __init__(self, starter: LaunchedProcesses, *, own_gpus: bool, run_dir: Path) -> None:
-        super().__init__(starter, own_gpus=own_gpus)
+    def __init__(
+        self, starter: LaunchedProcesses, *, own_gpus: bool, run_dir: Path, tokenizer: object = None
+    ) -> None:
+        super().__init__(starter, own_gpus=own_gpus, tokenizer=tokenizer)
         self._launched = starter
         self._run_dir = run_dir
 

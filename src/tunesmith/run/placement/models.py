@@ -53,7 +53,7 @@ class TokenizerSpec:
         from transformers.utils import logging
 
         from tunesmith.learn.data.chat_defaults import set_defaults
-        from tunesmith.models.source import load_tokenizer
+        from tunesmith.models.source import load_config, load_tokenizer
         from tunesmith.models.vision.processing import attach_vocabulary
 
         logging.disable_progress_bar()  # its bars would be drawn over ours
@@ -68,7 +68,8 @@ class TokenizerSpec:
                 )
             facts = known_model_facts(self.path)
             set_rows(tokenizer, facts.vocab_size if facts else None)
-            attach_vocabulary(tokenizer, self.path, trust_remote_code=self.trust_remote_code)
+            config = load_config(self.path, trust_remote_code=self.trust_remote_code)
+            attach_vocabulary(tokenizer, self.path, config)
             check_end(self.path, tokenizer)
             if template is HERMES:
                 check_chatml(tokenizer)
@@ -152,7 +153,7 @@ class ModelSpec:
                 trains=not self.frozen and self.lora is None,
                 experts=self.experts,
             )
-            model.see_images()
+            model.take_images()
         self._share_sequences(model)
         if isinstance(self.compile, str):
             model.compile_layers(self.compile)

@@ -20,5 +20,10 @@ class Ray(Elsewhere):
 
     scores_elsewhere = True
 
-    def __init__(self, starter: Starter, own_address: Callable[[], str] = node_address) -> None:
-        super().__init__(starter, own_address)
+    def __init__(
+        self,
+        starter: Starter,
+        own_address: Callable[[], str] = node_address,
+        tokenizer: object = None,
+    ) -> None:
+        super().__init__(starter, own_address, tokenizer)

@@ -3,6 +3,7 @@ head; and of a reference in its own processes. Torch is imported on use."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from tunesmith.models.causal_lm import CausalLM
+    from tunesmith.models.vision.rows import Image
     from tunesmith.run.trainers.passes import Passes
     from tunesmith.run.trainers.torch import TorchBackend
     from tunesmith.run.weights.base import Plane
@@ -94,6 +96,9 @@ class TrainerPart:
     limits: PeakRates | None
     """Peak rates of the device, on the first rank only."""
     plane: Plane | None
+
+    def take_images(self, images: Sequence[Image]) -> None:
+        self.backend.model.take_images(images)
 
     def weights(self) -> dict[str, Tensor]:
         """All weights, on the first rank; all ranks of a sharded model call this together."""
@@ -220,6 +225,9 @@ class ReferencePart:
 
     passes: Passes[CausalLM]
     rank: int
+
+    def take_images(self, images: Sequence[Image]) -> None:
+        self.passes.model.take_images(images)
 
     def take(self, weights: dict[str, Tensor]) -> None:
         from tunesmith.models.parallel.shard_files import fill

@@ -16,6 +16,7 @@ from tunesmith.learn.algorithms.objective import Objective
 from tunesmith.learn.data.batch import Floats
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.learn.usercode.far import Far, gather, submit_all
+from tunesmith.models.vision.rows import ImageRows, UnsentImages
 from tunesmith.records.timeline import Timeline, rank_lane
 from tunesmith.run.trainers.base import Metrics, Quantity
 
@@ -33,6 +34,7 @@ class RankedBackend:
             are split among them.
         sequence: how many consecutive ranks share a micro-batch; each of them returns the combined
             result.
+        images: those of the run, which the replicas and references get before their tokens.
 
     Raises:
         TrainerLostError: from every method, when the process of a rank or of the reference has
@@ -40,13 +42,18 @@ class RankedBackend:
     """
 
     def __init__(
-        self, replicas: Sequence[Far], references: Sequence[Far] = (), sequence: int = 1
+        self,
+        replicas: Sequence[Far],
+        references: Sequence[Far] = (),
+        sequence: int = 1,
+        images: ImageRows | None = None,
     ) -> None:
         self.replicas = replicas
         self.references = references
         self.sequence = sequence
         self.cost: CostModel = self.first.get("backend.cost")
         self.optimizer_steps: int = self.first.get("backend.optimizer_steps")
+        self._unsent = UnsentImages(images)
         self._reference_is_new = False
         self.timeline: Timeline | None = None
         """Gets a span for each call of a rank, in the rank's lane."""
@@ -63,6 +70,7 @@ class RankedBackend:
     def score(
         self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False
     ) -> Floats:
+        self._send_images()
         if reference and self.references:
             count = len(self.references)
             shares = (packing.for_rank(n, count, columns=False) for n in range(count))
@@ -73,10 +81,18 @@ class RankedBackend:
         return np.sum(parts, axis=0)
 
     def forward_backward(self, packing: Packing, objective: Objective) -> Metrics:
+        self._send_images()
         return _sum(self._parts(packing, "backend.forward_backward", objective))
 
     def evaluate(self, packing: Packing, objective: Objective) -> Metrics:
+        self._send_images()
         return _sum(self._parts(packing, "backend.evaluate", objective))
+
+    def _send_images(self) -> None:
+        new = self._unsent.take()
+        if new:
+            fars = [*self.replicas, *self.references]
+            self._gather(far.submit("take_images", new) for far in fars)
 
     def _parts(
         self, packing: Packing, name: str, *args: Any, columns: bool = True, **kwargs: Any

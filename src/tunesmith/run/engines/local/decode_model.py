@@ -88,7 +88,7 @@ class DecodeModel:
             assert self._model.adapter is not None
             module = self._model.adapter.merged()
             self._merged = CausalLM(module, self._model.tokenizer)
-            self._merged.vision = self._model.vision
+            self._merged.towers = self._model.towers
         return self._merged
 
 
