@@ -24,8 +24,9 @@ from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.types import Completion, Sample, Sampling
 
 
-def test_another_image_changes_its_own_sequences_alone(tmp_path: Path) -> None:
-    path = save_vision_model(tmp_path / "m")
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
+def test_another_image_changes_its_own_sequences_alone(tmp_path: Path, model_type: str) -> None:
+    path = save_vision_model(tmp_path / "m", model_type)
     model, vocabulary = load_vision_model(path, [picture(0), picture(1), picture(2)])
     a, b, c = ([*image.token_ids] for image in vocabulary.rows.all)
     assert len(a) == len(b) == len(c)

@@ -168,7 +168,7 @@ _QWEN_VISION = {
     "patch_size": 14,
 }
 MULTIMODAL: dict[str, dict[str, Any]] = {
-    "gemma3": {"vision_config": _VISION, "mm_tokens_per_image": 4},
+    "gemma3": {"vision_config": {**_VISION, "image_size": 112}, "mm_tokens_per_image": 16},
     "mistral3": {"vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 8}},
     "qwen2_5_vl": {"vision_config": {**_QWEN_VISION, "fullatt_block_indexes": [1]}},
     "qwen3_vl": {

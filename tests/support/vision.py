@@ -29,23 +29,52 @@ CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 VOCABULARY = 320
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+SQUARE_TOKENS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+SQUARE_CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
+    "{% if p['type'] == 'image' %}<start_of_image>"
+    "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Gemma 3's: its processor, not its template, writes the rest of an image's place."""
+FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def save_vision_model(path: Path, model_type: str = "qwen3_vl", **overrides: Any) -> Path:
     """A tiny vision model in float32, as published, with its tokenizer and image processor."""
-    tokenizer = tiny.tokenizer(CHAT)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(TOKENS)})
-    ids: Any = tokenizer.convert_tokens_to_ids(list(TOKENS))
+    square = model_type == "gemma3"
+    tokens = list(SQUARE_TOKENS if square else TOKENS)
+    tokenizer = tiny.tokenizer(SQUARE_CHAT if square else CHAT)
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    ids: Any = tokenizer.convert_tokens_to_ids(tokens)
     start, end, pad = ids
     module = module_of(model_type, vocab_size=VOCABULARY, **overrides)
     module.config.image_token_id = pad
-    module.config.vision_start_token_id = start
-    module.config.vision_end_token_id = end
+    if square:
+        module.config.boi_token_id = start
+        module.config.eoi_token_id = end
+    else:
+        module.config.vision_start_token_id = start
+        module.config.vision_end_token_id = end
     module.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    vision = module.config.vision_config
-    processor = {
+    processor = _square_processor if square else _patch_processor
+    settings = processor(module.config.vision_config)
+    (path / "preprocessor_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return path
+
+
+def _square_processor(vision: Any) -> dict[str, Any]:
+    side = vision.image_size
+    return {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": side, "width": side},
+    }
+
+
+def _patch_processor(vision: Any) -> dict[str, Any]:
+    return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": vision.patch_size,
         "temporal_patch_size": vision.temporal_patch_size,
@@ -54,8 +83,6 @@ def save_vision_model(path: Path, model_type: str = "qwen3_vl", **overrides: Any
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    (path / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
-    return path
 
 
 def load_vision_model(path: Path, pictures: list[bytes]) -> tuple[CausalLM, ImageVocabulary]:
@@ -109,7 +136,10 @@ def one_by_one(
         if images:
             pictures = [Image.open(io.BytesIO(image.read())) for image in images.values()]
             kwargs = dict(processor(images=pictures, return_tensors="pt"))
-            kwargs["mm_token_type_ids"] = seen.long()[None]
+            kwargs.pop("num_crops", None)
+            kwargs["mm_token_type_ids" if "image_grid_thw" in kwargs else "token_type_ids"] = (
+                seen.long()[None]
+            )
         ids = ids.masked_fill(seen, vocabulary.placeholder)
         module.model.rope_deltas = None
         logits = module(input_ids=ids[None], use_cache=False, **kwargs).logits[0, :-1]

@@ -74,9 +74,19 @@ AttentionMaskInterface.register(ATTENTION_NAME, lambda *_, **__: None)  # pyrigh
 
 class Eager:
     """A softmax over the path of each segment, in plain torch: any rule, any device, ``T²`` memory
-    per segment."""
+    per segment.
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:  # noqa: ARG002
+    Args:
+        images: see ``ForestAttention``.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        device: torch.device,  # noqa: ARG002
+        images: Tensor | None = None,
+    ) -> None:
+        self._images = images
         self.lengths = [s.length for s in segments]
         self.paths: list[list[int]] = []
         for i, segment in enumerate(segments):
@@ -93,13 +103,19 @@ class Eager:
         # size.
         keys = key.split(self.lengths)
         values = value.split(self.lengths)
+        images = [None] * len(self.lengths)
+        if self._images is not None:
+            images = self._images.split(self.lengths)
         outs: list[Tensor] = []
-        for q, path in zip(query.split(self.lengths), self.paths, strict=True):
+        for q, path, own in zip(query.split(self.lengths), self.paths, images, strict=True):
             k = torch.cat([keys[j] for j in path])
             v = torch.cat([values[j] for j in path])
             at = torch.arange(len(k), device=q.device)
             distance = at[len(k) - len(q) :, None] - at
-            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            hidden = distance < 0
+            if own is not None:
+                hidden[:, len(k) - len(q) :] &= ~same_image(own)
+            hidden = hidden if window is None else hidden | (distance >= window)
             scores = torch.einsum("tkgd,skd->kgts", q.unflatten(1, (-1, groups)) * scale, k)
             scores = scores.to(torch.promote_types(q.dtype, torch.float32))
             if softcap is not None:
@@ -111,14 +127,24 @@ class Eager:
         return torch.cat(outs) if outs else torch.zeros_like(query)
 
 
+def same_image(images: Tensor) -> Tensor:
+    """``[n, n]`` bool: which of ``[n]`` tokens are rows of one image."""
+    return (images[:, None] == images) & (images >= 0)
+
+
 KERNELS: tuple[type[Kernel], ...] = (CpuFlash, CudaFlash, CudaFlex, Eager)
 """In order of preference: the first that supports the query and the rule computes the attention."""
 
 
 class ForestAttention:
-    """An ``AttentionContext`` in which every token sees its own path through the forest."""
+    """An ``AttentionContext`` in which every token sees its own path through the forest.
 
-    def __init__(self, forest: Forest | Sequence[Segment]) -> None:
+    Args:
+        images: ``[T]``, a number for the rows of each image, which see each other too, and -1 for
+            other tokens; None: no token sees later ones.
+    """
+
+    def __init__(self, forest: Forest | Sequence[Segment], images: Tensor | None = None) -> None:
         self.segments = tuple(forest.segments if isinstance(forest, Forest) else forest)
         ends: list[int] = []  # tokens on the path of each segment
         for segment in self.segments:
@@ -128,6 +154,9 @@ class ForestAttention:
         self._orders: dict[int, tuple[list[Segment], Tensor]] = {}
         """Segments within chunks of a size, and the rows in their order."""
         self._levels: list[ForestLevel] = []
+        self._both_ways = None
+        if images is not None:
+            self._both_ways = Eager(self.segments, images.device, images)
 
     def attend(
         self,
@@ -140,6 +169,9 @@ class ForestAttention:
         """See ``AttentionContext.attend``; every layer sees the same."""
         if rule.window is not None and rule.window >= self._longest_path:
             rule = rule._replace(window=None)
+        if self._both_ways is not None:
+            assert rule.chunk is None, "no family has both"
+            return self._both_ways.attend(query, key, value, rule)
         if rule.chunk is not None and rule.chunk < self._longest_path:
             return self._within_chunks(rule.chunk, query, key, value, rule._replace(chunk=None))
         return self._attend(self.segments, None, query, key, value, rule._replace(chunk=None))

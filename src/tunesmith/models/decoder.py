@@ -321,7 +321,8 @@ class Decoder:
             forest: ``laid_out`` or not; in a sequence group, a part of a forest that is.
         """
         forest = self.laid_out(forest)
-        attention: AttentionContext = ForestAttention(forest)
+        images = None if self.vision is None else self.vision.blocks(forest.token_ids)
+        attention: AttentionContext = ForestAttention(forest, images)
         if self.sequence is not None:
             attention = self.sequence.around(attention, forest)
         self.routing = None
@@ -341,10 +342,9 @@ class Decoder:
     def laid_out(self, forest: Forest) -> Forest:
         """The forest as the model computes it: with the positions that images have, and split by
         length if rotary frequencies depend on length."""
-        if self.vision is not None and forest.position_ids.dim() == 1:
-            positions = self.vision.positions(
-                forest.token_ids, forest.position_ids, forest.segments
-            )
+        vision = self.vision
+        if vision is not None and vision.tower.by_grid and forest.position_ids.dim() == 1:
+            positions = vision.positions(forest.token_ids, forest.position_ids, forest.segments)
             forest = replace(forest, position_ids=positions)
         return (
             forest

@@ -6,19 +6,20 @@ import base64
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
 from tests.support import tiny
-from tests.support.vision import CHAT, TOKENS, picture
+from tests.support.vision import CHAT, SQUARE_CHAT, SQUARE_TOKENS, TOKENS, picture
 from tunesmith.config.schema import DataSection
-from tunesmith.errors import DataError
+from tunesmith.errors import DataError, ModelError
 from tunesmith.learn.data.preference import load_pairs, load_steps
 from tunesmith.learn.data.prepare import load_samples, load_tasks
 from tunesmith.models.vision import processing
-from tunesmith.models.vision.processing import ImageVocabulary
+from tunesmith.models.vision.processing import ImageVocabulary, Squares, attach_vocabulary
 from tunesmith.models.vision.rows import FIRST_ROW
 
 PART = {"type": "image"}
@@ -76,6 +77,46 @@ def test_every_way_to_name_an_image_gives_the_same_tokens(tmp_path: Path, tokeni
     start, end, _ = tokenizer.convert_tokens_to_ids(list(TOKENS))
     at = found[0].index(FIRST_ROW)
     assert (found[0][at - 1], found[0][at + 6]) == (start, end)
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_gemmas_images_are_squares_in_the_text_of_its_processor(
+    tmp_path: Path, marks: bool
+) -> None:
+    """Args: marks: the template has ``{% generation %}`` tags, whose spans come after the image."""
+    template = SQUARE_CHAT
+    if marks:
+        own = "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>"
+        own += "{% endgeneration %}{% elif"
+        template = template.replace("{% if m['content'] is string", own + " m['content'] is string")
+        template = template.replace("{% endif %}<|im_end|>\n", "<|im_end|>{% endif %}\n")
+    made: Any = tiny.tokenizer(template)
+    made.add_special_tokens({"additional_special_tokens": list(SQUARE_TOKENS)})
+    begin, end, row = made.convert_tokens_to_ids(list(SQUARE_TOKENS))
+    settings = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    (tmp_path / "a.png").write_bytes(picture(0, 56, 84))
+    config = SimpleNamespace(
+        model_type="gemma3",
+        boi_token_id=begin,
+        eoi_token_id=end,
+        image_token_id=row,
+        mm_tokens_per_image=4,
+    )
+    attach_vocabulary(made, str(tmp_path), config)
+    talk = asked(PART, TEXT)["prompt"] + [{"role": "assistant", "content": "a disc"}]
+    data = section(tmp_path, {"messages": talk, "image": "a.png"})
+    (sample,) = load_samples(data, data.train, made).items
+    shown = made.decode(made.image_vocabulary.shown(sample.token_ids))
+    assert "user\n\n\n<start_of_image><image_soft_token><end_of_image>\n\nwhat?" in shown
+    rows = [token for token in sample.token_ids if token >= FIRST_ROW]
+    assert rows == [FIRST_ROW + at for at in range(4)]
+    learned = [t for t, own in zip(sample.token_ids, sample.loss_mask, strict=True) if own]
+    assert made.decode(learned) == "a disc<|im_end|>"
+    settings["do_pan_and_scan"] = True
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="do_pan_and_scan"):
+        Squares(str(tmp_path), 2)
 
 
 def test_images_have_no_loss_and_come_in_their_order(tmp_path: Path, tokenizer: Any) -> None:

@@ -24,6 +24,7 @@ from tunesmith.learn.data.images import IMAGE_MARK, with_parts
 from tunesmith.learn.data.tokens import Span
 from tunesmith.learn.data.trie import common_length
 from tunesmith.learn.data.values import Tools
+from tunesmith.models.vision.processing import vocabulary_of
 from tunesmith.types import Message, Tokenizer
 
 OPENING = 40
@@ -113,13 +114,19 @@ class ChatTemplate:
             name = "name one that has with model.chat_template, such as 'hermes' for ChatML models"
             raise DataError(f"the chat template has no place for tools: {name}")
         with _refusal(messages):
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 list(map(with_parts, messages)),
                 tools,
                 add_generation_prompt=prompt,
                 tokenize=False,
                 **self.options,
             )
+        return self._with_images(text)
+
+    def _with_images(self, text: str) -> str:
+        """The template's text with what a processor writes in the place of each image."""
+        vocabulary = vocabulary_of(self.tokenizer)
+        return text if vocabulary is None else vocabulary.rendered(text)
 
     def whole(
         self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False
@@ -340,9 +347,11 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **self.options},
             )
-        text = rendered[0][0]
+        raw = rendered[0][0]
+        text = self._with_images(raw)
         same = common_length(before, text)
-        spans = tuple((a, b) for a, b in rendered[1][0] if a >= same and b > a)
+        marked = [[len(self._with_images(raw[:end])) for end in span] for span in rendered[1][0]]
+        spans = tuple((a, b) for a, b in marked if a >= same and b > a)
         if not spans:
             raise DataError(
                 "the chat template's {% generation %} tags do not mark the assistant's turn in "

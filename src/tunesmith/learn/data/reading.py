@@ -137,7 +137,7 @@ class Reading:
         images = _opened(examples, tokenizer, goal, report)
         vocabulary = vocabulary_of(tokenizer)
         if vocabulary is not None and template is not None:
-            mark = decode(tokenizer, [vocabulary.placeholder])
+            mark = vocabulary.mark or decode(tokenizer, [vocabulary.placeholder])
             examples = [with_places(e, mark) if e.images else e for e in examples]
         examples = [e for e in examples if e.id in images or not e.images]
         lines += [[image.digest.hex() for image in some] for some in images.values()]

@@ -10,6 +10,7 @@ import io
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,7 +35,7 @@ class Pixels(Protocol):
         """The rows of features that the tower makes of a picture, down and across."""
         ...
 
-    def of(self, picture: Picture) -> tuple[Tensor, Tensor]:
+    def of(self, picture: Picture) -> tuple[Tensor, ...]:
         """The tower's arguments."""
         ...
 
@@ -42,12 +43,8 @@ class Pixels(Protocol):
 class Patches:
     """The patches of a picture at its own resolution (Qwen)."""
 
-    def __init__(self, path: str | Path) -> None:
-        from transformers import AutoImageProcessor
-
-        with boundary(ModelError, f"cannot load the image processor of '{path}'", Exception):
-            loaded = AutoImageProcessor.from_pretrained(path, backend="pil")
-        self._processor: Any = loaded
+    def __init__(self, path: str) -> None:
+        self._processor = _processor_of(path)
 
     def grid(self, picture: Picture) -> tuple[int, int]:
         """See ``Pixels``."""
@@ -64,10 +61,42 @@ class Patches:
         )
         return height // unit, width // unit
 
-    def of(self, picture: Picture) -> tuple[Tensor, Tensor]:
+    def of(self, picture: Picture) -> tuple[Tensor, ...]:
         """Patches, and the grid of patches ``(time, down, across)``."""
         made = self._processor(images=[picture], return_tensors="pt")
         return made["pixel_values"], made["image_grid_thw"]
+
+
+class Squares:
+    """Pictures scaled to one square (Gemma 3).
+
+    Args:
+        side: the rows of features of each, down and across.
+    """
+
+    def __init__(self, path: str, side: int) -> None:
+        self._processor = _processor_of(path)
+        self._side = side
+        if self._processor.do_pan_and_scan:
+            raise ModelError(
+                f"the image processor of '{path}' cuts pictures up (do_pan_and_scan), and they are "
+                "seen whole here: set it to false in preprocessor_config.json"
+            )
+
+    def grid(self, picture: Picture) -> tuple[int, int]:  # noqa: ARG002
+        """See ``Pixels``."""
+        return self._side, self._side
+
+    def of(self, picture: Picture) -> tuple[Tensor, ...]:
+        """See ``Pixels``."""
+        return (self._processor(images=[picture], return_tensors="pt")["pixel_values"],)
+
+
+def _processor_of(path: str) -> Any:
+    from transformers import AutoImageProcessor
+
+    with boundary(ModelError, f"cannot load the image processor of '{path}'", Exception):
+        return AutoImageProcessor.from_pretrained(path, backend="pil")
 
 
 @dataclass(slots=True)
@@ -80,7 +109,13 @@ class ImageVocabulary:
     path: str
     """The model's."""
     placeholder: int
-    """The token that stands for an image in a rendered text."""
+    """The token that stands for an image in a text."""
+    side: int | None = None
+    """The rows of features of every image, down and across; None: an image has its own."""
+    mark: str = ""
+    """What a chat template writes for an image; empty: the placeholder."""
+    written: str = ""
+    """What stands in a text for each ``mark``."""
     rows: ImageRows = field(default_factory=ImageRows)
     towers: dict[Hashable, object] = field(default_factory=dict[Hashable, object], repr=False)
     """Those that see the images; a policy and its reference share one."""
@@ -90,8 +125,12 @@ class ImageVocabulary:
     def pixels(self) -> Pixels:
         if self._pixels is None:
             _require_pillow()
-            self._pixels = Patches(self.path)
+            self._pixels = Squares(self.path, self.side) if self.side else Patches(self.path)
         return self._pixels
+
+    def rendered(self, text: str) -> str:
+        """A chat template's text with what stands for each image."""
+        return text.replace(self.mark, self.written) if self.mark else text
 
     def add(self, name: str, source: Path | bytes) -> Image:
         """An image of the data, which is opened and checked.
@@ -150,7 +189,7 @@ class ImageVocabulary:
                 next(left, None)
         return shown
 
-    def arguments(self, image: Image) -> tuple[Tensor, Tensor]:
+    def arguments(self, image: Image) -> tuple[Tensor, ...]:
         """What the tower takes of an image."""
         return self.pixels.of(picture_of(image.name, image.read()))
 
@@ -201,11 +240,19 @@ def image_rows(tokenizer: object) -> ImageRows | None:
     return vocabulary and vocabulary.rows
 
 
-def attach_vocabulary(tokenizer: object, path: str, config: Any) -> None:
+def attach_vocabulary(tokenizer: Any, path: str, config: Any) -> None:
     """Give the tokenizer of a model with a tower a vocabulary of images.
 
     Args:
         config: the model's.
     """
-    if family(config.model_type).images:
-        vars(tokenizer)["image_vocabulary"] = ImageVocabulary(path, int(config.image_token_id))
+    if not family(config.model_type).images:
+        return
+    vocabulary = ImageVocabulary(path, int(config.image_token_id))
+    if config.model_type == "gemma3":
+        ids = [config.boi_token_id, config.image_token_id, config.eoi_token_id]
+        begin, row, end = tokenizer.convert_ids_to_tokens(ids)
+        vocabulary.side = isqrt(config.mm_tokens_per_image)
+        vocabulary.mark = begin
+        vocabulary.written = f"\n\n{begin}{row}{end}\n\n"
+    vars(tokenizer)["image_vocabulary"] = vocabulary

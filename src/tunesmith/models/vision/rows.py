@@ -120,6 +120,17 @@ class ImageRows:
         offset = token_ids - first
         return offset // width, offset % width, index
 
+    def blocks(self, token_ids: Ints) -> Ints | None:
+        """``[T]``: numbers the places of images among tokens; -1 where there is text. None: there
+        is only text."""
+        rows = token_ids >= FIRST_ROW
+        if not rows.any():
+            return None
+        down, across, _ = self.places(token_ids[rows])
+        begins = np.zeros(len(token_ids), np.int64)
+        begins[rows] = (down == 0) & (across == 0)
+        return np.where(rows, begins.cumsum(), -1)
+
     def positions(
         self, token_ids: Ints, positions: Ints, segments: Sequence[tuple[int, int, int]]
     ) -> npt.NDArray[np.int64]:
@@ -183,6 +194,19 @@ def image_of(token_ids: Sequence[int]) -> int:
 def rows_in(token_ids: Sequence[int]) -> bool:
     """Whether there are rows of images among the tokens of a prompt."""
     return max(token_ids, default=0) >= FIRST_ROW
+
+
+def next_cut(token_ids: Sequence[int], start: int, most: int) -> int:
+    """The place of the last cut up to ``start + most`` that goes through no image; behind an image
+    that begins at ``start`` and is longer."""
+    place = min(len(token_ids), start + most)
+    while splits_image(token_ids, place):
+        place -= 1
+    if place <= start:
+        place = start + 1
+        while splits_image(token_ids, place):
+            place += 1
+    return place
 
 
 def splits_image(token_ids: Sequence[int], at: int) -> bool:

@@ -12,12 +12,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from transformers import AutoModel, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModel, Gemma3Config, PreTrainedConfig
 from transformers.initialization import no_init_weights
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
 from tunesmith.errors import ModelError
 from tunesmith.models.forest import Segment
@@ -30,12 +31,67 @@ KEPT_BYTES = 1 << 30
 """Features of images that stay in the host's memory."""
 
 
+class Tower(nn.Module):
+    """The parts of a model that see, under their names in it.
+
+    Args:
+        config: the model's.
+    """
+
+    by_grid: ClassVar[bool]
+    """Whether rotary positions are those of rows in the grid of their image (M-RoPE)."""
+    both_ways: ClassVar[bool]
+    """Whether the rows of an image see each other, and not only those before them."""
+
+    def forward(self, *arguments: Tensor) -> ImageFeatures:
+        """The features of one image. Args: arguments: those that ``Pixels.of`` makes."""
+        raise NotImplementedError
+
+
+class PatchTower(Tower):
+    """Qwen's."""
+
+    by_grid = True
+    both_ways = False
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.visual = AutoModel.from_config(config.vision_config)
+
+    def forward(self, *arguments: Tensor) -> ImageFeatures:
+        """See ``Tower``."""
+        pixels, grid = arguments
+        made = self.visual(pixels, grid_thw=grid, return_dict=True)
+        deep = getattr(made, "deepstack_features", None)
+        return ImageFeatures(made.pooler_output, tuple(deep or ()))
+
+
+class SquareTower(Tower):
+    """Gemma 3's."""
+
+    by_grid = False
+    both_ways = True
+
+    def __init__(self, config: Gemma3Config) -> None:
+        super().__init__()
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = Gemma3MultiModalProjector(config)
+
+    def forward(self, *arguments: Tensor) -> ImageFeatures:
+        """See ``Tower``."""
+        (pixels,) = arguments
+        made = self.vision_tower(pixel_values=pixels).last_hidden_state
+        return ImageFeatures(self.multi_modal_projector(made)[0])
+
+
 @dataclass(slots=True)
 class Vision:
     """A frozen tower, and the images that it sees."""
 
     vocabulary: ImageVocabulary
-    tower: PreTrainedModel
+    tower: Tower
+    dtype: torch.dtype
+    device: torch.device
     _kept: OrderedDict[int, ImageFeatures] = field(
         default_factory=OrderedDict[int, ImageFeatures], init=False, repr=False
     )
@@ -59,12 +115,12 @@ class Vision:
         Raises:
             ModelError: the weights are not those that the configuration describes.
         """
-        settings = config.vision_config
-        settings._attn_implementation = "sdpa"
+        config.vision_config._attn_implementation = "sdpa"
+        kind = SquareTower if config.model_type == "gemma3" else PatchTower
         with no_init_weights(), device:
-            tower = AutoModel.from_config(settings, dtype=dtype)
+            tower = kind(config).to(dtype)
         weights = {
-            name.partition(f"{part}.")[2]: tensor
+            f"{part}.{name.partition(f'{part}.')[2].removeprefix('vision_model.')}": tensor
             for part in towers.modules
             for name, tensor in towers.weights.items()
             if part in name.split(".")
@@ -77,7 +133,7 @@ class Vision:
                 f"{wrong[0]} is in one of them alone"
             )
         tower.load_state_dict(weights)
-        return cls(vocabulary, tower.eval().requires_grad_(False))
+        return cls(vocabulary, tower.eval().requires_grad_(False), dtype, device)
 
     def see(self, token_ids: Tensor) -> tuple[Tensor, SeenImages | None]:
         """Tokens ``[T]`` as the embedding takes them, and the rows of images among them."""
@@ -110,21 +166,24 @@ class Vision:
             while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
                 self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
         self._kept.move_to_end(image.first)
-        return features.map(lambda rows: rows.to(self.tower.device))
+        return features.map(lambda rows: rows.to(self.device))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _compute(self, image: Image) -> ImageFeatures:
-        pixels, grid = self.vocabulary.arguments(image)
-        device = self.tower.device
-        made = self.tower(
-            pixels.to(device, self.tower.dtype), grid_thw=grid.to(device), return_dict=True
-        )
-        features = ImageFeatures(
-            made.pooler_output, tuple(getattr(made, "deepstack_features", None) or ())
+        pixels, *rest = self.vocabulary.arguments(image)
+        features = self.tower(
+            pixels.to(self.device, self.dtype), *(each.to(self.device) for each in rest)
         )
         assert len(features.embedded) == len(image), "the grid was known when the data was read"
         return features.map(Tensor.cpu)
+
+    def blocks(self, token_ids: Tensor) -> Tensor | None:
+        """``ImageRows.blocks``, if the rows of an image see each other."""
+        if not self.tower.both_ways:
+            return None
+        blocks = self.vocabulary.rows.blocks(token_ids.cpu().numpy())
+        return None if blocks is None else torch.from_numpy(blocks).to(token_ids.device)
 
     def positions(
         self, token_ids: Tensor, positions: Tensor, segments: Sequence[Segment]

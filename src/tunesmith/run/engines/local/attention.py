@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunesmith.models.attention import ForestAttention
+from tunesmith.models.attention import ForestAttention, same_image
 from tunesmith.models.forest import PackedLengths, Segment
 from tunesmith.models.kernels.attention import AttentionRule, softmax
 from tunesmith.models.kernels.decoding import KVSpan, tables
@@ -57,9 +57,15 @@ def _carried(pieces: Sequence[Piece], device: torch.device) -> Iterator[CarriedP
 
 
 class PoolAttention:
-    """The ``AttentionContext`` of a pass over pieces: writes their keys and values, and attends."""
+    """The ``AttentionContext`` of a pass over pieces: writes their keys and values, and attends.
 
-    def __init__(self, memory: KVMemory, pieces: Sequence[Piece]) -> None:
+    Args:
+        images: as in ``ForestAttention``, for all pieces.
+    """
+
+    def __init__(
+        self, memory: KVMemory, pieces: Sequence[Piece], images: Tensor | None = None
+    ) -> None:
         self._memory = memory
         self._pieces = pieces
         self._lengths = [len(piece) for piece in pieces]
@@ -82,7 +88,11 @@ class PoolAttention:
         if self._device.type == "cuda" and not any(piece.positions[0] for piece in pieces):
             starts = [0, *accumulate(self._lengths)]
             runs = zip(starts, self._lengths, strict=False)
-            self._whole = ForestAttention([Segment(start, length, -1) for start, length in runs])
+            segments = [Segment(start, length, -1) for start, length in runs]
+            self._whole = ForestAttention(segments, images)
+        self._images: Sequence[Tensor | None] = [None] * len(pieces)
+        if images is not None:
+            self._images = images.split(self._lengths)
         if memory.layout.states:
             self._carried = list(_carried(pieces, self._device))
             self._carried_lengths = [sum(each.lengths) for each in self._carried]
@@ -119,17 +129,19 @@ class PoolAttention:
         parts = zip(
             self._pieces,
             self._contexts,
+            self._images,
             *(t.split(self._lengths) for t in (grouped, key, value)),
             strict=True,
         )
-        for piece, context, queries, *new in parts:
+        for piece, context, images, queries, *new in parts:
             keys, values = (
                 t.transpose(0, 1).to(dtype)
                 if piece.positions[0] == 0
                 else self._blocks(2 * place + i, context[0])[:, context[1]]
                 for i, t in enumerate(new)
             )
-            out.append(self._piece(queries.permute(1, 2, 0, 3), keys, values, rule))
+            grouped = queries.permute(1, 2, 0, 3)
+            out.append(self._piece(grouped, keys, values, rule, images))
         return torch.cat(out).to(query.dtype)
 
     def carry(self, layer: StatefulLayer, x: Tensor) -> Tensor:
@@ -182,19 +194,29 @@ class PoolAttention:
             self._masks[key] = seen[:, None, None]
         return self._masks[key]
 
-    def _piece(self, query: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule) -> Tensor:
+    def _piece(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rule: AttentionRule,
+        images: Tensor | None,
+    ) -> Tensor:
         """``[K, G, n, D]`` queries at the end of ``[K, c, D]`` keys and values; returns ``[n, H,
         D]``."""
         new = query.shape[2]
         context = keys.shape[1]
         keys, values = (t.unsqueeze(1).expand(-1, query.shape[1], -1, -1) for t in (keys, values))
         scale, window, softcap, sinks, chunk = rule
-        plain = softcap is None and sinks is None
+        plain = softcap is None and sinks is None and images is None
         if plain and new == context and context <= min(window or context, chunk or context):
             out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
         else:
             rule = with_sinks(rule, (len(self._heads), -1, 1, 1))
             seen = self._piece_sees(new, context, window, chunk)
+            if images is not None:
+                seen = seen.clone()
+                seen[:, context - new :] |= same_image(images).triu()  # rows behind have a window
             out = attend(query, keys, values, seen, rule)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from tunesmith.models.kernels.decoding import KVSpan
+from tunesmith.models.vision.rows import next_cut
 from tunesmith.run.engines.partial import RunningRequest
 from tunesmith.run.engines.step_thread import promise
 from tunesmith.types import Completion, ExpertChoices, FinishReason
@@ -149,21 +150,36 @@ class Piece:
         return range(self.prefix + self.start, self.prefix + self.stop)
 
 
-def split_pieces(pieces: Sequence[Piece], max_tokens: int) -> Iterator[list[Piece]]:
-    """Forward passes of at most ``max_tokens``; a piece longer than that is cut into chunks."""
+def split_pieces(
+    pieces: Sequence[Piece], max_tokens: int, *, whole_images: bool = False
+) -> Iterator[list[Piece]]:
+    """Forward passes of at most ``max_tokens``; a piece longer than that is cut into chunks.
+
+    Args:
+        whole_images: cut no image; one that is longer has a chunk for itself.
+    """
     batch: list[Piece] = []
     room = max_tokens
-    for piece in pieces:
-        for at in range(0, len(piece), max_tokens):
-            chunk = Piece(piece.owner, piece.start + at, piece.token_ids[at : at + max_tokens])
-            if len(chunk) > room:
-                yield batch
-                batch = []
-                room = max_tokens
-            batch.append(chunk)
-            room -= len(chunk)
+    for chunk in _chunks(pieces, max_tokens, whole_images=whole_images):
+        if batch and len(chunk) > room:
+            yield batch
+            batch = []
+            room = max_tokens
+        batch.append(chunk)
+        room -= len(chunk)
     if batch:
         yield batch
+
+
+def _chunks(pieces: Sequence[Piece], max_tokens: int, *, whole_images: bool) -> Iterator[Piece]:
+    for piece in pieces:
+        start = 0
+        while start < len(piece):
+            stop = start + max_tokens
+            if whole_images:
+                stop = next_cut(piece.token_ids, start, max_tokens)
+            yield Piece(piece.owner, piece.start + start, piece.token_ids[start:stop])
+            start = stop
 
 
 @dataclass(slots=True)

@@ -154,7 +154,9 @@ class Runner:
     def fill(self, pieces: Sequence[Piece]) -> Iterator[tuple[CachedPrompt | LocalRequest, Tensor]]:
         """Compute the pieces' keys and values; yields the hidden state ``[d]`` at the end of each,
         chunk by chunk."""
-        for batch in split_pieces(pieces, self._max_prefill_tokens):
+        vision = self.model.vision
+        whole = vision is not None and vision.tower.both_ways
+        for batch in split_pieces(pieces, self._max_prefill_tokens, whole_images=whole):
             lengths = torch.tensor([len(piece) for piece in batch], device=self.model.device)
             ends = self._read(batch, self.model).index_select(0, lengths.cumsum(0) - 1)
             for piece, end in zip(batch, ends, strict=True):
@@ -258,7 +260,8 @@ class Runner:
             else None
         )
         routing = Routing() if self.records_experts else None
-        attention = PoolAttention(self._memory, pieces)
+        images = None if self.model.vision is None else self.model.vision.blocks(tokens)
+        attention = PoolAttention(self._memory, pieces, images)
         hidden = model.hidden(tokens, positions, attention, lengths, routing)
         if routing is not None:
             _record(pieces, routing)
@@ -267,7 +270,7 @@ class Runner:
     def _positions(self, pieces: Sequence[Piece]) -> Tensor:
         """The rotary positions of all pieces: ``[T]``, or ``[3, T]`` where prompts have images."""
         vision = self.model.vision
-        if vision is None:
+        if vision is None or not vision.tower.by_grid:
             return torch.tensor([i for piece in pieces for i in piece.positions])
         found: list[Tensor] = []
         for piece in pieces:
