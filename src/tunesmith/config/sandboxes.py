@@ -9,6 +9,8 @@ from pydantic import Field
 from tunesmith.config.choice import Choice
 from tunesmith.config.values import Memory, PositiveInt, Size, Text, Url
 
+SECONDS = 10.0
+
 
 class Sandbox(Choice):
     """Limits that hold in every kind."""
@@ -18,8 +20,8 @@ class Sandbox(Choice):
     for_python: ClassVar[bool] = False
     """Whether tools and reward functions can run in it, besides programs."""
 
-    seconds: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds that a program may run."""
+    seconds: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that a program may run; None: 10, and an agent's command as long as its episode."""
     memory: Memory = "512MB"
     """Memory of a process, beyond the loaded interpreter."""
     processes: PositiveInt = 32
@@ -27,39 +29,48 @@ class Sandbox(Choice):
     files: Size = "64MB"
     """Size of the files that it may write, all together."""
     output: Size = "1MB"
-    """Output that is kept of a program; one that prints more has failed."""
+    """Output that is kept of a program; one that prints more has failed. An agent's is cut."""
     concurrency: PositiveInt | None = None
-    """Programs that run at once; None: as many as cores."""
+    """Programs that run at once; None: as many as cores, and agents as
+    ``environment.concurrency`` says."""
+
+    @property
+    def program_seconds(self) -> float:
+        return self.seconds or SECONDS
 
 
 class LocalSandbox(Sandbox):
     """A sandbox on this machine."""
 
     network: bool = False
-    """Whether internet sockets can be opened."""
+    """Whether internet sockets can be opened, in containers whether they have a network."""
+    env: tuple[Text, ...] = ()
+    """Environment variables that the code inside keeps."""
+
+
+class ReadingSandbox(LocalSandbox):
+    """A sandbox with files of this machine."""
+
     read: tuple[Text, ...] = ()
     """Further files and directories that can be read."""
 
 
-class ProcessSandbox(LocalSandbox):
+class ProcessSandbox(ReadingSandbox):
     """Namespaces, Landlock, seccomp and limits of Linux; nothing to install."""
 
     name = "process"
     use = "Linux, for tools, reward functions and programs"
     for_python = True
 
-    env: tuple[Text, ...] = ()
-    """Environment variables that tools and reward functions keep."""
 
-
-class Bubblewrap(LocalSandbox):
+class Bubblewrap(ReadingSandbox):
     """Programs in bubblewrap."""
 
     name = "bubblewrap"
     use = "programs, where bwrap is installed"
 
 
-class DockerSandbox(Sandbox):
+class DockerSandbox(LocalSandbox):
     """Programs in containers that are started ahead."""
 
     name = "docker"
@@ -69,8 +80,6 @@ class DockerSandbox(Sandbox):
     """It has to hold python3."""
     runtime: Text | None = None
     """A container runtime such as "runsc" (gVisor)."""
-    network: bool = False
-    """Whether containers have a network."""
 
 
 class HttpSandbox(Sandbox):

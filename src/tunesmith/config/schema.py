@@ -21,6 +21,7 @@ from tunesmith.config.section import Open, Section
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import (
     Beta,
+    Command,
     Count,
     GradNorm,
     Memory,
@@ -205,6 +206,17 @@ class EnvironmentSection(Section):
     """The class or agent that plays every task, or several by name, chosen by ``column``."""
     column: Text = "environment"
     """The column with the name of a task's environment, if there are several."""
+    command: Command | None = None
+    """A program that plays every task as an agent, in ``sandbox``: words, or a text that is split
+    into words as a shell does. ``{prompt}`` stands for the task's prompt, which is else its
+    standard input."""
+    folder: Text | None = None
+    """A directory of which the command gets a copy as its working directory."""
+    setup: Command | None = None
+    """A program that prepares the command's working directory."""
+    verify: Command | None = None
+    """A program that gives the reward after the command, in the same sandbox: by what it writes to
+    the file that ``TUNESMITH_REWARD`` names, else 1 if it ends with exit code 0, and else 0."""
     tools: tuple[Text, ...] = ()
     """``file.py:function`` of functions that the policy may call; they need types and
     docstrings."""
@@ -213,8 +225,8 @@ class EnvironmentSection(Section):
     max_tokens: PositiveInt | None = None
     """Longest conversation in an episode; None: the prompt and ``max_turns`` turns with answers."""
     timeout: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds that one call of ``reset``, ``step`` or a tool may take; ``rollout.timeout`` limits a
-    whole episode."""
+    """Seconds that one call of ``reset``, ``step`` or a tool may take, or ``setup`` or ``verify``;
+    ``rollout.timeout`` limits a whole episode."""
     isolation: Literal["process", "thread"] | None = None
     """Where environments and tools run: each episode in a process that can be killed, or in a
     thread of the run."""
@@ -236,7 +248,17 @@ class EnvironmentSection(Section):
 
     @property
     def used(self) -> bool:
-        return self.path is not None or bool(self.tools)
+        return self.plays or bool(self.tools)
+
+    @property
+    def plays(self) -> bool:
+        """Whether episodes are played by the user's code, or a program."""
+        return self.path is not None or self.command is not None
+
+    @property
+    def pays(self) -> bool:
+        """Whether episodes end with a reward of their own."""
+        return self.path is not None or self.verify is not None
 
 
 class SamplingKeys(Section):

@@ -4,11 +4,13 @@ with a unit."""
 from __future__ import annotations
 
 import re
+import shlex
+from itertools import pairwise
 from math import ceil, inf
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from tunesmith.errors import nearest
 from tunesmith.records.redact import redact
@@ -121,6 +123,35 @@ Size = Annotated[
 ]
 Memory = Annotated[
     str, AfterValidator(checked_memory), Field(description="a size such as '512MB' or '4GB'")
+]
+PROMPT = "{prompt}"
+"""In a command: the task's prompt."""
+_OF_A_SHELL = ("&&", "||", "|", ";", "&", ">", ">>", "<", "2>")
+
+
+def checked_command(value: object) -> object:
+    """A command as words; ValueError if only a shell understands it, or one would run a prompt."""
+    words = shlex.split(value) if isinstance(value, str) else value
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        return words
+    if not words or not words[0]:
+        raise ValueError("it is empty; name a program")
+    for word in words if isinstance(value, str) else ():
+        if word in _OF_A_SHELL or word.endswith(";"):
+            raise ValueError(f"no shell runs it, and '{word}' is a shell's; write sh -c '...'")
+    for before, word in pairwise(words):
+        if before in ("-c", "-lc") and PROMPT in word:
+            raise ValueError(
+                f"a shell would run {PROMPT}; read the prompt from standard input, as in "
+                "sh -c 'agent \"$(cat)\"'"
+            )
+    return tuple(words)
+
+
+Command = Annotated[
+    tuple[str, ...],
+    BeforeValidator(checked_command),
+    Field(description="a command as text or as a list of words"),
 ]
 Url = Annotated[
     str,

@@ -115,7 +115,8 @@ SETTINGS = (
         "effect",
         "environment.path environment.column environment.tools environment.max_turns "
         "environment.max_tokens environment.bad_call environment.split_special_tokens "
-        "environment.sandbox environment.sandbox.",
+        "environment.sandbox environment.sandbox. environment.command environment.folder "
+        "environment.setup environment.verify",
         "episodes are played with the new setting",
     ),
     Verdict(

@@ -56,17 +56,26 @@ LIMITS = Limits()
 
 
 async def listen(
-    factory: Callable[[], asyncio.Protocol], limits: Limits, host: str, port: int
+    factory: Callable[[], asyncio.Protocol],
+    limits: Limits,
+    host: str,
+    port: int,
+    listener: socket.socket | None = None,
 ) -> asyncio.Server:
-    """Serve with the protocols of ``factory``. A connection beyond the limit replaces one that is
-    idle."""
+    """Serve with the protocols of ``factory``, at an address or by a socket that listens already. A
+    connection beyond the limit replaces one that is idle."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # negative if unlimited
     most = limits.connections if files < 0 else min(limits.connections, files // 2)
     opened = dict[_Connection, None]()
     at_once = max(1, min(100, most // 4))  # asyncio accepts so many before they are counted
-    return await asyncio.get_running_loop().create_server(
-        lambda: _Connection(factory(), limits, opened, most), host, port, backlog=at_once
-    )
+
+    def connection() -> _Connection:
+        return _Connection(factory(), limits, opened, most)
+
+    create = asyncio.get_running_loop().create_server
+    if listener is not None:
+        return await create(connection, sock=listener, backlog=at_once)
+    return await create(connection, host, port, backlog=at_once)
 
 
 class _Connection(asyncio.Protocol):
@@ -197,9 +206,10 @@ def _closing_after(request: web.Request) -> Callable[[float | None], None]:
 @asynccontextmanager
 async def listening(
     app: web.Application,
-    host: str,
-    port: int,
+    host: str = "",
+    port: int = 0,
     *,
+    listener: socket.socket | None = None,
     limits: Limits,
     shutdown: float,
     cancels: bool = False,
@@ -208,6 +218,7 @@ async def listening(
     cannot be used.
 
     Args:
+        listener: a socket that listens already, instead of ``host`` and ``port``.
         shutdown: seconds for requests in progress to finish at the end.
         cancels: whether a handler is cancelled when its client disconnects.
     """
@@ -217,7 +228,7 @@ async def listening(
     await runner.setup()
     try:
         assert runner.server is not None
-        server = await listen(runner.server, limits, host, port)
+        server = await listen(runner.server, limits, host, port, listener)
         try:
             yield server.sockets[0].getsockname()[1]
         finally:

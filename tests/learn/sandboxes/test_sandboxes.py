@@ -253,7 +253,7 @@ def test_the_command_of_bubblewrap() -> None:
     assert {"--clearenv", "--die-with-parent", "--new-session"} <= {*command}
     assert words_after(command, "--size") == ["1000000"] and "--bind" not in command
     assert "/data" in words_after(command, "--ro-bind-try")
-    assert json.loads(command[-1])["RLIMIT_NPROC"] == 8
+    assert json.loads(command[-2])["RLIMIT_NPROC"] == 8
     assert start.environment is not None and start.environment.keys() == {"PATH"}
     assert (start.user is not None) == (os.geteuid() == 0)
     assert "--share-net" in bubblewrap(Bubblewrap(network=True)).command

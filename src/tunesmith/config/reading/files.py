@@ -279,6 +279,7 @@ _FILES: dict[str, Find] = {
     "environment.path": _code,
     "environment.path.{}": _code,
     "environment.tools.[]": _code,
+    "environment.folder": _existing,
 }
 """Every key that may be a path, and the function that locates it; ``[]`` is any item of a list,
 ``{}`` any key."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterable
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -76,6 +77,7 @@ class Endpoint:
         self._loop = asyncio.new_event_loop()
         self._serving = AsyncExitStack()
         self._host = host
+        self._limits = limits
         threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
         listens = listening(
             self._app(limits), host, port, limits=limits, shutdown=1.0, cancels=True
@@ -100,12 +102,29 @@ class Endpoint:
         finally:
             del self._policies[key]
 
+    @asynccontextmanager
+    async def reached_by(self, listener: socket.socket) -> AsyncGenerator[int]:
+        """Serve by another socket too, such as one in another network; gives its port."""
+        limits = self._limits
+        listens = listening(
+            self._app(limits), listener=listener.dup(), limits=limits, shutdown=0.0, cancels=True
+        )
+        port = await self._here(listens.__aenter__())
+        try:
+            yield port
+        finally:
+            await self._here(listens.__aexit__(None, None, None))
+
     def close(self) -> None:
         self._run(self._serving.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_SECONDS)
+
+    async def _here(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work`` in the server's thread."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def _app(self, limits: Limits) -> web.Application:
         guard = guarded(limits, None, refusal=_error, hosts=partial(is_served_name, self._host))

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -71,12 +71,11 @@ class Agent:
 
     async def play(self, rollout: Rollout, generate: Generate) -> None:
         task = rollout.task
-        conversation = Conversation(
-            rollout, generate, self.setting, self.setting.prompt_of(task), tools_in_data(task)
-        )
-        policy = EpisodePolicy(conversation, self.model)
-        arguments: dict[str, Any] = {**columns_of(task), "client": PolicyClient(policy)}
-        with closing(conversation), closing(policy), ExitStack() as served:
+        with (
+            policy_of(rollout, generate, self.setting, self.model, self.name) as policy,
+            ExitStack() as served,
+        ):
+            arguments: dict[str, Any] = {**columns_of(task), "client": PolicyClient(policy)}
             if OPPONENT in inspect.signature(self.function).parameters:
                 other = Conversation(Rollout(task), generate, self.setting, ())
                 second = served.enter_context(closing(EpisodePolicy(other, self.model)))
@@ -84,21 +83,38 @@ class Agent:
             if not OVER_HTTP.isdisjoint(inspect.signature(self.function).parameters):
                 base_url, key = served.enter_context(self.endpoint().open(policy))
                 arguments |= {"base_url": base_url, "api_key": key}
-            try:
-                with EpisodeCode(math.inf) as code:  # the rollout's deadline applies
-                    arguments = keywords_for(self.function, arguments)
-                    value = await code.run(self.name, self.function, **arguments)
-                if isinstance(value, StepResult):
-                    step = as_step(replace(value, done=True), self.name)
-                    rollout.metrics.update(step.metrics)
-                    value = step.reward
-                rollout.reward = as_reward(value, self.name)
-            except EpisodeError:
-                if conversation.failure is None:
-                    raise
-        if conversation.failure is not None:
-            raise conversation.failure  # the engine failed, even if the agent hid it
-        if not rollout.turns:
-            raise EpisodeError(f"{self.name} ended without a turn of the policy")
-        rollout.metrics["turns"] = float(conversation.turns)
-        rollout.metrics["forks"] = float(len(rollout.records) - 1)
+            with EpisodeCode(math.inf) as code:  # the rollout's deadline applies
+                arguments = keywords_for(self.function, arguments)
+                value = await code.run(self.name, self.function, **arguments)
+            if isinstance(value, StepResult):
+                step = as_step(replace(value, done=True), self.name)
+                rollout.metrics.update(step.metrics)
+                value = step.reward
+            rollout.reward = as_reward(value, self.name)
+
+
+@contextmanager
+def policy_of(
+    rollout: Rollout, generate: Generate, setting: EpisodeSettings, model: str, name: str
+) -> Generator[EpisodePolicy]:
+    """The policy of an episode that an agent plays, which checks at the end what came of it.
+
+    Raises:
+        EpisodeError: the policy was not asked.
+        Exception: the engine's, even if the agent hid it.
+    """
+    prompt = setting.prompt_of(rollout.task)
+    conversation = Conversation(rollout, generate, setting, prompt, tools_in_data(rollout.task))
+    policy = EpisodePolicy(conversation, model)
+    with closing(conversation), closing(policy):
+        try:
+            yield policy
+        except EpisodeError:
+            if conversation.failure is None:
+                raise
+    if conversation.failure is not None:
+        raise conversation.failure
+    if not rollout.turns:
+        raise EpisodeError(f"{name} ended without a turn of the policy")
+    rollout.metrics["turns"] = float(conversation.turns)
+    rollout.metrics["forks"] = float(len(rollout.records) - 1)

@@ -39,7 +39,7 @@ class Loaded:
 
     name: str
     reference: str
-    kind: Literal["agent", "native", "trl", "openrlhf", "tools"]
+    kind: Literal["agent", "command", "native", "trl", "openrlhf", "tools"]
     code: Any
     tools: Mapping[str, Tool] = field(default_factory=dict[str, Tool])
     """The run's tools that the policy may call in it."""

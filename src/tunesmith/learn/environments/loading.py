@@ -8,22 +8,26 @@ import types
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config import objects as user_code
 from tunesmith.config.reading.packages import PACKAGES, PackageName, package_name
+from tunesmith.config.sandboxes import LocalSandbox, ProcessSandbox
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import ConfigError, DataError, about, boundary, nearest
 from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.data.formats import Example
 from tunesmith.learn.data.values import Tools
 from tunesmith.learn.environments.agents import GIVEN, OPPONENT, OVER_HTTP, is_agent
+from tunesmith.learn.environments.commands import task_of
 from tunesmith.learn.environments.games import TRL_RESERVED, Game, Loaded, open_game
 from tunesmith.learn.environments.tools import Tool, make_tool
 from tunesmith.learn.packages import verifiers
 from tunesmith.learn.packages.adapter import adapter
+from tunesmith.learn.sandboxes.base import Opener
+from tunesmith.learn.sandboxes.making import make_opener
 from tunesmith.learn.usercode.calls import check_keywords, required_parameters
 from tunesmith.types import Task
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
 SINGLE_TURN = "single_turn"
 """The environment of tasks without a user's environment; a valid value of the routing column."""
+COMMAND = "environment.command"
 BROUGHT = "environment"
 """The column in which a package's tasks name the package's environment."""
 
@@ -127,6 +132,9 @@ def load_environments(section: EnvironmentSection, base_dir: Path) -> Environmen
         if tools[tool.name] is not tool:
             why = f"environment.tools has two tools called '{tool.name}'; rename one."
             raise ConfigError(why, keys=("environment.tools",))
+    if section.command is not None and section.path is None:
+        play = partial(task_of, section)
+        return EnvironmentSet(section, [Loaded("command", COMMAND, "command", play)], base_dir)
     references = references_of(section).items()
     loaded = [_recognise(name, ref, _load(ref, base_dir), tools) for name, ref in references]
     if not loaded and tools:
@@ -206,6 +214,8 @@ class EnvironmentSet:
         self.keeps_instances = False
         """Whether instances of TRL's form stay on their rollouts for the reward functions."""
         self._base_dir = base_dir
+        if any(one.kind == "command" for one in loaded):
+            assert self.opener  # what the machine lacks is said before the run
 
     def route(self, tasks: Sequence[Task]) -> list[Task]:
         """The tasks, each with the name of its environment.
@@ -258,7 +268,7 @@ class EnvironmentSet:
         template = ChatTemplate.of(tokenizer) if chat else None
         for one in self.loaded:
             problem = ""
-            if template is None and (one.kind == "agent" or one.schemas):
+            if template is None and (one.kind in ("agent", "command") or one.schemas):
                 problem = (
                     "needs a chat template: agents and tools use messages. Name one with "
                     "model.chat_template, and leave data.chat = false out."
@@ -279,6 +289,13 @@ class EnvironmentSet:
 
         return Endpoint(host=self.section.host)
 
+    @cached_property
+    def opener(self) -> Opener:
+        """Opens the sandboxes of commands."""
+        sandbox = self.section.sandbox or ProcessSandbox()
+        assert isinstance(sandbox, LocalSandbox)
+        return make_opener(sandbox)
+
     def open_game(self, loaded: Loaded) -> AbstractAsyncContextManager[Game]:
         """An episode in the environment ``loaded``, in its own threads or in a worker process."""
         if self.section.isolation == "thread":
@@ -292,6 +309,6 @@ class EnvironmentSet:
         return IsolatedGames(self.section, self._base_dir)
 
     def close(self) -> None:
-        for name in ("_isolated", "endpoint"):  # a later episode starts new ones
+        for name in ("_isolated", "endpoint", "opener"):  # a later episode starts new ones
             if name in vars(self):
                 vars(self).pop(name).close()

@@ -41,13 +41,13 @@ class HttpRunner:
             "code": shlex.join(job.command) if job.command else job.code,
             "language": "bash" if job.command else "python",
             "stdin": job.stdin,
-            "run_timeout": section.seconds,
+            "run_timeout": section.program_seconds,
             "memory_limit_MB": max(1, parse_size(section.memory) // 2**20),
             "files": files,
         }
         data = json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else None
-        timeout = aiohttp.ClientTimeout(total=section.seconds + WAITING_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=section.program_seconds + WAITING_SECONDS)
         async with (
             self._places.here,
             aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
@@ -75,7 +75,7 @@ class HttpRunner:
             case {"run_result": {"return_code": int() as code, "stdout": out, "stderr": errors}}:
                 texts = [text if isinstance(text, str) else "" for text in (out, errors)]
                 ended = "flooded" if max(map(len, texts)) > most else "ended"
-                return SandboxOutcome(ended, code, *(text[:most] for text in texts))
+                return SandboxOutcome(ended, code, stdout=texts[0][:most], stderr=texts[1][:most])
             case _:
                 shown = one_line(json.dumps(answer))
                 raise SandboxError(redact(f"{self._section.url} answered {shown}"))

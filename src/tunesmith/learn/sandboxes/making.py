@@ -9,11 +9,12 @@ from tunesmith.config.sandboxes import (
     Bubblewrap,
     DockerSandbox,
     HttpSandbox,
+    LocalSandbox,
     ProcessSandbox,
     Sandbox,
 )
 from tunesmith.errors import ConfigError
-from tunesmith.learn.sandboxes.base import SandboxRunner
+from tunesmith.learn.sandboxes.base import Opener, SandboxRunner
 from tunesmith.learn.sandboxes.http import HttpRunner
 from tunesmith.learn.sandboxes.process import ProcessRunner
 from tunesmith.learn.sandboxes.started import StartedRunner, bubblewrap, docker
@@ -21,20 +22,30 @@ from tunesmith.learn.sandboxes.started import StartedRunner, bubblewrap, docker
 
 def make_runner(section: Sandbox) -> SandboxRunner:
     """Raises ConfigError if the machine lacks what the sandbox needs."""
+    if isinstance(section, LocalSandbox):
+        return make_opener(section, listens=False)
+    assert isinstance(section, HttpSandbox)
+    if section.token_env and not os.environ.get(section.token_env, "").strip():
+        raise ConfigError(
+            f"the environment variable {section.token_env} (environment.sandbox.token_env) "
+            "is not set",
+            keys=("environment.sandbox",),
+        )
+    return HttpRunner(section)
+
+
+def make_opener(section: LocalSandbox, *, listens: bool = True) -> Opener:
+    """Raises ConfigError as ``make_runner`` does.
+
+    Args:
+        listens: whether the sandboxes have a loopback interface, on which they listen.
+    """
     match section:
         case ProcessSandbox():
-            return ProcessRunner(section)
+            return ProcessRunner(section, listens=listens)
         case Bubblewrap():
-            return StartedRunner(section, partial(bubblewrap, section))
+            return StartedRunner(section, partial(bubblewrap, section), listens=listens)
         case DockerSandbox():
-            return StartedRunner(section, partial(docker, section))
-        case HttpSandbox():
-            if section.token_env and not os.environ.get(section.token_env, "").strip():
-                raise ConfigError(
-                    f"the environment variable {section.token_env} (environment.sandbox.token_env) "
-                    "is not set",
-                    keys=("environment.sandbox",),
-                )
-            return HttpRunner(section)
+            return StartedRunner(section, partial(docker, section), listens=listens)
         case _:
             raise AssertionError(section)

@@ -3,22 +3,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.config.sandboxes import ProcessSandbox
 from tunesmith.config.values import parse_size
 from tunesmith.errors import ConfigError, DeadlineExceeded
 from tunesmith.learn.sandboxes.base import (
+    MOST_OPEN,
+    Opened,
     SandboxError,
     SandboxJob,
     SandboxOutcome,
     at_once,
+    message_of,
     outcome_of,
 )
+from tunesmith.learn.usercode.calls import PerLoop
 from tunesmith.learn.usercode.jail import Jail, missing
-from tunesmith.learn.usercode.killable import Pool, UserProgram, WorkerError, WorkerLost
+from tunesmith.learn.usercode.killable import Pool, UserProgram, Worker, WorkerError, WorkerLost
 
 _PROGRAM = Path(__file__).with_name("code_program.py")
 _KEPT = ("PATH", "LANG", "LANGUAGE", "TZ", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -48,6 +56,7 @@ def jail_of(section: ProcessSandbox, hidden: Sequence[Path] = ()) -> Jail:
         "files": parse_size(section.files),
         "processes": section.processes,
         "network": section.network,
+        "listens": False,
     }
 
 
@@ -59,37 +68,67 @@ def environment_of(section: ProcessSandbox) -> dict[str, str]:
 
 
 class ProcessRunner:
-    """Runs programs in confined forks of one process, which has loaded the interpreter."""
+    """Runs programs in confined forks of one process, which has loaded the interpreter.
 
-    def __init__(self, section: ProcessSandbox) -> None:
+    Args:
+        listens: whether each has a loopback interface of its own, on which it listens.
+    """
+
+    def __init__(self, section: ProcessSandbox, *, listens: bool = False) -> None:
         program = UserProgram(
             _PROGRAM,
             "run",
             memory=parse_size(section.memory),
-            jail=jail_of(section),
+            jail={**jail_of(section), "listens": listens},
             environment=environment_of(section),
         )
         self._section = section
-        self._pool = Pool(program, section.seconds, at_once(section), reuse=False)
+        self._pool = Pool(program, section.program_seconds, at_once(section), reuse=False)
+        self._places = PerLoop(lambda: asyncio.Semaphore(section.concurrency or MOST_OPEN))
 
     async def run(self, job: SandboxJob) -> SandboxOutcome:
-        given = {
-            "code": job.code,
-            "command": list(job.command),
-            "stdin": job.stdin,
-            "files": dict(job.files),
-            "output": parse_size(self._section.output),
-        }
-        try:
-            return outcome_of(await self._pool.run(given))
-        except DeadlineExceeded:
-            return SandboxOutcome("timed_out")
-        except WorkerLost as lost:
-            if lost.code > 0:  # it did not enter the sandbox
-                raise SandboxError(str(lost)) from None
-            return SandboxOutcome("killed", lost.code)
-        except WorkerError as error:
-            raise SandboxError(str(error)) from None
+        return await _outcome(self._pool.run(message_of(job, self._section)))
+
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator[Opened]:
+        async with self._places.here:
+            try:
+                worker = await asyncio.to_thread(self._pool.take)
+            except WorkerError as error:
+                raise SandboxError(str(error)) from None
+            try:
+                yield OpenedProcess(worker, self._section)
+            finally:
+                worker.close()
 
     def close(self) -> None:
         self._pool.close()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedProcess:
+    """A worker in a jail."""
+
+    worker: Worker
+    section: ProcessSandbox
+
+    @property
+    def listener(self) -> socket.socket:
+        assert self.worker.listener is not None
+        return self.worker.listener
+
+    async def run(self, job: SandboxJob, seconds: float) -> SandboxOutcome:
+        return await _outcome(self.worker.ask((message_of(job, self.section),), seconds))
+
+
+async def _outcome(answer: Awaitable[object]) -> SandboxOutcome:
+    try:
+        return outcome_of(await answer)
+    except DeadlineExceeded:
+        return SandboxOutcome("timed_out")
+    except WorkerLost as lost:
+        if lost.code > 0:  # it did not enter the sandbox
+            raise SandboxError(str(lost)) from None
+        return SandboxOutcome("killed", lost.code)
+    except WorkerError as error:
+        raise SandboxError(str(error)) from None

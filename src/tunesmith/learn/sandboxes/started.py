@@ -1,7 +1,7 @@
 """``sandbox = "bubblewrap"`` and ``"docker"``: programs in sandboxes of other tools, started ahead.
 
-Each sandbox runs ``code_program.py`` once: it waits for a job on its standard input, runs it, and
-prints what came of it.
+Each sandbox runs ``code_program.py``, which waits for jobs on its standard input, runs them one
+after the other, and prints what came of each.
 """
 
 from __future__ import annotations
@@ -10,26 +10,30 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import subprocess
 import threading
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 
-from tunesmith.config.sandboxes import Bubblewrap, DockerSandbox, Sandbox
+from tunesmith.config.sandboxes import Bubblewrap, DockerSandbox, LocalSandbox
 from tunesmith.config.values import parse_size
 from tunesmith.errors import ConfigError
 from tunesmith.learn.sandboxes.base import (
+    MOST_OPEN,
     SandboxError,
     SandboxJob,
     SandboxOutcome,
     at_once,
+    message_of,
     outcome_of,
 )
+from tunesmith.learn.sandboxes.outlet import Outlet
 from tunesmith.learn.usercode.calls import PerLoop
 from tunesmith.learn.usercode.child import starter
 
@@ -37,6 +41,8 @@ _PROGRAM = Path(__file__).with_name("code_program.py")
 NOBODY = 65534
 START_SECONDS = 30.0
 """Seconds that a sandbox may take to start, in addition to its program's."""
+LONGEST = 1e6
+"""Seconds of a program that its episode ends."""
 _ALARMED = (-14, 142)
 _KILLED = (137,)
 """Exit codes after signals, as a process of this machine or a tool reports them."""
@@ -56,9 +62,14 @@ class SandboxStart:
     """As which user, if this process is root: limits on processes do not hold for root."""
 
 
-def bubblewrap(section: Bubblewrap) -> SandboxStart:
-    """A sandbox by bwrap, with namespaces of its own and a file system in memory."""
-    paths = (*_SYSTEM, *(_NETWORK if section.network else ()), *section.read)
+def bubblewrap(section: Bubblewrap, outlet: str = "") -> SandboxStart:
+    """A sandbox by bwrap, with namespaces of its own and a file system in memory.
+
+    Args:
+        outlet: the address to which it hands the socket that it listens on; empty: it does not.
+    """
+    paths = (*_SYSTEM, *(_NETWORK if section.network or outlet else ()), *section.read)
+    paths = (*paths, os.path.dirname(outlet)) if outlet else paths
     binds = [word for path in paths for word in ("--ro-bind-try", path, path)]
     limits = {
         "RLIMIT_NPROC": section.processes,
@@ -68,24 +79,27 @@ def bubblewrap(section: Bubblewrap) -> SandboxStart:
     }
     command = (
         "bwrap", "--unshare-all", *(("--share-net",) if section.network else ()), "--new-session",
-        "--die-with-parent", "--cap-drop", "ALL", "--clearenv",
+        "--as-pid-1", "--die-with-parent", "--cap-drop", "ALL", "--clearenv",
         "--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin", "--setenv", "HOME", "/work",
         *binds, "--proc", "/proc", "--dev", "/dev",
         "--size", str(parse_size(section.files)), "--tmpfs", "/work", "--chdir", "/work",
         "--remount-ro", "/", "--remount-ro", "/dev", "--",
         "python3", "-I", "-S", "-c", _PROGRAM.read_text(encoding="utf-8"), json.dumps(limits),
+        outlet,
     )  # fmt: skip
     path = {"PATH": os.environ.get("PATH", os.defpath)}
     return SandboxStart(command, environment=path, user=NOBODY if os.geteuid() == 0 else None)
 
 
-def docker(section: DockerSandbox) -> SandboxStart:
-    """A container that is removed when it ends."""
+def docker(section: DockerSandbox, outlet: str = "") -> SandboxStart:
+    """A container that is removed when it ends; ``outlet`` as for ``bubblewrap``."""
     name = f"tunesmith-{uuid.uuid4().hex}"
     files = parse_size(section.files)
     memory = str(parse_size(section.memory))
+    folder = os.path.dirname(outlet)
     command = (
-        "docker", "run", "--rm", "--interactive", "--init", "--name", name,
+        "docker", "run", "--rm", "--interactive", "--name", name,
+        *(("--volume", f"{folder}:{folder}:ro") if outlet else ()),
         *(("--runtime", section.runtime) if section.runtime else ()),
         "--network", "bridge" if section.network else "none",
         "--memory", memory, "--memory-swap", memory, "--pids-limit", str(section.processes),
@@ -94,20 +108,26 @@ def docker(section: DockerSandbox) -> SandboxStart:
         "--user", f"{NOBODY}:{NOBODY}", "--cap-drop", "ALL",
         "--security-opt", "no-new-privileges", "--ulimit", "core=0", "--ulimit", f"fsize={files}",
         section.image,
-        "python3", "-I", "-S", "-c", _PROGRAM.read_text(encoding="utf-8"), "{}",
+        "python3", "-I", "-S", "-c", _PROGRAM.read_text(encoding="utf-8"), "{}", outlet,
     )  # fmt: skip
     return SandboxStart(command, ("docker", "kill", name))
 
 
 class StartedRunner:
-    """Keeps as many started sandboxes as programs may run at once; each runs one program.
+    """Keeps as many started sandboxes as programs may run at once.
+
+    Args:
+        start: how to start one; gets the address of an ``Outlet``, or nothing.
+        listens: whether each listens on a loopback interface of its own.
 
     Raises:
         ConfigError: the tool is not installed.
     """
 
-    def __init__(self, section: Sandbox, start: Callable[[], SandboxStart]) -> None:
-        tool = start().command[0]
+    def __init__(
+        self, section: LocalSandbox, start: Callable[[str], SandboxStart], *, listens: bool = False
+    ) -> None:
+        tool = start("").command[0]
         if shutil.which(tool) is None:
             raise ConfigError(
                 f"environment.sandbox = '{section.name}' needs {tool}, which is not installed",
@@ -115,14 +135,28 @@ class StartedRunner:
             )
         self._section = section
         self._start = start
-        self._places = PerLoop(lambda: asyncio.Semaphore(at_once(section)))
+        self._listens = listens
+        most = section.concurrency or MOST_OPEN if listens else at_once(section)
+        self._places = PerLoop(lambda: asyncio.Semaphore(most))
         self._lock = threading.Lock()
         self._waiting: list[_Started] = []
         self._busy: list[_Started] = []
 
     async def run(self, job: SandboxJob) -> SandboxOutcome:
+        async with self.open() as sandbox:
+            return await sandbox.run(job, self._section.program_seconds)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator[_Started]:
         async with self._places.here:
-            return await asyncio.to_thread(self._run, job)
+            sandbox = await asyncio.to_thread(self._take)
+            try:
+                await asyncio.to_thread(sandbox.meet)
+                yield sandbox
+            finally:
+                with self._lock:
+                    self._busy.remove(sandbox)
+                sandbox.end()
 
     def close(self) -> None:
         """End all sandboxes."""
@@ -132,81 +166,64 @@ class StartedRunner:
         for sandbox in sandboxes:
             sandbox.end()
 
-    def _run(self, job: SandboxJob) -> SandboxOutcome:
-        section = self._section
-        output = parse_size(section.output)
-        given = {
-            "code": job.code,
-            "command": list(job.command),
-            "stdin": job.stdin,
-            "files": dict(job.files),
-            "output": output,
-            "seconds": ceil(section.seconds),
-        }
-        sandbox = self._take()
-        try:
-            limit = section.seconds + START_SECONDS
-            out = sandbox.talk(json.dumps(given).encode(), 16 * output + 4096, limit)
-            code = None if out else sandbox.code()
-        finally:
-            with self._lock:
-                self._busy.remove(sandbox)
-            sandbox.end()
-        if code is None:
-            return outcome_of(_parsed(out))
-        if sandbox.late or code in _ALARMED:
-            return SandboxOutcome("timed_out")
-        if code < 0 or code in _KILLED:
-            return SandboxOutcome("killed", code)
-        raise SandboxError(f"{sandbox.start.command[0]} ended with exit code {code}")
-
     def _take(self) -> _Started:
         """A sandbox that has been started, while the next one starts."""
         with self._lock:
-            sandbox = self._waiting.pop() if self._waiting else _Started(self._start())
+            sandbox = self._waiting.pop() if self._waiting else self._made()
             if len(self._waiting) < at_once(self._section):
-                self._waiting.append(_Started(self._start()))
+                self._waiting.append(self._made())
             self._busy.append(sandbox)
         return sandbox
 
+    def _made(self) -> _Started:
+        return _Started(self._section, self._start, Outlet() if self._listens else None)
+
 
 class _Started:
-    """A sandbox that waits for its job."""
+    """A sandbox that waits for its jobs."""
 
-    def __init__(self, start: SandboxStart) -> None:
-        self.start = start
-        self.late = False
+    def __init__(
+        self,
+        section: LocalSandbox,
+        start: Callable[[str], SandboxStart],
+        outlet: Outlet | None,
+    ) -> None:
+        self.start = start(outlet.address if outlet else "")
+        self._section = section
+        self._outlet = outlet
+        self._listener: socket.socket | None = None
+        self._late = False
         # bwrap ends with the thread that started it.
         self._process: Popen[bytes] = starter.submit(
             Popen,
-            start.command,
+            self.start.command,
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,
             cwd="/",
-            env=start.environment,
-            user=start.user,
-            group=start.user,
+            env=self.start.environment,
+            user=self.start.user,
+            group=self.start.user,
             start_new_session=True,
         ).result()
 
-    def talk(self, job: bytes, most: int, seconds: float) -> bytes:
-        """What it prints, of which ``most`` bytes are read; ended after so many seconds."""
-        given = self._process.stdin
-        said = self._process.stdout
-        assert given is not None and said is not None
-        timer = threading.Timer(seconds, self._overrun)
-        timer.start()
-        try:
-            with suppress(OSError):
-                given.write(job)
-                given.close()
-            return said.read(most)
-        finally:
-            timer.cancel()
+    @property
+    def listener(self) -> socket.socket:
+        assert self._listener is not None
+        return self._listener
 
-    def code(self) -> int:
-        return self._process.wait()
+    def meet(self) -> None:
+        """Wait for what it listens on; a SandboxError if it does not start."""
+        if self._outlet is None:
+            return
+        self._listener = self._outlet.take(lambda: self._process.poll() is None)
+        if self._listener is None:
+            self._process.kill()
+            raise SandboxError(f"{self.start.command[0]} did not start, and {self._ending()}")
+
+    async def run(self, job: SandboxJob, seconds: float) -> SandboxOutcome:
+        message = {**message_of(job, self._section), "seconds": ceil(min(seconds, LONGEST))}
+        return await asyncio.to_thread(self._run, json.dumps(message).encode(), seconds)
 
     def end(self) -> None:
         running = self._process.poll() is None
@@ -215,12 +232,49 @@ class _Started:
             subprocess.Popen(self.start.end, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):
+            with suppress(OSError, ValueError):
                 if pipe:
                     pipe.close()
+        if self._outlet:
+            self._outlet.close()
+
+    def _run(self, message: bytes, seconds: float) -> SandboxOutcome:
+        answer = self._talk(message + b"\n", min(seconds, LONGEST) + START_SECONDS)
+        if answer:
+            return outcome_of(_parsed(answer))
+        code = self._process.wait()
+        if self._late or code in _ALARMED:
+            return SandboxOutcome("timed_out")
+        if code < 0 or code in _KILLED:
+            return SandboxOutcome("killed", code)
+        raise SandboxError(f"{self.start.command[0]} {self._ending()}")
+
+    def _talk(self, message: bytes, seconds: float) -> bytes:
+        """What it answers; ended after so many seconds."""
+        asked = self._process.stdin
+        said = self._process.stdout
+        assert asked is not None and said is not None
+        timer = threading.Timer(seconds, self._overrun)
+        timer.start()
+        try:
+            with suppress(OSError):
+                asked.write(message)
+                asked.flush()
+            return said.readline(self._most)
+        finally:
+            timer.cancel()
+
+    @property
+    def _most(self) -> int:
+        """Bytes of an answer: output as JSON, files as base64."""
+        section = self._section
+        return 16 * parse_size(section.output) + 2 * parse_size(section.files) + 2**20
+
+    def _ending(self) -> str:
+        return f"ended with exit code {self._process.wait()}"
 
     def _overrun(self) -> None:
-        self.late = True
+        self._late = True
         self._process.kill()
 
 

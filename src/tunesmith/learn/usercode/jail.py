@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import platform
 import resource
 import signal
+import socket
 import struct
 from collections.abc import Sequence
 from typing import NoReturn, TypedDict
@@ -38,11 +40,17 @@ class Jail(TypedDict):
     """How many, threads counted."""
     network: bool
     """Whether internet sockets can be opened."""
+    listens: bool
+    """Whether it listens on a loopback interface, its own one without ``network``."""
 
 
 _NEW_NAMESPACES = 0x20000000 | 0x08000000 | 0x00020000
 """CLONE_NEWPID, CLONE_NEWIPC and CLONE_NEWNS."""
 _NEW_USER = 0x10000000
+_NEW_NETWORK = 0x40000000
+_SET_FLAGS = 0x8914
+"""SIOCSIFFLAGS."""
+_UP = 0x1
 _FIRST_USER = 0x70000000
 """Of the users as which a root process runs its jails: each has its own, so that its processes are
 counted apart."""
@@ -115,12 +123,18 @@ def missing() -> str:
     return ""
 
 
-def enter(jail: Jail) -> None:
-    """Go on in a confined process; the calling one waits for it and ends as it does."""
+def enter(jail: Jail) -> int | None:
+    """Go on in a confined process; the calling one waits for it and ends as it does.
+
+    Returns:
+        The socket that it listens on, if it does.
+    """
     user = os.geteuid()
     group = os.getegid()
     root = user == 0
-    _try("namespaces", _libc.unshare(_NEW_NAMESPACES | (0 if root else _NEW_USER)))
+    apart = jail["listens"] and not jail["network"]
+    spaces = _NEW_NAMESPACES | (0 if root else _NEW_USER) | (_NEW_NETWORK if apart else 0)
+    _try("namespaces", _libc.unshare(spaces))
     if not root:
         for name, text in (
             ("setgroups", "deny"),
@@ -129,6 +143,7 @@ def enter(jail: Jail) -> None:
         ):
             with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
                 file.write(text)
+    listener = _listener(apart) if jail["listens"] else None
     own = _FIRST_USER + os.getpid() if root else user
     inner = os.fork()
     if inner:
@@ -158,7 +173,17 @@ def enter(jail: Jail) -> None:
     _try("no_new_privs", _libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0))
     os.chdir(folder)
     _restrict_files(jail)
-    _restrict_calls(network=jail["network"])
+    _restrict_calls(network=jail["network"] or apart)
+    return listener
+
+
+def _listener(apart: bool) -> int:
+    """A socket that listens on the loopback interface; ``apart``: that of a new namespace."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        if apart:
+            loopback = struct.pack("16sh22x", b"lo", _UP)
+            fcntl.ioctl(listener, _SET_FLAGS, loopback)
+        return listener.detach()
 
 
 def end_others() -> None:
@@ -199,7 +224,7 @@ def _restrict_files(jail: Jail) -> None:
     attributes = struct.pack("=QQQ", rights, 0, scoped)[: 24 if scoped else 8]
     size = ctypes.c_size_t(len(attributes))
     rules = _try("Landlock", _libc.syscall(444, attributes, size, 0))
-    network = NETWORK if jail["network"] else ()
+    network = NETWORK if jail["network"] or jail["listens"] else ()
     granted = [
         *((path, _READ) for path in (*SYSTEM, *network, *jail["read"])),
         *((path, _LIST) for path in jail["names"]),

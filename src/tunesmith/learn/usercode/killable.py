@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from functools import partial
 from math import inf
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -181,7 +182,14 @@ class ForkServer:
             number = self._ask("worker", STARTUP_SECONDS, late, theirs)
             if self.forks:
                 self._codes[number] = None
-        return Worker(self, number, ours)
+        jail = self._program.jail
+        if not jail or not jail["listens"]:
+            return Worker(self, number, ours)
+        try:
+            return Worker(self, number, ours, socket.socket(fileno=recv_handle(ours)))
+        except (EOFError, OSError, RuntimeError):
+            ours.close()
+            raise WorkerLost(self.end(number), self.last_output()) from None
 
     def end(self, number: int) -> int:
         """Kill a worker, if it has not ended. Returns its exit code."""
@@ -245,8 +253,16 @@ class Worker(ConnectedFar):
     No watchdog supervises it: each call has a deadline. When it ends, its calls raise WorkerLost.
     """
 
-    def __init__(self, server: ForkServer, pid: int, connection: Connection) -> None:
+    def __init__(
+        self,
+        server: ForkServer,
+        pid: int,
+        connection: Connection,
+        listener: socket.socket | None = None,
+    ) -> None:
         super().__init__(connection, f"worker {pid}", WorkerLost, None)
+        self.listener = listener
+        """On which a worker in a jail listens, if it does."""
         self._server = server
         self._number = pid
         self._start()
@@ -297,6 +313,8 @@ class Worker(ConnectedFar):
                 self.close()
 
     def _kill(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
         if self._number == self._server.pid:
             self._server.close()
         elif self.code is None:

@@ -24,7 +24,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,16 @@ def main(pipe: int, parent: int) -> None:
                 asking.close()
             _settle(one_thread=forks and pool)
             _limit(setup["memory"])
-            if confine:
-                confine(jail)
-            serve(Connection(handle), call, _encode)
+            answers = Connection(handle)
+            listener = confine(jail) if confine else None
+            if listener is not None:
+                send_handle(answers, listener, 0)
+                os.close(listener)
+            serve(answers, call, _encode)
         os.close(handle)
 
 
-def _confining(jail: dict[str, Any]) -> Callable[..., None]:
+def _confining(jail: dict[str, Any]) -> Callable[..., int | None]:
     """``jail.enter``, for a jail that gets the paths that the loaded program imports from."""
     file = _PACKAGE / "learn" / "usercode" / "jail.py"
     paths = [*sys.path, sys.prefix, sys.base_prefix, str(_PACKAGE)]

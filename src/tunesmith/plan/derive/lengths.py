@@ -37,6 +37,8 @@ def isolate(said: RunConfig, facts: Facts, reasons: Reasons) -> None:
     """Reasons for where the user's code runs; built-in rewards have their own processes."""
     reward: RewardSection | None = getattr(said, "reward", None)
     environment = said.environment if isinstance(said, RLConfig) else None
+    if environment and (environment.command or not environment.used):
+        environment = None
     half = format_size(facts.hardware.memory_total // 2)
     kind = "process"
     why = "code that hangs, crashes or fills the memory fails its own rollouts and not the run"
@@ -45,7 +47,7 @@ def isolate(said: RunConfig, facts: Facts, reasons: Reasons) -> None:
         why = f"{facts.instances_for} takes `environments`, which stay in the process of the run"
     used = {
         "reward": reward if reward and any(":" in entry for entry in reward.functions) else None,
-        "environment": environment if environment and environment.used else None,
+        "environment": environment,
     }
     for name, section in used.items():
         if section is not None:

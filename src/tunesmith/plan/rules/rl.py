@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tunesmith.config.commands import DistillConfig, OfflineDistillConfig
+from tunesmith.config.sandboxes import LocalSandbox
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import Problem
 from tunesmith.plan.rules.rule import rule, unread
@@ -52,7 +53,7 @@ def served_teacher(s: Situation[DistillConfig]) -> Iterator[Problem]:
 @rule(DistillConfig)
 def distillation(s: Situation[DistillConfig]) -> Iterator[Problem]:
     config = s.config
-    if config.data.eval is not None and not s.rewarded and config.environment.path is None:
+    if config.data.eval is not None and not s.rewarded and not config.environment.pays:
         yield Problem(("data.eval",),
             "data.eval without [reward]: answers would be sampled and nothing measured; add a "
             "reward or leave data.eval out")
@@ -192,7 +193,7 @@ def dynamic_filter(s: Situation[RLConfig]) -> Iterator[Problem]:
                 "off; leave it out",
                 key)
         return
-    if config.environment.path is None and not _tells_solved(config):
+    if not config.environment.pays and not _tells_solved(config):
         yield Problem((key, "reward.weights"),
             f"{key} keeps prompts that are solved sometimes, and no reward with a weight above 0 "
             f"tells when one is solved: no prompt would be kept. Add such a reward, or set {key} = "
@@ -228,7 +229,13 @@ def sandbox(s: Situation[RLConfig]) -> Iterator[Problem]:
         yield s.clash(key,
             "is for tools, environments, your own reward functions (with 'process') and "
             "code_tests, and there are none; leave it out")
-    if environment.used and not chosen.for_python:
+    if environment.command is not None:
+        if not isinstance(chosen, LocalSandbox):
+            yield s.clash(key,
+                "keeps nothing from one program to the next, and environment.command is followed "
+                "by environment.verify; use 'process', 'bubblewrap' or 'docker'",
+                "environment.command")
+    elif environment.used and not chosen.for_python:
         yield Problem((key,),
             f"{key} = '{chosen.name}' runs programs, and tools and environments are Python objects "
             "of this machine; use 'process'")
@@ -237,6 +244,23 @@ def sandbox(s: Situation[RLConfig]) -> Iterator[Problem]:
             yield Problem((key, f"{section}.isolation"),
                 f"{key} confines processes, and {section}.isolation = 'thread' runs your code in "
                 "the run's own; leave one of them out")
+
+
+@rule(RLConfig)
+def command(s: Situation[RLConfig]) -> Iterator[Problem]:
+    config = s.config
+    environment = config.environment
+    key = "environment.command"
+    if environment.command is None:
+        return
+    for other in ("path", "tools"):
+        if getattr(environment, other):
+            yield s.clash(key,
+                "plays every task by itself; leave it out, or environment." + other,
+                f"environment.{other}")
+    if not environment.pays and not s.rewarded and config.command != "distill":
+        yield Problem((key, "environment.verify"),
+            f"{key} plays, and nothing gives a reward: set environment.verify, or [reward]")
 
 
 @rule(RLConfig)
@@ -284,8 +308,15 @@ unread(DistillConfig, "algorithm.", lambda s: s.config.distill.mode == "sampled"
        "with mode = 'sampled', which has its own objective; leave it out",
        but="algorithm.aggregation")
 unread(RLConfig, "environment.", lambda s: not s.config.environment.used,
-       "without an environment: set environment.path or environment.tools",
+       "without an environment: set environment.path, environment.command or environment.tools",
        but="environment.sandbox environment.sandbox.")
+unread(RLConfig, "environment.folder environment.setup environment.verify",
+       lambda s: s.config.environment.command is None,
+       "without environment.command, a program whose directory these prepare and judge; leave it "
+       "out")
+unread(RLConfig, "environment.host environment.isolation environment.memory environment.bad_call",
+       lambda s: s.config.environment.command is not None,
+       "with environment.command, which runs in environment.sandbox; leave it out")
 unread(RLConfig, "environment.column", lambda s: not isinstance(s.config.environment.path, dict),
        "with one environment, which plays every task; leave it out")
 unread(RLConfig, "rollout.partial rollout.over_generation rollout.queue_size",

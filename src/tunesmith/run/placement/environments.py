@@ -18,6 +18,7 @@ from tunesmith.learn.data.prompts import with_system
 from tunesmith.learn.data.tokens import decode
 from tunesmith.learn.environments.agents import Agent
 from tunesmith.learn.environments.base import Environment, SingleTurn
+from tunesmith.learn.environments.commands import CommandAgent
 from tunesmith.learn.environments.conversation import EpisodeSettings
 from tunesmith.learn.environments.loading import SINGLE_TURN, EnvironmentSet, load_environments
 from tunesmith.learn.environments.multi_turn import MultiTurn
@@ -30,6 +31,9 @@ from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.plan import Plan
 from tunesmith.types import Message, Rollout, Status, Task
 
+KEEPING = ("trl", "command")
+"""The kinds of environments that leave an instance for reward functions."""
+
 
 def check_run_rewards(config: RLConfig, base_dir: Path) -> None:
     """As ``check_rewards``; a run whose environment returns the rewards needs no others."""
@@ -40,7 +44,7 @@ def check_run_rewards(config: RLConfig, base_dir: Path) -> None:
 def instances_for(config: RunConfig, base_dir: Path) -> str | None:
     """The first reward function whose source takes ``environments``, in a run that has
     environments."""
-    if not isinstance(config, RLConfig) or config.environment.path is None:
+    if not isinstance(config, RLConfig) or not config.environment.plays:
         return None
     own = (entry for entry in config.reward.functions if ":" in entry)
     return next(
@@ -75,13 +79,14 @@ def open_user_code(config: RLConfig, base_dir: Path) -> Generator[tuple[RewardSe
 
 @about("reward.functions")
 def hand_instances(rewards: RewardSet, environments: EnvironmentSet) -> None:
-    """Give rewards that take ``environments`` the instances of TRL-style environments that play.
+    """Give rewards that take ``environments`` the instances of TRL-style environments that play, or
+    what commands left.
 
     Raises:
         ConfigError: there are no such instances, or they are in other processes.
     """
     asking = [f for f in rewards.functions if f.instances]
-    there = any(one.kind == "trl" for one in environments.loaded)
+    there = any(one.kind in KEEPING for one in environments.loaded)
     near = environments.section.isolation == "thread"
     refused = next((f for f in asking if f.instances == "needed" and not (there and near)), None)
     if refused:
@@ -112,17 +117,15 @@ def load_run_rewards(config: RLConfig, base_dir: Path) -> RewardSet:
         return load_rewards(
             config.reward,
             base_dir,
-            instances=environment.path is not None,
+            instances=environment.plays,
             sandbox=environment.sandbox,
         )
-    kind = (
-        Unrewarded if config.command == "distill" and config.environment.path is None else RewardSet
-    )
+    kind = Unrewarded if config.command == "distill" and not config.environment.plays else RewardSet
     return kind({}, config.reward.timeout)
 
 
 def _has_rewards(config: RLConfig) -> bool:
-    needed = config.environment.path is None and config.command != "distill"
+    needed = not config.environment.pays and config.command != "distill"
     return config.reward.given or needed
 
 
@@ -200,6 +203,16 @@ def build_environments(
         if one.kind == "agent":
             by_name[one.name] = Agent(
                 one.name, one.code, setting, model, lambda: environments.endpoint
+            )
+        elif one.kind == "command":
+            by_name[one.name] = CommandAgent(
+                one.reference,
+                one.code,
+                setting,
+                model,
+                lambda: environments.endpoint,
+                lambda: environments.opener,
+                environments.keeps_instances,
             )
         else:
             own = verbatim if one.kind == "openrlhf" else setting
