@@ -19,13 +19,23 @@ from tests.support.tiny_runs import rl_settings, same_tensors, sft_settings, unt
 from tests.support.training import forest_of, whole
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.learn.algorithms.advantages import TokenReward
+from tunesmith.learn.algorithms.aggregation import weigh
 from tunesmith.learn.algorithms.objective import DistillationObjective
 from tunesmith.learn.algorithms.outcomes import Outcome
+from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.data.micro_batches import Packing, build_forest, gather
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.forest import Predictions
 from tunesmith.models.head import Head, LogitScale, fused_logprobs, likeliest
 from tunesmith.models.parallel.host_weights import HostWeights
-from tunesmith.models.teacher import check_same_vocabulary, forward_kl, predict_with_teacher
+from tunesmith.models.teacher import (
+    TEACHER_LOGPROBS,
+    TEACHER_TOKENS,
+    check_same_vocabulary,
+    forward_kl,
+    predict_with_said,
+    predict_with_teacher,
+)
 from tunesmith.run import placement
 from tunesmith.types import Sample
 
@@ -212,16 +222,46 @@ def test_a_student_is_compared_with_its_teacher_token_by_token(models: tuple[Pat
     torch.testing.assert_close(same, torch.zeros(8, dtype=torch.float64), rtol=0, atol=1e-9)
 
 
-def test_the_gradient_does_not_depend_on_the_split(models: tuple[Path, Path]) -> None:
+def said_of(teacher: CausalLM, top_k: int) -> Batch:
+    """The sequences as a batch, with what the teacher says of each prediction."""
+    batch = Batch.of(SEQUENCES)
+    best = torch.cat([plain(teacher, sample) for sample in SEQUENCES]).topk(top_k)
+    batch.add(TEACHER_TOKENS, best.indices.numpy())
+    batch.add(TEACHER_LOGPROBS, best.values.detach().numpy())
+    weigh(batch, "token_mean")
+    return batch
+
+
+def test_what_a_teacher_said_before_is_compared_as_what_it_says(models: tuple[Path, Path]) -> None:
     student, teacher = loaded(models)
+    (forest,) = Packing.of(said_of(teacher, 5), 1000)
+    found = predict_with_said(student, forest)
+    expected = predict_with_teacher(student, forest, teacher=teacher, top_k=5)
+    assert found.divergence is not None and found.logprobs is not None
+    torch.testing.assert_close(found.divergence, expected.divergence, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.logprobs, expected.logprobs)
+    scored = predict_with_said(student, forest_of(SEQUENCES))
+    assert scored.divergence is None and scored.logprobs is not None
+    torch.testing.assert_close(scored.logprobs, found.logprobs)
+    parts = [forest.part(rank, 2) for rank in range(2)]
+    tokens = torch.cat([part.columns[TEACHER_TOKENS] for part in parts])
+    rows = torch.cat([part.predictions for part in parts])
+    assert tokens.equal(forest.columns[TEACHER_TOKENS][rows]), "ranks have those of their part"
+
+
+@pytest.mark.parametrize("said", [False, True], ids=["computed", "said"])
+def test_the_gradient_does_not_depend_on_the_split(models: tuple[Path, Path], said: bool) -> None:
+    student, teacher = loaded(models)
+    batch = said_of(teacher, 9)
+    predict = predict_with_said
+    if not said:
+        predict = partial(predict_with_teacher, teacher=teacher, top_k=9)
 
     def gradient(split: list[list[int]]) -> list[Tensor]:
         student.module.zero_grad()
         for indices in split:
-            [forest] = whole(SEQUENCES, indices)
-            loss, _ = DistillationObjective(0.7)(
-                forest, predict_with_teacher(student, forest, teacher=teacher, top_k=9)
-            )
+            forest = gather(build_forest(batch, indices), batch)
+            loss, _ = DistillationObjective(0.7)(forest, predict(student, forest))
             loss.backward()
         return [p.grad.clone() for p in student.module.parameters() if p.grad is not None]
 

@@ -58,7 +58,7 @@ class Forest:
     group: Tensor  # [S] int64
     sample_ids: tuple[int, ...]  # S
     lengths: tuple[int, ...]  # S, tokens of each sample
-    columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [N] float
+    columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [N, ...] float
     per_sample: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # each [S] float
     experts: Tensor | None = None  # [T, ...] int16, those to choose again; -1: routers are free
     rotary_lengths: tuple[int, ...] = ()
@@ -129,7 +129,7 @@ class Forest:
             targets=self.targets[chosen],
             sample=self.sample[chosen],
             predictions=chosen,
-            columns={},
+            columns={name: column[chosen] for name, column in self.columns.items()},
             per_sample={},
             copies=_filled(self.copies, filling)[rank::size],
             experts=None if self.experts is None else _filled(self.experts, filling)[rank::size],

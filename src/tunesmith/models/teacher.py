@@ -17,7 +17,12 @@ from tunesmith.errors import ModelError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.embedding_rows import enough_rows, rows_of
 from tunesmith.models.forest import Forest, Predictions
-from tunesmith.models.head import fused_logprobs, likeliest
+from tunesmith.models.head import Head, fused_logprobs, likeliest
+
+TEACHER_TOKENS = "teacher_tokens"
+"""Column: the tokens that a teacher finds likeliest, ``[N, k]``; exact in float32 below 2^24."""
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""Column: their log-probabilities, ``[N, k]``."""
 
 
 def predict_with_teacher(
@@ -58,11 +63,30 @@ def predict_with_teacher(
         )
     with torch.no_grad(), weights():
         tokens, theirs = likeliest(teacher.states(forest), head, min(top_k, len(head.weight)))
+    return _compared(student, forest, student.scaled_head(temperature, chunk), tokens, theirs)
+
+
+def predict_with_said(
+    student: CausalLM, forest: Forest, *, chunk: int | None = None
+) -> Predictions:
+    """As ``predict_with_teacher``, with what a teacher has said before in the forest's columns.
+
+    A forest without them, which is scored, is predicted without a divergence.
+    """
+    if TEACHER_TOKENS not in forest.columns:
+        return student.predict(forest, chunk=chunk)
+    tokens = forest.columns[TEACHER_TOKENS].long()
+    theirs = forest.columns[TEACHER_LOGPROBS]
+    return _compared(student, forest, student.scaled_head(chunk=chunk), tokens, theirs)
+
+
+def _compared(
+    student: CausalLM, forest: Forest, head: Head, tokens: Tensor, theirs: Tensor
+) -> Predictions:
+    """Args: theirs: the teacher's log-probabilities of ``tokens [N, k]``."""
     # The target is appended as one more token, so that the student's logits are computed only once.
     wanted = torch.cat([forest.targets[:, None], tokens], 1)
-    ours, _ = fused_logprobs(
-        student.states(forest), student.scaled_head(temperature, chunk), wanted
-    )
+    ours, _ = fused_logprobs(student.states(forest), head, wanted)
     return Predictions(logprobs=ours[:, 0], divergence=forward_kl(theirs, ours[:, 1:]))
 
 

@@ -72,11 +72,10 @@ def kind_of(said: RunConfig, algorithm: Algorithm | None = None) -> RunKind:
     adapter = said.lora.on
     teacher: Teaching | None = None
     served = False
-    if isinstance(said, SampledDistillConfig | OfflineDistillConfig):
-        teacher = "microbatch"
-    elif isinstance(said, DistillConfig):
+    if isinstance(said, DistillConfig | OfflineDistillConfig):
         served = said.teacher.url is not None
-        teacher = None if served else "batch"
+        whole = isinstance(said, SampledDistillConfig | OfflineDistillConfig)
+        teacher = None if served else "microbatch" if whole else "batch"
     reward: RewardSection | None = getattr(said, "reward", None)
     kind = RunKind(
         trains=said.trains,

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.http_servers import running
 from tests.support.tiny import save_model
-from tests.support.tiny_runs import rl_settings
+from tests.support.tiny_runs import rl_settings, sft_settings
+from tunesmith.errors import ConfigError
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 
@@ -21,35 +22,68 @@ def served(path: Path) -> web.Application:
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     async def complete(request: web.Request) -> web.Response:
-        ids = torch.tensor([(await request.json())["prompt"]])
+        body = await request.json()
+        ids = torch.tensor([body["prompt"]])
         with torch.no_grad():
             logprobs = model(ids).logits[0].log_softmax(-1)
         own = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
-        return web.json_response({"choices": [{"logprobs": {"token_logprobs": [None, *own, -1]}}]})
+        best = logprobs[:-1].topk(body["logprobs"])
+        ranked = [
+            {f"token_id:{token}": value for token, value in zip(tokens, values, strict=True)}
+            for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+        said = {"token_logprobs": [None, *own, -1], "top_logprobs": [None, *ranked, {}]}
+        return web.json_response({"choices": [{"logprobs": said}]})
 
     app = web.Application()
     app.add_routes([web.post("/v1/completions", complete)])
     return app
 
 
-def settings(folder: Path, student: Path, teacher: Path, run: str, **keys: Any) -> list[str]:
-    return rl_settings(
-        folder, student, run, reward__functions=None, reward__isolation=None,
-        teacher__path=str(teacher), **keys,
-    )  # fmt: skip
+def settings(
+    folder: Path, student: Path, teacher: Path, run: str, mode: str, **keys: Any
+) -> list[str]:
+    keys |= {"teacher__path": str(teacher), "distill__mode": mode}
+    if mode == "offline":
+        return sft_settings(folder, student, run, **keys, train__steps=3)
+    return rl_settings(folder, student, run, reward__functions=None, reward__isolation=None, **keys)
 
 
-def test_both_learn_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["on_policy", "sampled", "offline"])
+def test_both_learn_the_same(tmp_path: Path, mode: str) -> None:
     student = save_model(tmp_path / "student")
     teacher = save_model(tmp_path / "teacher", seed=3)
-    here = placement.run_distill(None, settings(tmp_path, student, teacher, "here"))
+    ranked = {"distill__top_k": 7} if mode != "on_policy" else {}
     with running(served(teacher)) as url:
-        said = settings(tmp_path, student, teacher, "away", teacher__url=f"{url}/v1")
-        away = placement.run_distill(None, said)
+        here, away = (
+            placement.run_distill(
+                None, settings(tmp_path, student, teacher, run, mode, **ranked, teacher__url=said)
+            )
+            for run, said in (("here", None), ("away", f"{url}/v1"))
+        )
     lines, others = (read_metrics(run.run_dir / "metrics.jsonl") for run in (here, away))
     assert len(lines) == len(others) == 3
-    for name in ("teacher_kl", "loss", "grad_norm", "entropy"):
+    for name in ("teacher_kl", "loss", "grad_norm", "entropy", "nll"):
         assert [x[name] for x in others if name in x] == pytest.approx(
             [x[name] for x in lines if name in x], rel=1e-3, abs=1e-5
         ), name
     assert "teacher_kl" in lines[0]
+
+
+@pytest.mark.parametrize("mode", ["sampled", "offline"])
+def test_a_server_that_ranks_no_tokens_is_refused_before_training(
+    tmp_path: Path, mode: str
+) -> None:
+    student = save_model(tmp_path / "student")
+
+    async def complete(request: web.Request) -> web.Response:
+        ids = (await request.json())["prompt"]
+        said = {"token_logprobs": [None, *[-1.0] * len(ids)], "top_logprobs": None}
+        return web.json_response({"choices": [{"logprobs": said}]})
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/completions", complete)])
+    with running(app) as url, pytest.raises(ConfigError, match="mode = 'on_policy'") as caught:
+        said = settings(tmp_path, student, student, "run", mode, teacher__url=f"{url}/v1")
+        placement.run_distill(None, said)
+    assert {"teacher.url", "distill.top_k"} == {*caught.value.keys}

@@ -65,6 +65,13 @@ def test_a_served_model_answers_clients(model: Path) -> None:
         found: Any = scored.choices[0].logprobs
         assert found.token_logprobs[0] is None and len(found.tokens) == len(ids) + 1
         assert found.token_logprobs[1:-1] == pytest.approx(own_scores(model, ids), abs=1e-4)
+        numbered = client.completions.create(
+            model="m", prompt=[ids], max_tokens=1, logprobs=3, echo=True,
+            extra_body={"return_tokens_as_token_ids": True},
+        )  # fmt: skip
+        named: Any = numbered.choices[0].logprobs
+        assert named.tokens[:-1] == [f"token_id:{token}" for token in ids]
+        assert all(len({*ranked}) == 3 for ranked in named.top_logprobs[1:-1])
         said: Any = [{"role": "user", "content": "hello"}]
         asked: Any = {"model": "m", "messages": said, "temperature": 0}
         whole = client.chat.completions.create(**asked).choices[0].message.content

@@ -46,7 +46,8 @@ class Batch:
     stand_ins: Ints  # [S], tokens at a sample's end that are not part of the sequence
     experts: Choices | None = None  # [T, ...], those chosen again; -1 where routers are free
     finite: Mask = field(init=False)  # [N], whether every column is finite at a prediction
-    columns: dict[str, Floats] = field(default_factory=dict[str, Floats], init=False)  # each [N]
+    columns: dict[str, Floats] = field(default_factory=dict[str, Floats], init=False)
+    """Each ``[N]``, or ``[N, k]``."""
     per_sample: dict[str, Floats] = field(default_factory=dict[str, Floats], init=False)  # each [S]
     packings: dict[Hashable, Any] = field(
         default_factory=dict[Hashable, Any], init=False, repr=False
@@ -77,11 +78,11 @@ class Batch:
         return cls(token_ids, offsets, predicted, sample, group, rollout, stand_ins, experts)
 
     def add(self, name: str, values: ArrayLike) -> None:
-        """Add a column over predictions, ``[N]``."""
+        """Add a column over predictions, ``[N]``, or one with ``k`` values at each, ``[N, k]``."""
         column = np.asarray(values, np.float64)
-        assert column.shape == self.predicted.shape, f"'{name}' needs one value per prediction"
+        assert len(column) == self.num_predictions, f"'{name}' needs one row per prediction"
         self.columns[name] = column
-        self.finite &= np.isfinite(column)
+        self.finite &= np.isfinite(column).all(tuple(range(1, column.ndim)))
 
     def add_per_sample(self, name: str, values: ArrayLike) -> None:
         """Add a column over samples, ``[S]``."""

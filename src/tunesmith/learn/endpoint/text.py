@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from tunesmith.learn.endpoint.asks import Fields, Json, TextRequest, parse
+from tunesmith.learn.endpoint.asks import BadRequest, Fields, Json, TextRequest, parse
 from tunesmith.learn.endpoint.chat import (
     DONE,
     answer_head,
@@ -18,6 +18,9 @@ from tunesmith.learn.endpoint.chat import (
 from tunesmith.learn.endpoint.turns import Answer, Event, Policy, TextPiece
 from tunesmith.learn.environments.conversation import Reply
 
+NUMBERED = "return_tokens_as_token_ids"
+"""vLLM's parameter: tokens are named by their numbers, which are unique, unlike their texts."""
+
 
 class TextExchange:
     def __init__(self, request: Fields, policy: Policy) -> None:
@@ -27,6 +30,10 @@ class TextExchange:
         self._head = answer_head("cmpl", "text_completion", policy)
         self._usage = wants_usage(request)
         self._decode = policy.renderer.verbatim
+        if request.get(NUMBERED):
+            if self.streamed:
+                raise BadRequest(f"'{NUMBERED}' is of whole answers; leave 'stream' out")
+            self._decode = _numbered
         echoed = self.ask.raw if self.ask.echo else ""
         self._echo = echoed if isinstance(echoed, str) else ""
         self._written = [len(self._echo)] * self.ask.n
@@ -97,6 +104,10 @@ class TextExchange:
             "finish_reason": finish_reason,
         }
         return None, json.dumps({**self._head, "choices": [choice], **said})
+
+
+def _numbered(token_ids: Sequence[int]) -> str:
+    return " ".join(f"token_id:{token}" for token in token_ids)
 
 
 def _logprobs(tokens: Sequence[tuple[str, float]], start: int) -> Json:

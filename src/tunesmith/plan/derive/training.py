@@ -32,6 +32,7 @@ Regret")."""
 SFT_BATCH = 32
 CRITIC_LR_RATIO = 10
 DISTILL_TOP_K = 64
+SERVED_TOP_K = 20
 CHECKPOINT_MINUTES = 15.0
 
 
@@ -131,8 +132,12 @@ def _distillation(said: RunConfig, reasons: Reasons) -> Distillation | None:
     if not isinstance(said, SampledDistillConfig | OfflineDistillConfig):
         return None
     section = said.distill
+    top_k = DISTILL_TOP_K
     why = "these usually have nearly all of the probability"
-    top_k = reasons.fill("distill.top_k", section.top_k, DISTILL_TOP_K, why)
+    if said.teacher.url is not None:
+        top_k = SERVED_TOP_K
+        why = "as many as vLLM gives without --max-logprobs"
+    top_k = reasons.fill("distill.top_k", section.top_k, top_k, why)
     alpha = 1.0
     if isinstance(said, OfflineDistillConfig):
         why = "equal weight for the teacher and the given answers"

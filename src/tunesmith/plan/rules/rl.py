@@ -25,25 +25,11 @@ def weight_of_the_teacher(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash("distill.alpha", why)
 
 
-def _whole_distributions(config: DistillConfig | OfflineDistillConfig) -> Problem:
-    return Problem(("teacher.url", "distill.mode"),
-        "teacher.url gives the teacher's probability of each sampled token, and distill.mode = "
-        f"'{config.distill.mode}' compares whole distributions; use 'on_policy', or leave url out")
-
-
-@rule(OfflineDistillConfig)
-def served_teacher_offline(s: Situation[OfflineDistillConfig]) -> Iterator[Problem]:
-    if s.config.teacher.url is not None:
-        yield _whole_distributions(s.config)
-
-
 @rule(DistillConfig)
 def served_teacher(s: Situation[DistillConfig]) -> Iterator[Problem]:
     config = s.config
     if config.teacher.url is None:
         return
-    if config.distill.mode != "on_policy":
-        yield _whole_distributions(config)
     if config.rollout.temperature != 1:
         yield s.clash("rollout.temperature",
             "changes the student's probabilities, and a server's are those at 1.0; leave it or "
@@ -296,10 +282,13 @@ unread(RLConfig, "critic.value_coef",
 unread(RLConfig, "critic.min_lr_ratio",
        lambda s: s.needs("critic") and s.config.critic.schedule == "constant",
        "on the constant schedule; leave it out, or change critic.schedule", harmless=(0.0,))
-unread(DistillConfig,
-       "teacher.model teacher.prompt teacher.token_env teacher.concurrency teacher.deadline",
-       lambda s: s.config.teacher.url is None,
-       "without teacher.url, where the trainer has the teacher; leave it out")
+for kind in (DistillConfig, OfflineDistillConfig):
+    unread(kind, "teacher.model teacher.prompt teacher.token_env teacher.concurrency "
+                 "teacher.deadline",
+           lambda s: s.config.teacher.url is None,
+           "without teacher.url, where the trainer has the teacher; leave it out")
+unread(OfflineDistillConfig, "teacher.prompt", lambda s: s.config.teacher.url is not None,
+       "on given answers, which follow their own prompts; leave it out")
 unread(DistillConfig, "distill.alpha", lambda s: s.config.distill.mode != "offline",
        "with mode = {distill.mode}, where no answers are given; leave it out")
 unread(DistillConfig, "distill.top_k", lambda s: s.config.distill.mode == "on_policy",

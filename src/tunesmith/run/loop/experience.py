@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -19,10 +19,8 @@ from tunesmith.learn.algorithms.shaping import clip_reward, overlong_penalty, st
 from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.run.loop.critic import Critic
 from tunesmith.run.loop.learner import Learner
+from tunesmith.run.loop.teacher import Teacher
 from tunesmith.types import Rollout, RolloutGroup, Sample
-
-Teacher = Callable[[Sequence[Rollout]], Floats]
-"""From rollouts to the log-probability of every token that the policy wrote in them."""
 
 
 def make_experience(
@@ -62,9 +60,11 @@ def make_experience(
     batch = rollout_batch(played)
     if algorithm.decoupled:
         batch.add("old_logprobs", learner.score(batch))
-    if algorithm.reference:
-        known = teacher(rollouts) if teacher else learner.score(batch, reference=True)
-        batch.add("ref_logprobs", known)
+    if teacher:
+        for name, values in teacher(rollouts, batch).items():
+            batch.add(name, values)
+    elif algorithm.reference:
+        batch.add("ref_logprobs", learner.score(batch, reference=True))
     if isinstance(algorithm.kl, KLInReward):
         outcomes = _penalise(outcomes, batch, algorithm.kl.estimator, kl_coef)
     if critic:

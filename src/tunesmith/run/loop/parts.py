@@ -27,9 +27,9 @@ from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.critic import Critic
 from tunesmith.run.loop.curriculum import Curriculum
 from tunesmith.run.loop.evaluate import EvaluationPlan
-from tunesmith.run.loop.experience import Teacher
 from tunesmith.run.loop.gate import Gate
 from tunesmith.run.loop.learner import Learner
+from tunesmith.run.loop.teacher import Teacher
 from tunesmith.run.trainers.base import Metrics, TrainBackend
 from tunesmith.types import Sampling
 
@@ -60,7 +60,7 @@ class RLParts:
     objective: Objective | None = None
     """Minimised instead of the algorithm's loss."""
     teacher: Teacher | None = None
-    """A teacher outside of the trainer, which takes the reference's place."""
+    """A teacher outside of the trainer's passes, which takes the reference's place."""
     kl_name: str = "ref_kl"
     """The metric's name for the KL to what takes the reference's place."""
 

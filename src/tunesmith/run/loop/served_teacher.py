@@ -1,11 +1,11 @@
-"""A teacher behind an OpenAI-compatible server, which scores the student's samples."""
+"""A teacher behind an OpenAI-compatible server."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress
 
@@ -13,84 +13,78 @@ import aiohttp
 import numpy as np
 
 from tunesmith.config.commands import TeacherSection
-from tunesmith.errors import DataError, RewardError
+from tunesmith.errors import RewardError
 from tunesmith.learn.data.batch import Floats
+from tunesmith.models.teacher import TEACHER_LOGPROBS, TEACHER_TOKENS
 from tunesmith.records.http_client import BadAnswer, Unavailable, one_line, request_patiently
 from tunesmith.records.redact import redact
-from tunesmith.types import Prompt, Record, Rollout
+from tunesmith.types import Sample
 
 ATTEMPT_SECONDS = 300.0
 ANSWER_BYTES = 1 << 20
 ANSWER_BYTES_EACH = 1 << 10
-"""Limit of an answer: a fixed part, and a part per token."""
+ANSWER_BYTES_RANKED = 1 << 6
+"""Limit of an answer: a fixed part, a part per token, and one for each that is ranked there."""
+NUMBERED = "token_id:"
+"""What vLLM and ``tunesmith serve`` write before a token's number, if they are asked for it."""
 
 
 class ServedTeacher:
-    """Called with rollouts; returns the teacher's log-probability of every token that the student
-    wrote, record after record.
+    """Called with samples; returns the columns of what a server says of their predictions.
 
-    The server gets token ids, so nothing is tokenized again; it answers with the log-probability of
-    each token of the prompt (``echo``).
+    It gets token ids, so nothing is tokenized again, and answers with the log-probabilities of the
+    prompt's tokens (``echo``).
 
     Args:
-        encode: a prompt's tokens, for ``section.prompt``.
+        top_k: how many likeliest tokens each prediction is compared with; None: the server says the
+            log-probability of the predicted token.
+        rows: of the student's embedding; None: unknown.
     """
 
-    def __init__(self, section: TeacherSection, encode: Callable[[Prompt], list[int]]) -> None:
+    def __init__(
+        self, section: TeacherSection, top_k: int | None = None, rows: int | None = None
+    ) -> None:
         assert section.url is not None
         self._section = section
+        self._top_k = top_k
+        self._rows = rows
         self._url = f"{section.url.rstrip('/')}/completions"
-        self._encode = encode
 
-    def __call__(self, rollouts: Sequence[Rollout]) -> Floats:
+    def __call__(self, samples: Sequence[Sample]) -> Mapping[str, Floats]:
         """Raises RewardError: the server gave no usable answer."""
-        # The calling thread has an event loop of its own.
+        # The calling thread may have an event loop of its own.
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, self._score(rollouts)).result()
+            answers = thread.submit(asyncio.run, self._score(samples)).result()
+        none = np.zeros(0 if self._top_k is None else (0, 2, self._top_k))
+        said = np.concatenate([none, *answers])
+        if self._top_k is None:
+            return {"ref_logprobs": said}
+        return {TEACHER_TOKENS: said[:, 0], TEACHER_LOGPROBS: said[:, 1]}
 
-    async def _score(self, rollouts: Sequence[Rollout]) -> Floats:
+    async def _score(self, samples: Sequence[Sample]) -> list[Floats]:
         key = os.environ.get(self._section.token_env or "", "").strip()
         headers = {"Authorization": f"Bearer {key}"} if key else None
         timeout = aiohttp.ClientTimeout(total=ATTEMPT_SECONDS)
         room = asyncio.Semaphore(self._section.concurrency)
-        prompts = [self._prompt_of(rollout) for rollout in rollouts]
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
 
-            async def ask(record: Record, own: Sequence[int], theirs: list[int]) -> list[float]:
-                # A record whose history was edited may begin with something else.
-                begins = record.token_ids[: len(own)] == list(own)
-                start = len(own) if begins else 0
-                before = theirs if begins else []
+            async def ask(sample: Sample) -> Floats:
                 async with room:
-                    scored = await self._ask(session, [*before, *record.token_ids[start:]])
-                return list(compress(scored[len(before) :], record.sampled[start:]))
+                    return await self._ask(session, sample)
 
-            jobs = [
-                ask(record, rollout.task.prompt_ids, theirs)
-                for rollout, theirs in zip(rollouts, prompts, strict=True)
-                for record in rollout.records
-                if record.num_sampled
-            ]
-            scored = await asyncio.gather(*jobs)
-        return np.array([value for values in scored for value in values], np.float64)
+            return await asyncio.gather(*map(ask, samples))
 
-    def _prompt_of(self, rollout: Rollout) -> list[int]:
-        task = rollout.task
-        column = self._section.prompt
-        if column is None:
-            return list(task.prompt_ids)
-        prompt = task.columns.get(column)
-        if not isinstance(prompt, str | list) or not prompt:
-            raise DataError(f"task {task.id} has no prompt in '{column}' (teacher.prompt)")
-        return self._encode(prompt)
-
-    async def _ask(self, session: aiohttp.ClientSession, ids: Sequence[int]) -> list[float]:
-        """The log-probability of each token after those before it; 0 for the first."""
+    async def _ask(self, session: aiohttp.ClientSession, sample: Sample) -> Floats:
+        """The log-probability at each prediction, ``[n]``; or the likeliest tokens and their
+        log-probabilities, ``[n, 2, k]``."""
+        ranked = self._top_k or 1
+        size = len(sample.token_ids)
         body = {
             "model": self._section.model or self._section.path,
-            "prompt": list(ids),
+            "prompt": list(sample.token_ids),
             "echo": True,
-            "logprobs": 1,
+            "logprobs": ranked,
+            "return_tokens_as_token_ids": self._top_k is not None,
             "max_tokens": 1,
             "temperature": 0.0,
         }
@@ -100,22 +94,50 @@ class ServedTeacher:
                 self._url,
                 json.dumps(body).encode(),
                 deadline=self._section.deadline,
-                longest=ANSWER_BYTES + len(ids) * ANSWER_BYTES_EACH,
+                longest=ANSWER_BYTES + size * (ANSWER_BYTES_EACH + ranked * ANSWER_BYTES_RANKED),
             )
-            return self._read(answer, len(ids))
+            return self._read(answer, sample)
         except (BadAnswer, Unavailable) as error:
             raise RewardError(redact(f"the teacher (teacher.url): {error}")) from None
 
-    def _read(self, answer: object, size: int) -> list[float]:
+    def _read(self, answer: object, sample: Sample) -> Floats:
+        kind = "token_logprobs" if self._top_k is None else "top_logprobs"
         match answer:
-            case {"choices": [{"logprobs": {"token_logprobs": [_, *rest]}}, *_]}:
-                values = rest[: size - 1]
+            case {"choices": [{"logprobs": {**said}}, *_]} if isinstance(said.get(kind), list):
+                listed = said[kind][: len(sample.token_ids)]
             case _:
-                values = []
-        if len(values) != size - 1 or not all(isinstance(value, float | int) for value in values):
-            shown = one_line(json.dumps(answer))
+                listed = []
+        expected = float | int if self._top_k is None else dict
+        predicted = [*compress(listed, sample.loss_mask)]
+        whole = len(listed) == len(sample.token_ids)
+        if not whole or not all(isinstance(value, expected) for value in predicted):
             raise BadAnswer(
-                f"{self._url} answered {shown}; expected logprobs.token_logprobs of {size} tokens "
-                "of the prompt"
+                f"{self._url} answered {one_line(json.dumps(answer))}; expected logprobs.{kind} of "
+                f"{len(sample.token_ids)} tokens of the prompt"
             )
-        return [0.0, *values]
+        if self._top_k is None:
+            return np.array(predicted, np.float64)
+        return np.array([self._likeliest(ranked, self._top_k) for ranked in predicted], np.float64)
+
+    def _likeliest(self, ranked: Mapping[str, object], top_k: int) -> list[list[float]]:
+        """The numbers of the ``top_k`` likeliest tokens, and their log-probabilities.
+
+        A server may add the token that is there, however unlikely.
+        """
+        known: list[tuple[float, int]] = []
+        for name, logprob in ranked.items():
+            number = name.removeprefix(NUMBERED)
+            if number == name or not number.isdecimal() or not isinstance(logprob, float | int):
+                raise BadAnswer(
+                    f"{self._url} ranks tokens as {one_line(json.dumps(ranked))}; expected numbers "
+                    "of tokens (return_tokens_as_token_ids): several may have the same text"
+                )
+            known.append((logprob, int(number)))
+        best = sorted(known, reverse=True)[:top_k]
+        tokens = [token for _, token in best]
+        if len(best) < top_k:
+            raise BadAnswer(f"{self._url} ranks {len(best)} tokens at a place; expected {top_k}")
+        if self._rows is not None and max(tokens) >= self._rows:
+            rows = f"the student's embedding has {self._rows} rows"
+            raise BadAnswer(f"{self._url} ranks token {max(tokens)}, and {rows}")
+        return [list(map(float, tokens)), [logprob for logprob, _ in best]]

@@ -228,12 +228,17 @@ class PredictSpec:
     temperature: float = 1.0
     entropy: bool = False
     chunk: int | None = None
+    compares: bool = False
+    """Whether the policy is compared with what batches say of its teacher."""
 
     def build(
         self, value_head: nn.Linear | None = None
     ) -> Callable[[CausalLM, Forest], Predictions]:
         from tunesmith.models.causal_lm import CausalLM
+        from tunesmith.models.teacher import predict_with_said
 
+        if self.compares:
+            return partial(predict_with_said, chunk=self.chunk)
         return partial(
             CausalLM.predict,
             temperature=self.temperature,

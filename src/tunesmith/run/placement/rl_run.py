@@ -34,7 +34,7 @@ from tunesmith.run.placement.port import Placement
 from tunesmith.run.placement.rewards import add_rewards
 from tunesmith.run.placement.session import RunResult, kept_on_interrupt, open_session, run_result
 from tunesmith.run.placement.specs import engine_spec, trainer_spec
-from tunesmith.run.placement.teachers import served_teacher
+from tunesmith.run.placement.teachers import teacher_of_rollouts
 from tunesmith.types import Sampling, Task
 
 RLRun = OpenRun[RLConfig, Task]
@@ -88,6 +88,7 @@ async def make_parts(
     assert algorithm is not None, "it is reinforcement learning"
     rollout = said.rollout
     tokenizer = run.tokenizer
+    teacher = teacher_of_rollouts(run) if plan.kind.served_teacher else None
     trained = placement.trainer(trainer_spec(plan))
     trained.record_ranks(timeline)
     engine = placement.engine(_engine_spec(plan), trained.source, report, timeline)
@@ -129,7 +130,7 @@ async def make_parts(
             evaluation=_evaluation(run, sampling, rewards),
             canary=make_canary(plan, engine, learner, run.train.items[0].prompt_ids),
             objective=DistillationObjective(1.0) if plan.training.distillation else None,
-            teacher=served_teacher(run) if plan.kind.served_teacher else None,
+            teacher=teacher,
             kl_name="teacher_kl" if plan.kind.distils else "ref_kl",
         )
         on_failure.pop_all()

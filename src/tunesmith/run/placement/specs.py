@@ -84,9 +84,11 @@ def frozen_spec(plan: AnyPlan, path: str, key: str) -> ModelSpec:
 
 def predict_spec(plan: AnyPlan) -> PredictSpec:
     chunk = plan.said.system.logprob_chunk
+    compares = plan.kind.served_teacher and plan.training.distillation is not None
     if plan.algorithm is None:
-        return PredictSpec(chunk=chunk)
-    return PredictSpec(plan.sampling.temperature, bool(plan.algorithm.entropy_coef), chunk)
+        return PredictSpec(chunk=chunk, compares=compares)
+    entropy = bool(plan.algorithm.entropy_coef)
+    return PredictSpec(plan.sampling.temperature, entropy, chunk, compares)
 
 
 def trainer_spec(plan: AnyPlan) -> TrainerSpec:

@@ -41,6 +41,7 @@ from tunesmith.run.placement.opening import OpenRun
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.placement.session import RunResult, kept_on_interrupt, open_session, run_result
 from tunesmith.run.placement.specs import trainer_spec
+from tunesmith.run.placement.teachers import teacher_of_samples
 from tunesmith.run.placement.trainers import TrainerSpec
 from tunesmith.run.placement.training_data import TRAINING_DATA, label_tokens
 from tunesmith.run.trainers.base import Metrics
@@ -152,10 +153,19 @@ def _sft(setup: Setup[Sample]) -> SupervisedParts[Sample]:
 
 
 def _distill(setup: Setup[Sample]) -> SupervisedParts[Sample]:
+    plan = setup.run.plan
+    teacher = teacher_of_samples(setup.run) if plan.kind.served_teacher else None
     learner = setup.learner("token_mean")
-    distillation = setup.run.plan.training.distillation
+    distillation = plan.training.distillation
     assert distillation is not None, "there is a teacher"
-    return setup.parts(learner, DistillationObjective(distillation.alpha), Batch.of)
+
+    def prepare(samples: Sequence[Sample]) -> Batch:
+        batch = Batch.of(samples)
+        for name, values in teacher(samples).items() if teacher else ():
+            batch.add(name, values)
+        return batch
+
+    return setup.parts(learner, DistillationObjective(distillation.alpha), prepare)
 
 
 def _rm(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
