@@ -88,7 +88,6 @@ async def make_parts(
     assert algorithm is not None, "it is reinforcement learning"
     rollout = said.rollout
     tokenizer = run.tokenizer
-    teacher = teacher_of_rollouts(run) if plan.kind.served_teacher else None
     trained = placement.trainer(trainer_spec(plan))
     trained.record_ranks(timeline)
     engine = placement.engine(_engine_spec(plan), trained.source, report, timeline)
@@ -130,7 +129,7 @@ async def make_parts(
             evaluation=_evaluation(run, sampling, rewards),
             canary=make_canary(plan, engine, learner, run.train.items[0].prompt_ids),
             objective=DistillationObjective(1.0) if plan.training.distillation else None,
-            teacher=teacher,
+            teacher=teacher_of_rollouts(run) if plan.kind.served_teacher else None,
             kl_name="teacher_kl" if plan.kind.distils else "ref_kl",
         )
         on_failure.pop_all()
