@@ -281,6 +281,7 @@ ODD: list[tuple[list[str], str]] = [
     (["explain", "train.lr", "--run", "x" * 300], "x"),
     (["runs", "compare", "x" * 300, "y"], "x"),
     (["merge", "x" * 300, "out"], "x"),
+    (["export", "x" * 300, "--gguf", "f16"], "x"),
     (["config", "run.toml", "model.path=" + "x" * 300], "model.path"),
     (["config", "run.toml", "model.path=мод/ель"], "model.path"),
     (["config", "run.toml", "model.path=mo\u200bd/el"], "model.path"),

@@ -26,6 +26,7 @@ from tunesmith.config.presets import NEEDS, PRESETS
 from tunesmith.guide.explain.settings import settings_of
 from tunesmith.plan.facts.families import REFUSED, family, published
 from tunesmith.plan.facts.layers import first
+from tunesmith.plan.facts.llama_cpp import FAMILIES as CPP
 from tunesmith.plan.facts.model import decoder_config, facts_of
 from tunesmith.plan.facts.parameters import EXPERTS
 from tunesmith.plan.layout.profiles import SYSTEM_PROFILES, ProfileValue
@@ -144,6 +145,18 @@ def families_refused() -> str:
     )
 
 
+def gguf_families() -> str:
+    """Families that are read from GGUF and written to it."""
+    read = {each.architecture: name for name, each in reversed(CPP.items())}
+    return _table(
+        ("`model_type`", "in llama.cpp", "read from GGUF as"),
+        [
+            (f"`{name}`", f"`{each.architecture}`", f"`{read[each.architecture]}`")
+            for name, each in CPP.items()
+        ],
+    )
+
+
 def findings(rules: Sequence[Rule[Any]]) -> str:
     """Every finding of the doctor, with the settings that it names."""
     cells = [
@@ -184,7 +197,10 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "profiles": profiles,
     "doctor": partial(findings, RULES),
     "doctor_answers": partial(findings, [*RUN, *ROUND]),
-    **{made.__name__: made for made in (presets, families, families_refused, hardware)},
+    **{
+        made.__name__: made
+        for made in (presets, families, families_refused, gguf_families, hardware)
+    },
     **{
         f"types_{key}": partial(choices, family)
         for key, family in AlgorithmSection.families.items()

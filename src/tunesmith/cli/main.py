@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from tunesmith.cli.command import Command, CommandGroup
+from tunesmith.cli.export import export
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.launch import launch
 from tunesmith.cli.merge import merge
@@ -36,7 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 OWN: list[Callable[..., None]] = [
-    rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge,
+    rl, sft, rm, dpo, kto, prm, distill, rft, generate, merge, export,
     show_config, plan, serve, serve_reward, serve_training, launch, runs,
 ]  # fmt: skip
 NAMES = {

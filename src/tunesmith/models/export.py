@@ -21,6 +21,7 @@ from transformers.core_model_loading import WeightConverter
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.errors import ModelError, boundary
 from tunesmith.models.parallel.shard_files import is_converted
+from tunesmith.models.source import readable
 
 GENERATION_FILE = "generation_config.json"
 _FIRST = ("do_sample", "num_beams", "return_dict_in_generate", "cache_implementation")
@@ -34,6 +35,7 @@ def read_generation(directory: str | Path) -> GenerationConfig | None:
     Raises:
         ModelError: it is damaged.
     """
+    directory = readable(directory)
     with boundary(ModelError, f"cannot read {Path(directory) / GENERATION_FILE}", Exception):
         try:
             return GenerationConfig.from_pretrained(directory)

@@ -33,7 +33,7 @@ from tunesmith.models.parallel.shard_files import (
     stored_names,
 )
 from tunesmith.models.parallel.sharding import Sharding, materialise
-from tunesmith.models.source import ANY_ERROR, directory_of, load_config
+from tunesmith.models.source import ANY_ERROR, directory_of, load_config, readable
 from tunesmith.models.towers import Towers
 from tunesmith.models.weight_checks import (
     Differences,
@@ -79,6 +79,8 @@ def load_module(
             architecture.
         ConfigError: the device cannot be used.
     """
+    named = path
+    path = readable(path)
     config = load_config(path, trust_remote_code=trust_remote_code)
     dropouts = {
         k: v for k, v in config.to_dict().items() if "drop" in k and isinstance(v, float) and v > 0
@@ -120,6 +122,7 @@ def load_module(
 
         compute_one_by_one(module)
     check_tie(path, module)
+    module.name_or_path = str(named)  # by which an adapter names its base
     _disable_dropout(module, dropouts)
     return module.eval(), towers
 

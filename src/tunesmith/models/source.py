@@ -15,9 +15,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tunesmith.config.reading.files import ADAPTER_CONFIG, is_hub_name
+from tunesmith.config.reading.files import ADAPTER_CONFIG, is_gguf, is_hub_name
 from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.models.directory import check_model
+from tunesmith.models.gguf.reading import unpacked
 from tunesmith.models.kernels.layers import KINDS
 from tunesmith.models.no_tokenizer import NoTokenizer
 from tunesmith.plan.facts.families import check_family
@@ -28,12 +29,22 @@ ANY_ERROR = Exception
 """A damaged file or an unusual configuration can raise any exception in transformers."""
 
 
+def readable(path: str | Path) -> str | Path:
+    """From where transformers reads a model: a GGUF file is unpacked, anything else is as it is.
+
+    Raises:
+        ModelError: the file is damaged, or its model is not read.
+    """
+    return unpacked(Path(path).expanduser()) if is_gguf(path) else path
+
+
 def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The configuration of a model; its family is checked and nothing else is read.
 
     Raises:
         ModelError: the model does not exist, or its family is not supported.
     """
+    path = readable(path)
     check_directory(path)
     with boundary(ModelError, f"cannot read the configuration of model '{path}'", ANY_ERROR):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -62,6 +73,7 @@ def load_tokenizer(
         ModelError: the tokenizer does not exist or cannot be read.
         ConfigError: the chat template cannot be read.
     """
+    path = readable(path)
     if not (Path(path).expanduser() / ADAPTER_CONFIG).is_file():
         check_directory(path)
     if detect_fake_mode():
@@ -79,7 +91,7 @@ def load_tokenizer(
 
 def directory_of(path: str | Path) -> Path:
     """A model's directory; the files of a hub name are downloaded first, if they are not there."""
-    directory = Path(path).expanduser()
+    directory = Path(readable(path)).expanduser()
     if directory.is_dir():
         return directory
     patterns = ["*.safetensors", "*.json"]

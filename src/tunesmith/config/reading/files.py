@@ -17,6 +17,7 @@ from tunesmith.errors import ConfigError, closest, shortened
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+GGUF = ".gguf"
 
 LEFT_OUT = "give a value, or leave it out (on the command line: {}=none)"
 
@@ -83,13 +84,22 @@ def _existing(text: str, bases: list[Path]) -> str:
     return str(path)
 
 
-def _model(text: str, bases: list[Path]) -> str:
-    """A directory, or the name of a model on the hub."""
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path names a GGUF file, llama.cpp's, and not a model's directory."""
+    return str(path).lower().endswith(GGUF) and not Path(path).expanduser().is_dir()
+
+
+def find_model(text: str, bases: list[Path]) -> str:
+    """A directory, a GGUF file, or the name of a model on the hub."""
     directory = _search(text, bases)
+    if directory is None and is_gguf(text):
+        raise _missing(text, bases)
     if directory is None:
         return _hub_name(text, bases, "models", "Qwen/Qwen3-0.6B")
+    if is_gguf(directory):
+        return str(directory)
     if not directory.is_dir():
-        raise ConfigError(f"{text} is a file; name the model's directory")
+        raise ConfigError(f"{text} is a file; name the model's directory, or a GGUF file")
     if not (directory / "config.json").exists():
         directory = _newest_model(directory) or directory
     if (directory / "config.json").is_file():
@@ -99,7 +109,11 @@ def _model(text: str, bases: list[Path]) -> str:
             f"{directory} holds a LoRA adapter and no whole model. Name its base here and the "
             f"adapter as lora.path, or merge the two: tunesmith merge {text} OUT_DIR"
         )
-    raise ConfigError(f"{directory} holds no model: there is no config.json in it")
+    files = sorted(directory.glob(f"*{GGUF}"))
+    if len(files) == 1:
+        return str(files[0])
+    several = f"; name one of its files: {', '.join(file.name for file in files)}" if files else ""
+    raise ConfigError(f"{directory} holds no model: there is no config.json in it{several}")
 
 
 def _newest_model(directory: Path) -> Path | None:
@@ -250,12 +264,12 @@ def _text_or_file(text: str, bases: list[Path]) -> str:
 
 _FILES: dict[str, Find] = {
     "run_dir": lambda text, _: str(Path(text).expanduser().absolute()),
-    "model.path": _model,
+    "model.path": find_model,
     "model.chat_template": lambda text, bases: text if text == "hermes" else _existing(text, bases),
-    "critic.path": _model,
-    "teacher.path": _model,
+    "critic.path": find_model,
+    "teacher.path": find_model,
     "lora.path": lambda text, bases: str(adapter_directory(Path(_existing(text, bases)))),
-    "system.draft_model": _model,
+    "system.draft_model": find_model,
     "system.engine_python": _existing,
     "rft.few_shot": _existing,
     "checkpoint.resume": _checkpoint,
@@ -273,7 +287,7 @@ _FILES: dict[str, Find] = {
     },
     "reward.functions.[]": _reference("function"),
     "monitor.sinks.[]": _reference("class"),
-    "reward.models.[].path": _model,
+    "reward.models.[].path": find_model,
     "reward.judge.[].rubric": _text_or_file,
     "reward.judge.[].template": _text_or_file,
     "environment.path": _code,

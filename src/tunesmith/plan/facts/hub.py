@@ -9,9 +9,12 @@ from functools import cache
 from pathlib import Path
 from threading import Thread
 
+from tunesmith.config.reading.files import is_gguf
 from tunesmith.errors import ModelError, boundary
 from tunesmith.plan.facts.families import family
+from tunesmith.plan.facts.gguf import read_header
 from tunesmith.plan.facts.layers import Written
+from tunesmith.plan.facts.llama_cpp import config_of
 from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts
 from tunesmith.plan.facts.model_files import (
     INDEX,
@@ -28,8 +31,8 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def known_model_facts(path: str) -> ModelFacts | None:
-    """Facts about a local directory or a hub name; None if neither the cache nor the hub has its
-    configuration.
+    """Facts about a local directory or file, or a hub name; None if neither the cache nor the hub
+    has its configuration.
 
     Without safetensors files in the directory, the number of parameters is estimated by formula.
 
@@ -37,6 +40,8 @@ def known_model_facts(path: str) -> ModelFacts | None:
         ModelError: a local model's files are missing or damaged.
     """
     directory = Path(path).expanduser()
+    if is_gguf(directory):
+        return _gguf_facts(directory)
     if not directory.is_dir():
         return _hub_facts(path)
     facts = read_model_facts(directory)
@@ -50,8 +55,14 @@ def known_parameters(path: str) -> int | None:
     directory = Path(path).expanduser()
     if directory.is_dir():
         return count_parameters(directory)
-    facts = _hub_facts(path)
+    facts = known_model_facts(path)
     return facts.parameters if facts else None
+
+
+def _gguf_facts(path: Path) -> ModelFacts | None:
+    header = read_header(path)
+    facts = facts_of(config_of(header))
+    return facts and replace(facts, parameters=header.parameters)
 
 
 @cache

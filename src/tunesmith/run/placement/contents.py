@@ -74,6 +74,7 @@ def _of_weights(paths: list[str | Path]) -> Content:
     parts: list[bytes] = []
     for path in map(Path, paths):
         files = sorted(file for pattern in WEIGHTS for file in path.glob(pattern))
+        files = [path] if path.is_file() else files
         parts += [block for file in files for block in _sampled(file)] or [str(path).encode()]
     return Content(" and ".join(map(str, paths)), _digest(parts))
 

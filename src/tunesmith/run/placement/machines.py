@@ -41,11 +41,9 @@ def look(model: str, probe: Path | None = None) -> Machine:
     """
     directory = Path(model).expanduser()
     kinds = (".safetensors", ".json", ".jinja", ".model")
-    names = (
-        sorted(file for file in directory.glob("*") if file.suffix in kinds)
-        if directory.is_dir()
-        else []
-    )
+    names = [directory] if directory.is_file() else []
+    if directory.is_dir():
+        names = sorted(file for file in directory.glob("*") if file.suffix in kinds)
     seen = probe.read_text(encoding="utf-8") if probe and probe.is_file() else None
     return Machine(socket.gethostname(), seen, {file.name: _digest(file) for file in names})
 

@@ -1,0 +1,1 @@
+"""Models in GGUF, the file format of llama.cpp."""
