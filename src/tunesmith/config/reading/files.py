@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunesmith.config.judges import names_text_file
-from tunesmith.config.reading.packages import near_package, package_name
+from tunesmith.config.reading.packages import PACKAGES, near_package, package_name
 from tunesmith.config.reading.problems import FileProblem, KeyPath, Tree, dotted, leaves
 from tunesmith.config.reading.user_functions import check_defined
 from tunesmith.errors import ConfigError, closest, shortened
@@ -167,12 +167,20 @@ def _data(text: str, bases: list[Path]) -> str:
     """A file, a directory, or the name of a data set on the hub or of a package."""
     path = _search(text, bases)
     if path is None and package_name(text):
-        return text
+        return _of_package(text, bases)
     if path is None:
         return _hub_name(text, bases, "datasets", "openai/gsm8k")
     if path.is_file() and path.stat().st_size == 0:
         raise ConfigError(f"{path} is empty")
     return str(path)
+
+
+def _of_package(text: str, bases: list[Path]) -> str:
+    """A package's name; one that is a directory, with its place."""
+    named = package_name(text)
+    if named is None or not PACKAGES[named.package].names_directories:
+        return text
+    return text.replace(named.name, _existing(named.name, bases), 1)
 
 
 def _hub_name(
@@ -249,6 +257,8 @@ def _code(text: str, bases: list[Path]) -> str:
     file, _, name = text.rpartition(":")
     if not file:
         raise ConfigError(f"{text} names nothing in a file; write file.py:name")
+    if package_name(text):
+        return _of_package(text, bases)
     if not file.endswith(".py") and "/" not in file:
         return text
     path = _search(file, bases)

@@ -21,6 +21,8 @@ class Package:
     """What ``pip install`` calls it, also the name of the extra of this project."""
     plays: bool
     """Whether it brings environments, which play episodes."""
+    names_directories: bool = False
+    """Whether a name is a directory, which is read without the package."""
 
 
 HUB = "hf"
@@ -31,6 +33,7 @@ PACKAGES = {
     "textarena": Package("textarena", "textarena", plays=True),
     "openenv": Package("openenv", "openenv", plays=True),
     "verifiers": Package("verifiers", "verifiers", plays=True),
+    "harbor": Package("harbor", "harbor", plays=True, names_directories=True),
 }
 
 _NAME = re.compile(r"(?P<package>\w+):(?P<name>[^\[\]]+?)(?:\[(?P<split>.+)\])?")
@@ -52,7 +55,7 @@ class PackageName:
     def require(self) -> None:
         """Raise ``ConfigError`` if the package is not installed."""
         package = PACKAGES[self.package]
-        if find_spec(package.module) is None:
+        if not package.names_directories and find_spec(package.module) is None:
             raise ConfigError(
                 f"'{self.plain}' needs {package.module}, which is not installed: pip install "
                 f"{package.distribution}"

@@ -70,23 +70,43 @@ class CommandTask:
     folder: str = FOLDER
     seconds: float = inf
     """Seconds of the command, beside what the run allows."""
+    verify_seconds: float | None = None
+    """Seconds of ``verify``; None: ``environment.timeout``."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables of all its programs."""
+    verify_environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def task_of(section: EnvironmentSection, task: Task) -> CommandTask:
-    """The run's own command, for any task."""
+@dataclass(frozen=True, slots=True)
+class CommandTasks:
+    """What commands are run for tasks of a kind."""
+
+    task_of: Callable[[EnvironmentSection, Task], CommandTask]
+    folders: tuple[str, ...] = ()
+    """Directories, besides the sandbox's own, in which they may write."""
+    check: Callable[[EnvironmentSection], None] = lambda _: None
+    """Raises ConfigError: tasks cannot be played with these settings."""
+
+
+def _own(section: EnvironmentSection, task: Task) -> CommandTask:
     del task
     assert section.command is not None
-    archives = {FOLDER: archive_of(Path(section.folder))} if section.folder else {}
+    folder = Path(section.folder) if section.folder else None
+    archives = {FOLDER: archive_of(*sorted(folder.iterdir()))} if folder else {}
     return CommandTask(section.command, section.setup or (), section.verify or (), archives)
 
 
+OWN_TASKS = CommandTasks(_own)
+"""The run's own commands, for any task."""
+
+
 @cache
-def archive_of(folder: Path) -> bytes:
-    """A directory's content as a tar file."""
+def archive_of(*paths: Path, name: str = "") -> bytes:
+    """Files and directories as a tar file, under their names; ``name``: that of the only one."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as archive:
-        for path in sorted(folder.iterdir()):
-            archive.add(path, path.name)
+        for path in paths:
+            archive.add(path, name or path.name)
     return data.getvalue()
 
 
@@ -95,7 +115,7 @@ class CommandAgent:
     """An ``Environment`` whose episodes a program plays."""
 
     name: str
-    task_of: Callable[[Task], CommandTask]
+    tasks: CommandTasks
     setting: EpisodeSettings
     model: str
     endpoint: Callable[[], Endpoint]
@@ -105,22 +125,28 @@ class CommandAgent:
 
     async def play(self, rollout: Rollout, generate: Generate) -> None:
         with policy_of(rollout, generate, self.setting, self.model, self.name) as policy:
+            section = self.setting.section
             endpoint = self.endpoint()
             try:
                 async with self.opener().open() as sandbox:
-                    episode = _Episode(self, sandbox, self.task_of(rollout.task), rollout)
+                    task = self.tasks.task_of(section, rollout.task)
+                    episode = Episode(self.name, section, sandbox, task, rollout)
                     await episode.set_up()
                     async with endpoint.reached_by(sandbox.listener) as port:
                         with endpoint.open(policy) as (_, key):
-                            await episode.play(f"http://127.0.0.1:{port}/{key}", key)
+                            base = f"http://127.0.0.1:{port}/{key}"
+                            await episode.play(_policy(base, key, self.model), keeps=self.keeps)
                     await episode.verify()
             except SandboxError as error:
                 raise EpisodeError(f"{self.name}: the sandbox failed: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
-class _Episode:
-    agent: CommandAgent
+class Episode:
+    """A task's programs in one sandbox."""
+
+    name: str
+    section: EnvironmentSection
     sandbox: Opened
     given: CommandTask
     rollout: Rollout
@@ -129,13 +155,20 @@ class _Episode:
         """Raises EpisodeError: it failed."""
         job = self._job(self.given.setup or ("true",), self._columns())
         job = replace(job, archives=self.given.archives)
-        ended = await self._run("setup", job, self.agent.setting.section.timeout)
+        ended = await self._run("setup", job, self.section.timeout)
         if ended.code != 0:
-            raise EpisodeError(f"{self.agent.name}: setup {_ending(ended)}")
+            raise EpisodeError(f"{self.name}: setup {_ending(ended)}")
 
-    async def play(self, base: str, key: str) -> None:
-        """Raises EpisodeError: the program did not ask the policy."""
-        section = self.agent.setting.section
+    async def play(self, policy: Mapping[str, str], *, keeps: bool = False) -> None:
+        """Run the command.
+
+        Args:
+            policy: variables by which it finds the policy; none: there is none.
+            keeps: whether its files stay on the rollout.
+
+        Raises:
+            EpisodeError: it did not ask the policy.
+        """
         task = self.rollout.task
         said = text_of(task.prompt)
         words = tuple(word.replace(PROMPT, said) for word in self.given.command)
@@ -144,19 +177,17 @@ class _Episode:
         job = replace(
             self._job(words, shown),
             stdin="" if words != self.given.command else said,
-            reads=(self.given.folder,) if self.agent.keeps else (),
-            environment=_policy(base, key, self.agent.model),
+            reads=(self.given.folder,) if keeps else (),
         )
-        limit = section.sandbox.seconds if section.sandbox else None
+        job = replace(job, environment={**job.environment, **policy})
+        limit = self.section.sandbox.seconds if self.section.sandbox else None
         ended = await self._run("command", job, min(limit or inf, self.given.seconds))
         assert ended.code is not None
         self.rollout.metrics["exit_code"] = float(ended.code)
         self.rollout.notes["output"] = _tail(ended)
-        if not self.rollout.turns:
-            raise EpisodeError(
-                f"{self.agent.name}: no turn of the policy; command {_ending(ended)}"
-            )
-        if self.agent.keeps:
+        if policy and not self.rollout.turns:
+            raise EpisodeError(f"{self.name}: no turn of the policy; command {_ending(ended)}")
+        if keeps:
             start = f"{self.given.folder}/"
             files = {path.removeprefix(start): data for path, data in ended.files.items()}
             self.rollout.instance = Played(
@@ -174,9 +205,11 @@ class _Episode:
         paths = self.given.rewards or (f"{REWARD}-{secrets.token_hex(8)}",)
         job = self._job(self.given.verify, self._columns())
         places = {**job.places, "TUNESMITH_REWARD": paths[0]}
-        job = replace(job, archives=self.given.hidden, places=places, reads=paths)
-        ended = await self._run("verify", job, self.agent.setting.section.timeout)
-        name = f"{self.agent.name}: verify"
+        environment = {**job.environment, **self.given.verify_environment}
+        job = replace(job, environment=environment, places=places, reads=paths)
+        job = replace(job, archives=self.given.hidden)
+        ended = await self._run("verify", job, self.given.verify_seconds or self.section.timeout)
+        name = f"{self.name}: verify"
         assert ended.code is not None
         if ended.code < 0 or ended.code == _NOT_FOUND:
             raise EpisodeError(f"{name} {_ending(ended)}")
@@ -193,9 +226,9 @@ class _Episode:
     async def _run(self, what: str, job: SandboxJob, seconds: float) -> SandboxOutcome:
         ended = await self.sandbox.run(job, seconds)
         if ended.ended == "timed_out":
-            raise DeadlineExceeded(f"{self.agent.name}: {what} did not end within {seconds:g} s")
+            raise DeadlineExceeded(f"{self.name}: {what} did not end within {seconds:g} s")
         if ended.code is None:
-            raise EpisodeError(f"{self.agent.name}: {what} was killed with its sandbox")
+            raise EpisodeError(f"{self.name}: {what} was killed with its sandbox")
         return ended
 
     def _job(self, command: tuple[str, ...], task: object) -> SandboxJob:
@@ -203,6 +236,7 @@ class _Episode:
             command=command,
             files={TASK_FILE: json.dumps(task, ensure_ascii=False, default=str)},
             folder=self.given.folder,
+            environment=self.given.environment,
             places={"TUNESMITH_TASK": TASK_FILE, "HOME": "home/", "TMPDIR": "tmp/"},
         )
 
@@ -238,12 +272,12 @@ def reward_in(data: bytes, name: str) -> StepResult:
     """
     text = data.decode(errors="replace").strip()
     with suppress(ValueError):
+        return as_step(StepResult(reward=float(text), done=True), name)
+    with suppress(ValueError):
         value: object = json.loads(text)
         if isinstance(value, dict) and "reward" in value:
             reward = value.pop("reward")
             return as_step(StepResult(reward=reward, done=True, metrics=value), name)
-        if isinstance(value, int | float):
-            return as_step(StepResult(reward=value, done=True), name)
     raise EpisodeError(
         f"{name} wrote {shortened(repr(text))}; expected a number, or JSON with 'reward'"
     )

@@ -8,7 +8,7 @@ import types
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.data.formats import Example
 from tunesmith.learn.data.values import Tools
 from tunesmith.learn.environments.agents import GIVEN, OPPONENT, OVER_HTTP, is_agent
-from tunesmith.learn.environments.commands import task_of
+from tunesmith.learn.environments.commands import OWN_TASKS, CommandTasks
 from tunesmith.learn.environments.games import TRL_RESERVED, Game, Loaded, open_game
 from tunesmith.learn.environments.tools import Tool, make_tool
 from tunesmith.learn.packages import verifiers
@@ -133,8 +133,7 @@ def load_environments(section: EnvironmentSection, base_dir: Path) -> Environmen
             why = f"environment.tools has two tools called '{tool.name}'; rename one."
             raise ConfigError(why, keys=("environment.tools",))
     if section.command is not None and section.path is None:
-        play = partial(task_of, section)
-        return EnvironmentSet(section, [Loaded("command", COMMAND, "command", play)], base_dir)
+        return EnvironmentSet(section, [Loaded("command", COMMAND, "command", OWN_TASKS)], base_dir)
     references = references_of(section).items()
     loaded = [_recognise(name, ref, _load(ref, base_dir), tools) for name, ref in references]
     if not loaded and tools:
@@ -161,6 +160,8 @@ def _load(reference: str, base_dir: Path) -> Any:
 
 def _recognise(name: str, reference: str, code: Any, tools: Mapping[str, Tool]) -> Loaded:
     """Detect the form of the user's code."""
+    if isinstance(code, CommandTasks):
+        return Loaded(name, reference, "command", code)
     if isinstance(code, type):
         _check_constructor(code, reference)
         if not hasattr(code, "step"):
@@ -214,7 +215,10 @@ class EnvironmentSet:
         self.keeps_instances = False
         """Whether instances of TRL's form stay on their rollouts for the reward functions."""
         self._base_dir = base_dir
-        if any(one.kind == "command" for one in loaded):
+        self._commands: list[CommandTasks] = [one.code for one in loaded if one.kind == "command"]
+        for one in self._commands:
+            one.check(section)
+        if self._commands:
             assert self.opener  # what the machine lacks is said before the run
 
     def route(self, tasks: Sequence[Task]) -> list[Task]:
@@ -294,7 +298,8 @@ class EnvironmentSet:
         """Opens the sandboxes of commands."""
         sandbox = self.section.sandbox or ProcessSandbox()
         assert isinstance(sandbox, LocalSandbox)
-        return make_opener(sandbox)
+        folders = {folder for one in self._commands for folder in one.folders}
+        return make_opener(sandbox, folders=tuple(sorted(folders)))
 
     def open_game(self, loaded: Loaded) -> AbstractAsyncContextManager[Game]:
         """An episode in the environment ``loaded``, in its own threads or in a worker process."""

@@ -34,18 +34,21 @@ def make_runner(section: Sandbox) -> SandboxRunner:
     return HttpRunner(section)
 
 
-def make_opener(section: LocalSandbox, *, listens: bool = True) -> Opener:
+def make_opener(
+    section: LocalSandbox, *, listens: bool = True, folders: tuple[str, ...] = ()
+) -> Opener:
     """Raises ConfigError as ``make_runner`` does.
 
     Args:
         listens: whether the sandboxes have a loopback interface, on which they listen.
+        folders: directories in which programs may write, besides the sandbox's own.
     """
     match section:
         case ProcessSandbox():
             return ProcessRunner(section, listens=listens)
         case Bubblewrap():
-            return StartedRunner(section, partial(bubblewrap, section), listens=listens)
+            return StartedRunner(section, partial(bubblewrap, section, folders), listens=listens)
         case DockerSandbox():
-            return StartedRunner(section, partial(docker, section), listens=listens)
+            return StartedRunner(section, partial(docker, section, folders), listens=listens)
         case _:
             raise AssertionError(section)

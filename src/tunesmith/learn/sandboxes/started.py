@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import ceil
@@ -62,15 +62,17 @@ class SandboxStart:
     """As which user, if this process is root: limits on processes do not hold for root."""
 
 
-def bubblewrap(section: Bubblewrap, outlet: str = "") -> SandboxStart:
+def bubblewrap(section: Bubblewrap, folders: Sequence[str] = (), outlet: str = "") -> SandboxStart:
     """A sandbox by bwrap, with namespaces of its own and a file system in memory.
 
     Args:
+        folders: directories in memory, besides its own.
         outlet: the address to which it hands the socket that it listens on; empty: it does not.
     """
     paths = (*_SYSTEM, *(_NETWORK if section.network or outlet else ()), *section.read)
     paths = (*paths, os.path.dirname(outlet)) if outlet else paths
     binds = [word for path in paths for word in ("--ro-bind-try", path, path)]
+    files = str(parse_size(section.files))
     limits = {
         "RLIMIT_NPROC": section.processes,
         "RLIMIT_FSIZE": parse_size(section.files),
@@ -82,7 +84,8 @@ def bubblewrap(section: Bubblewrap, outlet: str = "") -> SandboxStart:
         "--as-pid-1", "--die-with-parent", "--cap-drop", "ALL", "--clearenv",
         "--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin", "--setenv", "HOME", "/work",
         *binds, "--proc", "/proc", "--dev", "/dev",
-        "--size", str(parse_size(section.files)), "--tmpfs", "/work", "--chdir", "/work",
+        *(word for folder in ("/work", *folders) for word in ("--size", files, "--tmpfs", folder)),
+        "--chdir", "/work",
         "--remount-ro", "/", "--remount-ro", "/dev", "--",
         "python3", "-I", "-S", "-c", _PROGRAM.read_text(encoding="utf-8"), json.dumps(limits),
         outlet,
@@ -91,8 +94,11 @@ def bubblewrap(section: Bubblewrap, outlet: str = "") -> SandboxStart:
     return SandboxStart(command, environment=path, user=NOBODY if os.geteuid() == 0 else None)
 
 
-def docker(section: DockerSandbox, outlet: str = "") -> SandboxStart:
-    """A container that is removed when it ends; ``outlet`` as for ``bubblewrap``."""
+def docker(section: DockerSandbox, folders: Sequence[str] = (), outlet: str = "") -> SandboxStart:
+    """A container that is removed when it ends; ``outlet`` as for ``bubblewrap``.
+
+    With ``folders`` its programs are root's, and write where they like in the image's file system.
+    """
     name = f"tunesmith-{uuid.uuid4().hex}"
     files = parse_size(section.files)
     memory = str(parse_size(section.memory))
@@ -103,9 +109,10 @@ def docker(section: DockerSandbox, outlet: str = "") -> SandboxStart:
         *(("--runtime", section.runtime) if section.runtime else ()),
         "--network", "bridge" if section.network else "none",
         "--memory", memory, "--memory-swap", memory, "--pids-limit", str(section.processes),
-        "--read-only", "--tmpfs", f"/work:rw,exec,nosuid,nodev,mode=1777,size={files}",
+        *(() if folders else ("--read-only", "--user", f"{NOBODY}:{NOBODY}")),
+        "--tmpfs", f"/work:rw,exec,nosuid,nodev,mode=1777,size={files}",
         "--workdir", "/work", "--env", "HOME=/work", "--env", "TMPDIR=/work",
-        "--user", f"{NOBODY}:{NOBODY}", "--cap-drop", "ALL",
+        "--cap-drop", "ALL",
         "--security-opt", "no-new-privileges", "--ulimit", "core=0", "--ulimit", f"fsize={files}",
         section.image,
         "python3", "-I", "-S", "-c", _PROGRAM.read_text(encoding="utf-8"), "{}", outlet,

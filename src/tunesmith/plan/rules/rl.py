@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tunesmith.config.commands import DistillConfig, OfflineDistillConfig
+from tunesmith.config.reading.packages import PACKAGES, package_name
 from tunesmith.config.sandboxes import LocalSandbox
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import Problem
@@ -239,11 +240,20 @@ def command(s: Situation[RLConfig]) -> Iterator[Problem]:
     key = "environment.command"
     if environment.command is None:
         return
-    for other in ("path", "tools"):
-        if getattr(environment, other):
+    path = environment.path
+    references = path.values() if isinstance(path, dict) else [path] if path else []
+    named = list(map(package_name, references))
+    brings_tasks = all(each and PACKAGES[each.package].names_directories for each in named)
+    for other, there in (("path", not brings_tasks), ("tools", environment.tools)):
+        if there:
             yield s.clash(key,
-                "plays every task by itself; leave it out, or environment." + other,
+                f"plays every task by itself; leave it out, or environment.{other}",
                 f"environment.{other}")
+    for other in ("folder", "verify"):
+        if named and brings_tasks and getattr(environment, other):
+            yield s.clash(f"environment.{other}",
+                "is for tasks of your own, and those of a directory bring theirs; leave it out",
+                "environment.path")
     if not environment.pays and not s.rewarded and config.command != "distill":
         yield Problem((key, "environment.verify"),
             f"{key} plays, and nothing gives a reward: set environment.verify, or [reward]")
