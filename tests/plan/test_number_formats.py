@@ -53,6 +53,7 @@ def test_a_gpu_without_bfloat16_computes_in_float16() -> None:
     for kind, said in ((RLConfig, BASE), (RFTConfig, BASE), (SFTConfig, BASE[:2])):
         found: Any = resolve(load_config(kind, None, said), machine)
         assert found.settings["model.dtype"] == "float16"
+        assert kind is RFTConfig or any("pair of a sample's tokens" in note for note in found.notes)
 
 
 def test_products_in_float32_take_tf32_on_gpus_only(directory: Path) -> None:

@@ -47,7 +47,7 @@ def _attention(
     s_aux: Tensor | None = None,
     attention_context: AttentionContext | None = None,
     query_positions: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """The Hugging Face signature: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out.
 
@@ -116,14 +116,17 @@ class Eager:
             if own is not None:
                 hidden[:, len(k) - len(q) :] &= ~same_image(own)
             hidden = hidden if window is None else hidden | (distance >= window)
-            scores = torch.einsum("tkgd,skd->kgts", q.unflatten(1, (-1, groups)) * scale, k)
+            # Products of matrices: an einsum would copy the weights, and keep the copy.
+            rows = (q.unflatten(1, (-1, groups)) * scale).permute(1, 2, 0, 3).flatten(1, 2)
+            scores = (rows @ k.permute(1, 2, 0)).unflatten(1, (groups, -1))
             scores = scores.to(torch.promote_types(q.dtype, torch.float32))
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             if sinks is not None:
                 sinks = sinks.view(*scores.shape[:2], 1, 1)
             weights = softmax(scores.masked_fill(hidden, -torch.inf), sinks).to(q.dtype)
-            outs.append(torch.einsum("kgts,skd->tkgd", weights, v).flatten(1, 2))
+            out = (weights.flatten(1, 2) @ v.transpose(0, 1)).unflatten(1, (groups, -1))
+            outs.append(out.permute(2, 0, 1, 3).flatten(1, 2))
         return torch.cat(outs) if outs else torch.zeros_like(query)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 
 class NoTokenizer:
@@ -13,10 +12,10 @@ class NoTokenizer:
     all_special_ids: tuple[int, ...] = ()
     all_special_tokens: tuple[str, ...] = ()
 
-    def __call__(self, texts: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
+    def __call__(self, texts: Sequence[str], **_: object) -> dict[str, list[list[int]]]:
         return {"input_ids": [[0] for _ in texts]}
 
-    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+    def decode(self, token_ids: Sequence[int], **_: object) -> str:
         del token_ids
         return ""
 

@@ -35,17 +35,22 @@ MIXERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["qwen3_moe", "qwen3_next", "lfm2", "bamba", pytest.param("falcon_h1", marks=pytest.mark.long)],
-)
-def test_a_dry_run_takes_no_more_than_is_planned(family: str, tmp_path: Path) -> None:
+FAMILIES = [
+    *(("bfloat16", family) for family in ("qwen3_moe", "qwen3_next", "lfm2", "bamba")),
+    ("float32", "qwen3_moe"),
+    pytest.param("bfloat16", "falcon_h1", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("number", "family"), FAMILIES)
+def test_a_dry_run_takes_no_more_than_is_planned(number: str, family: str, tmp_path: Path) -> None:
     own = SPECIAL[family]
     sizes = {name: size for name, size in MIXERS.items() if name in own}
     config: Any = AutoConfig.for_model(family, **{**SHAPE, **own, **sizes})
     plan = resolved(
         tmp_path, "sft", config.to_dict(), "H100-80GB", GIVEN[2],
         "system.max_tokens_per_microbatch=4096", "system.compile=false", "data.max_tokens=4096",
+        f"model.dtype={number}",
     )  # fmt: skip
     price = planned(plan)
     assert price is not None

@@ -131,6 +131,19 @@ def test_frozen_models_in_host_memory_are_within_five_percent(tmp_path: Path, co
         assert not phases["train"].peak.get("frozen models")
 
 
+@pytest.mark.parametrize("number", ["float16", "float32"])
+def test_attention_without_a_kernel_is_planned(tmp_path: Path, number: str) -> None:
+    """A GPU before Ampere, and numbers of 32 bits: a weight for each pair of a sample's tokens."""
+    shape = QWEN2 | {"num_hidden_layers": 2}
+    gpu = "T4-16GB" if number == "float16" else "H100-80GB"
+    said = ("data.max_tokens=2048", "system.max_tokens_per_microbatch=4096", "system.compile=false")
+    plan = resolved(tmp_path, "sft", shape, gpu, f"model.dtype={number}", *said)
+    price = planned(plan)
+    assert price is not None
+    counted = dry_run(plan)[FIRST]["train"].total
+    assert counted == pytest.approx(price.training - price.libraries, rel=0.15), price
+
+
 @pytest.mark.parametrize("case", DEEP, ids=lambda case: case.name)
 def test_a_large_model_resolves_fits_and_takes_steps(tmp_path: Path, case: Any) -> None:
     """Two depths tell what a layer takes, and so what all take."""

@@ -158,7 +158,10 @@ class FakeDevice(TorchDispatchMode):
         read = self._copied(func, inputs, args, kwargs)
         if read is not None:
             return read
-        result = func(*args, **kwargs)
+        if func is aten._grouped_mm.default and inputs[0].dtype != torch.bfloat16:
+            result = _grouped_product(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         self._remember(func, inputs, result)
         backward = bool(torch._C._current_autograd_node())
         purpose = self.purpose or ("temporaries" if backward else "activations")
@@ -203,6 +206,14 @@ class FakeDevice(TorchDispatchMode):
             return None
         with unset_fake_temporarily():
             return torch.zeros(inputs[0].shape, dtype=kwargs.get("dtype") or inputs[0].dtype)
+
+
+def _grouped_product(left: Tensor, right: Tensor, *others: object, **kwargs: object) -> Tensor:
+    """The product in another dtype than bfloat16, the only one that torch knows the shape for; GPUs
+    take the others too."""
+    as_known = [aten._to_copy.default(each, dtype=torch.bfloat16) for each in (left, right)]
+    product = aten._grouped_mm.default(*as_known, *others, **kwargs)
+    return aten._to_copy.default(product, dtype=kwargs.get("out_dtype") or left.dtype)
 
 
 class _Fakes(FakeTensorMode):

@@ -29,7 +29,7 @@ def fake_groups(most: int) -> Generator[None]:
     size_of = dist.get_world_size
     joined = dict[str, int]()
 
-    def join(*_: Any, rank: int, world_size: int, **__: Any) -> None:
+    def join(*_: object, rank: int, world_size: int, **__: object) -> None:
         if not joined:
             initialise("fake", store=FakeStore(), rank=rank, world_size=max(most, world_size))
         joined[occupant_of_thread().gpu] = world_size

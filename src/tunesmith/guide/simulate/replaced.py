@@ -20,6 +20,7 @@ from tunesmith.guide.simulate.memory import MemoryUse
 from tunesmith.guide.simulate.replacing import replacing
 from tunesmith.guide.simulate.sharded import shards_named
 from tunesmith.guide.simulate.threads import starts_here
+from tunesmith.models.kernels import attention
 
 META = torch.device("meta")
 GROUPED = "_group_tensors_by_device_and_dtype"
@@ -72,7 +73,7 @@ class Stream:
     def record_event(self, event: Stream | None = None) -> Stream:
         return event or self
 
-    def wait_for(self, *_: Any) -> None: ...
+    def wait_for(self, *_: object) -> None: ...
 
     wait_stream = wait_event = wait = wait_for
 
@@ -130,6 +131,7 @@ def replaced(device: Device) -> Generator[None]:
         stack.enter_context(replacing(torch.UntypedStorage, resize_=resized))
         stack.enter_context(replacing(torch.cuda, **_cuda(device)))
         stack.enter_context(replacing(clip_grad, **{GROUPED: _grouped}))
+        stack.enter_context(replacing(attention, is_ampere=_always(device.capability >= (8, 0))))
         stack.enter_context(fake_groups(device.together))
         stack.enter_context(shards_named(device.allocating))
         yield
@@ -180,7 +182,7 @@ class _NoWeakReferences:
 def _always(value: Any) -> Callable[..., Any]:
     """A function with this result for all arguments."""
 
-    def answer(*_: Any, **__: Any) -> Any:
+    def answer(*_: object, **__: object) -> Any:
         return value
 
     return answer
@@ -199,7 +201,7 @@ def _cuda(device: Device) -> dict[str, Any]:
     """Replacements for functions of ``torch.cuda``."""
     stream = Stream(device)
 
-    def another(*_: Any, **__: Any) -> Stream:
+    def another(*_: object, **__: object) -> Stream:
         return Stream(device)
 
     def synchronize(_: object = None) -> None:

@@ -32,7 +32,7 @@ class Attributes(Json):
         parts = [part for message in messages for part in message["content"]]
         return "".join(part["text"] for part in parts)
 
-    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> Json:
+    def model_dump(self, *, exclude_none: bool = False, **_: object) -> Json:
         return {name: value for name, value in self.items() if not (exclude_none and value is None)}
 
 

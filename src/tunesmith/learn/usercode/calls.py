@@ -65,7 +65,7 @@ class FarFunction:
     """Its keyword parameters; None: it takes any keyword."""
     asynchronous: bool
 
-    def __call__(self, **_: Any) -> Any:
+    def __call__(self, **_: object) -> Any:
         raise AssertionError("this function is called in its worker process")
 
 

@@ -105,10 +105,11 @@ def on_gpu(query: Tensor) -> bool:
     """Whether 16-bit kernels that need Ampere or later compute this query; without a GPU, they are
     only counted."""
     return (
-        query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _ampere(query.device)
+        query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and is_ampere(query.device)
     )
 
 
 @cache
-def _ampere(device: torch.device) -> bool:
+def is_ampere(device: torch.device) -> bool:
+    """Whether a GPU is of Ampere or later; one that is not there is, unless it is simulated."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)

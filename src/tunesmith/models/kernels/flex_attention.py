@@ -93,7 +93,7 @@ def kernel() -> Any:
 
 
 def counted(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **_: Any
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **_: object
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Uninitialized tensors of the sizes that ``flex_attention`` allocates, for devices that are
     not present."""

@@ -67,6 +67,9 @@ class Layout:
     """Whether the other layers keep the results of products and attention alone."""
     tokens: int = 0
     """Tokens of a micro-batch."""
+    attends_to: int = 0
+    """Tokens of the longest sample, where attention has no kernel and holds a weight for each pair
+    of tokens; 0: a kernel computes it."""
     sequence: int = 1
     """Ranks that share the tokens of a micro-batch."""
     chunk: int | None = None

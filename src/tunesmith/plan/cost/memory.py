@@ -85,6 +85,7 @@ def layout_of(plan: AnyPlan) -> Layout:
         checkpointing=memory.share_again,
         selective=memory.selective,
         tokens=memory.microbatch or plan.training.longest or LEAST_TOKENS,
+        attends_to=(plan.training.longest or LEAST_TOKENS) if attends_without_kernel(plan) else 0,
         sequence=devices.sequence,
         chunk=said.system.logprob_chunk,
         engines=plan.engines_here if devices.weights_apart else 0,
@@ -94,6 +95,15 @@ def layout_of(plan: AnyPlan) -> Layout:
         keeps_base=kind.rl and kind.adapter and not devices.engine.third_party,
         reserved_rank=plan.reserved_rank,
         published=_bytes_to_send(plan, plan.facts.model) if plan.facts.model else 0,
+    )
+
+
+def attends_without_kernel(plan: AnyPlan) -> bool:
+    """Whether training and scoring attend in plain PyTorch: kernels for GPUs take 16-bit numbers,
+    on Ampere and later (``models.attention``)."""
+    gpu = plan.gpu
+    return plan.devices.on_gpu and (
+        plan.devices.bytes_per_number != 2 or (gpu is not None and not gpu.bf16)
     )
 
 

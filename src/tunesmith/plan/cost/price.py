@@ -234,6 +234,23 @@ def layer_bytes(model: ModelFacts, layout: Layout) -> int:
     a float32 copy of each adapted module's input instead of the inputs of products. Hugging Face
     modules save norms in both dtypes and the gate's activation.
     """
+    return _saved_weights(model, layout) + _saved_vectors(model, layout)
+
+
+def _saved_weights(model: ModelFacts, layout: Layout) -> int:
+    """Bytes per token of attention weights, in float32 and rounded, without a kernel
+    (``attention.Eager``)."""
+    size = layout.bytes_per_number
+    return model.heads * layout.attends_to * (4 if size == 4 else 4 + size)
+
+
+def _weights_of_a_sample(model: ModelFacts, layout: Layout) -> int:
+    """Temporaries of attention without a kernel: scores, hidden scores and weights of the longest
+    sample, or their gradients."""
+    return 3 * 4 * (model.heads // layout.sequence) * layout.attends_to**2
+
+
+def _saved_vectors(model: ModelFacts, layout: Layout) -> int:
     hidden = model.hidden_size
     inner = model.intermediate_size
     queries = model.query_width
@@ -286,7 +303,7 @@ def kept_bytes(model: ModelFacts, layout: Layout) -> int:
     widths = 2 * model.hidden_size + joint + queries + 2 * model.intermediate_size
     if layout.sequence > 1:
         widths += queries + joint * model.head_norms
-    adapted = 28 * (layout.lora_rank or 0)
+    adapted = 28 * (layout.lora_rank or 0) + _saved_weights(model, layout)
     return layout.bytes_per_number * widths + adapted + 4 * (2 + model.heads)
 
 
@@ -378,7 +395,8 @@ def _passing(model: ModelFacts, layout: Layout) -> tuple[int, int]:
     """Temporaries of the log-probabilities, and of a layer's backward pass that follows."""
     head = head_bytes(model, layout) if layout.has_vocabulary_head else 0
     layer = backward_bytes(model, layout) - 2 * model.hidden_size * layout.bytes_per_number
-    return head, -(-layout.tokens // layout.sequence) * layer + dequantised_bytes(model, layout)
+    once = dequantised_bytes(model, layout) + _weights_of_a_sample(model, layout)
+    return head, -(-layout.tokens // layout.sequence) * layer + once
 
 
 def head_bytes(model: ModelFacts, layout: Layout) -> int:
@@ -442,9 +460,9 @@ def scoring_bytes(model: ModelFacts, layout: Layout) -> int:
     """
     tokens = -(-layout.tokens // layout.sequence)
     size = layout.bytes_per_number
-    needed = tokens * max(
-        _attention(model, layout), _feed_forward(model, layout)
-    ) + dequantised_bytes(model, layout)
+    attention = tokens * _attention(model, layout) + _weights_of_a_sample(model, layout)
+    feed_forward = tokens * _feed_forward(model, layout)
+    needed = max(attention, feed_forward) + dequantised_bytes(model, layout)
     if layout.has_vocabulary_head:
         rows = min(layout.chunk or chunk_rows(model.vocab_size, layout.device), tokens)
         tile = rows * chunk_words(model.vocab_size, layout.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from tunesmith.plan.cost.memory import attends_without_kernel
 from tunesmith.plan.rules.situation import Situation
 
 
@@ -30,6 +31,12 @@ def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
         yield (
             "system.profile = 'throughput' does not set rollout.max_staleness, which lets engines "
             "sample while the policy trains, because it changes what is learned"
+        )
+    if s.plan and s.config.trains and attends_without_kernel(s.plan):
+        yield (
+            f"{s.said('model.dtype')}: attention kernels for GPUs take 16-bit numbers, from Ampere "
+            "on. Without one, attention holds a weight for each pair of a sample's tokens: "
+            "shorter samples take much less memory (data.max_tokens)"
         )
     if isinstance(s.system.compile, str) and s.config.trains:
         yield (

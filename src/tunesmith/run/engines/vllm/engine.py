@@ -50,7 +50,7 @@ class _Tally:
         self.kv_bytes = kv_bytes
         self.step = EngineStats()
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: object) -> None:
         guesses = scheduler_stats.spec_decoding_stats
         self.step = EngineStats(
             peak_kv_bytes=int(scheduler_stats.kv_cache_usage * self.kv_bytes),
