@@ -16,6 +16,7 @@ from tunesmith.cli.main import app
 from tunesmith.config.commands import RMConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.config.values import parse_size
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cost.device import PARTS
 from tunesmith.plan.cost.memory import planned, planned_devices, planned_roles
@@ -345,6 +346,14 @@ def test_twice_the_memory_ends_what_memory_takes() -> None:
         SFTConfig, "H200", "system.gradient_checkpointing=false", 'system.device_memory="400GB"'
     )
     assert memory["step"] == pytest.approx(step_seconds(without)["step"], rel=0.02)
+
+
+def test_more_memory_than_was_found_has_room_for_an_engine_s_keys_and_values() -> None:
+    """An engine with a GPU of its own takes all of it."""
+    rollout = ["prompts_per_step=128", "max_new_tokens=8192", "max_staleness=1"]
+    said = [f"rollout.{each}" for each in rollout]
+    more = plan(RLConfig, "2xA100-80GB", *said, 'system.device_memory="170GB"')
+    assert parse_size(more.settings["system.kv_memory"]) > 80 * 10**9
 
 
 def test_an_optimizer_step_on_the_host_takes_time() -> None:

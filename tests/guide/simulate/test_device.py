@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from tests.support.fake_runs import GIVEN, RL, TINY, phases_of, resolved
+from tests.support.long import again
 from tunesmith.cli.main import app
 from tunesmith.errors import TrainerLostError
 from tunesmith.guide.simulate.device import FakeDevice
@@ -399,12 +400,17 @@ HELD = ("keys and values", "engines' weights")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["local", "vllm"])
 @pytest.mark.parametrize(
-    "options", [(STAGE(0),), (STAGE(3), "algorithm.name=ppo", "train.ema_decay=0.9")]
+    ("engine", "options"),
+    [
+        ("local", (STAGE(0),)),
+        again("vllm", (STAGE(0),)),
+        again("local", (STAGE(3), "algorithm.name=ppo", "train.ema_decay=0.9")),
+        ("vllm", (STAGE(3), "algorithm.name=ppo", "train.ema_decay=0.9")),
+    ],
 )
 def test_ranks_and_engines_take_turns_on_a_gpu(
-    tmp_path: Path, options: tuple[str, ...], engine: str
+    tmp_path: Path, engine: str, options: tuple[str, ...]
 ) -> None:
     said = (*options, "system.hybrid=true", f"system.engine={engine}")
     phases = phases_of(tmp_path, "rl", *said, spec="4xH100-80GB")
@@ -456,7 +462,7 @@ def test_engines_have_gpus_of_their_own(tmp_path: Path, engine: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", [1, again(2), 4])
 def test_roles_on_ray_have_gpus_of_their_own(tmp_path: Path, processes: int) -> None:
     """One process has the whole reference and a whole reward model; two share their weights, as the
     trainer's ranks share theirs; and more may share a reward model than train."""

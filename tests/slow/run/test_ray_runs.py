@@ -148,7 +148,9 @@ def test_a_killed_trainer_is_gone_back_from_and_every_step_counts_once(
     same(undisturbed, run)
 
 
+@pytest.mark.long
 def test_two_ranks_of_trainer_and_critic_end_as_one_process(tmp_path: Path) -> None:
+    """Others have two ranks too: of a critic that is sharded, and of a trainer that is killed."""
     changed: dict[str, Any] = {
         "algorithm__name": "ppo",
         "train__steps": 4,

@@ -14,6 +14,7 @@ from tunesmith.config.families import KLInReward
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.system import SystemSection
+from tunesmith.config.values import parse_size
 from tunesmith.errors import ConfigError, Problem, ProblemKind
 from tunesmith.plan.derive.algorithm import Reasons, resolve_algorithm
 from tunesmith.plan.devices import Devices
@@ -329,11 +330,13 @@ class Situation(Generic[C]):
 
     @property
     def memory(self) -> int | None:
-        """Bytes of memory of the run's device."""
+        """Bytes of memory of the run's device: as found, or as said where that is more."""
         if self.facts is None:
             return None
         gpu = gpu_of(self.devices.device, self.facts)
-        return gpu.memory_total if gpu else self.facts.hardware.memory_total
+        there = gpu.memory_total if gpu else self.facts.hardware.memory_total
+        said = self.config.system.device_memory
+        return max(there, parse_size(said)) if said else there
 
     @property
     def compilable(self) -> bool | None:
