@@ -191,6 +191,19 @@ CASES: dict[str, tuple[dict[str, Column], dict[str, Any]]] = {
 }
 
 
+def test_a_machine_that_was_busy_for_a_while(tmp_path: Path) -> None:
+    """Also if the mean over the whole run is small; with how much slower its steps were."""
+    columns: dict[str, Column] = {
+        "machine/others": lambda n: 0.6 if n > 20 else 0.02,
+        "seconds": lambda n: 25.0 if n > 20 else 10.0,
+    }
+    [finding] = found(write_run(tmp_path / "a", columns)).values()
+    assert finding.key == "busy_machine"
+    assert all(number in finding.numbers for number in ("21%", "60%", " 2.5 "))
+    columns["machine/others"] = lambda n: 0.6 if n > 24 else 0.02
+    assert found(write_run(tmp_path / "b", columns)) == {}
+
+
 def test_an_engine_with_few_requests_is_not_called_slow(tmp_path: Path) -> None:
     columns: dict[str, Column] = {"idle/engine/0": 0.3, "idle/engine/1": 0.6}
     columns |= {"engine_tokens_per_second/0": 1800, "engine_tokens_per_second/1": 900}

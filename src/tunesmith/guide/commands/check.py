@@ -43,9 +43,10 @@ def check(
     """Compare every file of a checkpoint, or of all checkpoints of a run, with its checksum.
 
     The word cluster: report devices, versions, addresses, and the speed between the processes of
-    torchrun. The word machine: try in about two minutes whether runs can use this machine's
+    torchrun. The word machine: try in two or three minutes whether runs can use this machine's
     devices, memory and engines; without a GPU also measure how fast its CPU is, from which
-    tunesmith plan tells the seconds of a step.
+    tunesmith plan tells the seconds of a step, and how near steps of typical sizes come to what the
+    CPU allows.
 
     Example: tunesmith check runs/run-1
     """
@@ -108,6 +109,7 @@ def _check_machine() -> None:
 
 
 def _measure_cpu(machine: Hardware) -> None:
+    from tunesmith.guide.tune.limits import limit_rows, limit_shares
     from tunesmith.guide.tune.machine import measure_machine
     from tunesmith.records.progress import share
     from tunesmith.records.text import aligned, shown_path
@@ -115,4 +117,5 @@ def _measure_cpu(machine: Hardware) -> None:
     measured = measure_machine(machine, partial(print, flush=True))
     errors = [[phase, share(error)] for phase, error in measured["median_error"].items()]
     print(*aligned([["phase", "median error"], *errors]), sep="\n")
-    print(f"\nof {measured['shapes']} small models; kept in {shown_path(measured['file'])}")
+    print(f"\nof {measured['shapes']} small models; kept in {shown_path(measured['file'])}\n")
+    print(*aligned(limit_rows(dict(limit_shares(machine)))), sep="\n")

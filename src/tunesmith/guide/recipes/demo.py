@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from tunesmith.errors import ConfigError, StorageError, boundary
 from tunesmith.guide.recipes.arithmetic import (
@@ -34,8 +36,9 @@ RL_STEPS = 24
 RL_COST = 7
 """A step of reinforcement learning takes as long as this many supervised ones."""
 SECONDS = 130
-BUSY_SECONDS = 260
-"""How long the demo may train on cores of its own, and beside other programs."""
+"""How long the demo may train on cores of its own."""
+MOST_SLOWED = 2.0
+"""How many times as long beside other programs."""
 LEAST = 0.4
 """The least share of the steps: with fewer, nothing is learned."""
 
@@ -62,10 +65,15 @@ class Pace:
     computing: float
     clock: float
 
-    def share(self, steps: float) -> float:
-        """How much of this many supervised steps there is time for, between ``LEAST`` and 1."""
-        most = min(SECONDS / max(self.computing, 1e-9), BUSY_SECONDS / max(self.clock, 1e-9))
-        return max(LEAST, min(1.0, most / steps))
+    def share(self, steps: float, spent: float = 0.0) -> float:
+        """How much of this many supervised steps there is time for, between ``LEAST`` and 1.
+
+        Args:
+            spent: seconds by the clock that are over.
+        """
+        clock = max(self.clock, 1e-9)
+        slowed = min(MOST_SLOWED, max(1.0, clock / max(self.computing, 1e-9)))
+        return max(LEAST, min(1.0, (SECONDS * slowed - spent) / (clock * steps)))
 
 
 def run_demo(
@@ -73,8 +81,8 @@ def run_demo(
 ) -> DemoResult:
     """Create model and data in ``directory``, run both stages, and print the result.
 
-    The machine's speed is measured first; on a slow or busy one there are fewer steps, which is
-    printed.
+    The machine's speed is measured first, and again by the steps of the first stage; on a slow or
+    busy one there are fewer steps, which is printed.
 
     Raises:
         ConfigError: the directory is not empty.
@@ -89,27 +97,25 @@ def run_demo(
     write_examples(directory / "examples.jsonl", train, WORKED_SHARE, seed)
     write_tasks(directory / "train.jsonl", train)
     write_tasks(directory / "held_out.jsonl", held_out)
+    began = time.perf_counter()
     pace = measure(directory / "model")
-    share = pace.share(sft_steps + RL_COST * rl_steps)
-    if share < 1:
-        print(f"A step takes {pace.clock:.2f} s on this machine, which is slow or busy: the demo")
-        print(f"does {share:.0%} of its steps, and the accuracy rises less than it would.")
-    sft_steps = round(share * sft_steps)
-    rl_steps = round(share * rl_steps)
+    planned = sft_steps + RL_COST * rl_steps
+    sft_steps = _fewer(sft_steps, pace.share(planned), pace)
     values = {
         "directory": directory.resolve(),
         "seed": seed,
         "sft_steps": sft_steps,
-        "rl_steps": rl_steps,
-        "eval_every": max(1, rl_steps // 2),
         "pattern": ANSWER,
     }
-    for stage in ("sft", "rl"):
-        text = (_RUN_FILES / f"demo_{stage}.txt").read_text(encoding="utf-8")
-        (directory / f"{stage}.toml").write_text(text.format(**values))
-
+    _write_run_file(directory, "sft", values)
     _title(f"1. By example: {sft_steps} steps of 64 sums, some worked and most not")
-    run_sft(directory / "sft.toml")
+    examples = run_sft(directory / "sft.toml")
+    # Other programs may have come or gone since.
+    pace = replace(pace, clock=median(row["seconds"] for row in examples.metrics))
+    left = pace.share(RL_COST * rl_steps, time.perf_counter() - began)
+    rl_steps = _fewer(rl_steps, left, pace)
+    values |= {"rl_steps": rl_steps, "eval_every": max(1, rl_steps // 2)}
+    _write_run_file(directory, "rl", values)
     _title(f"2. By reward: {rl_steps} steps of 32 sums, 8 tries each, told only right or wrong")
     outcome = run_rl(directory / "rl.toml")
     before = outcome.evaluations[0]
@@ -119,10 +125,24 @@ def run_demo(
         after["eval/accuracy"],
         round(time.perf_counter() - started, 1),
         str(outcome.checkpoint),
-        round(share, 2),
+        round((sft_steps + RL_COST * rl_steps) / planned, 2),
     )
     _show(result, outcome, directory)
     return result
+
+
+def _fewer(steps: int, share: float, pace: Pace) -> int:
+    """As many as there is time for; says so if they are fewer."""
+    fitting = max(1, round(share * steps))
+    if fitting < steps:
+        print(f"A step takes {pace.clock:.2f} s on this machine, which is slow or busy: the demo")
+        print(f"does {fitting} of {steps} steps, and the accuracy rises less than it would.")
+    return fitting
+
+
+def _write_run_file(directory: Path, stage: str, values: Mapping[str, object]) -> None:
+    text = (_RUN_FILES / f"demo_{stage}.txt").read_text(encoding="utf-8")
+    (directory / f"{stage}.toml").write_text(text.format(**values))
 
 
 def measure(model_path: Path, steps: int = 5) -> Pace:

@@ -3,6 +3,9 @@ anything back."""
 
 from __future__ import annotations
 
+from collections.abc import Set
+from statistics import median
+
 from tunesmith.records.doctor.columns import Figure, ratio
 from tunesmith.records.doctor.rules import Change, Evidence, Rules, explains
 from tunesmith.records.doctor.signs import Signs, times
@@ -10,7 +13,10 @@ from tunesmith.records.doctor.signs import Signs, times
 RULES = Rules[Signs]()
 LEAST_SECONDS = 60
 BUSY = 0.25
-"""Share of the cores that other programs take before it is said."""
+"""Share of the cores that other programs take, and of the run's time in which they do, before it
+is said."""
+LEAST_COMPARED = 3
+"""Steps with other programs, and without, before their times are compared."""
 
 
 def _share(run: Signs, phase: str) -> Figure:
@@ -189,9 +195,23 @@ def busy_machine(run: Signs) -> Evidence:
     End them, or start the run when they have ended: the seconds of its steps say little beside
     them.
     """
-    share = run["machine/others"].mean
-    if share > BUSY and run["seconds"].sum > LEAST_SECONDS:
-        yield f"other programs kept {share:.0%} of the cores busy"
+    others = run["machine/others"]
+    busy = {step for share, step in others.pairs if share > BUSY}
+    if len(busy) > BUSY * others.count and run["seconds"].sum > LEAST_SECONDS:
+        shares = f"{others.mean:.0%} of the cores busy, {others.max:.0%} at most"
+        yield f"other programs kept {shares}{_slower_in(busy, run)}"
+
+
+def _slower_in(busy: Set[float], run: Signs) -> str:
+    """How much longer the steps took in which other programs computed; nothing if there were hardly
+    any without."""
+    measured = {step for _, step in run["machine/others"].pairs}
+    seconds = run["seconds"].pairs
+    beside = [each for each, step in seconds if step in busy]
+    alone = [each for each, step in seconds if step in measured - busy]
+    if min(len(beside), len(alone)) < LEAST_COMPARED:
+        return ""
+    return f"; steps beside them took {median(beside) / median(alone):.1f} times as long"
 
 
 @RULES.add("warning", "system.draft_model = none")

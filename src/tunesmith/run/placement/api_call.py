@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from tunesmith.config.objects import PROGRAM, handed_over
 from tunesmith.config.schema import Source
 from tunesmith.errors import ConfigError, DataError, StorageError, UserError, boundary, shortened
+from tunesmith.models.openmp import spin_briefly
 from tunesmith.records.plain import DEEPEST, LARGEST_INTEGER, plain
 from tunesmith.records.run_dir import LATEST, LOCK, holds_run, numbered_directory, point
 from tunesmith.run.loop.callbacks import Callbacks
@@ -62,6 +63,7 @@ class ApiCall:
 
     def run(self, start: Callable[..., R], callbacks: Callbacks) -> R:
         """Start a run with these settings, in its directory."""
+        spin_briefly()
         with handed_over(self._objects), self._directory():
             settings = list(self._settings.items())
             return start(None, settings, caller=Caller(self._reasons, callbacks))
