@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,12 +32,20 @@ SMALL: dict[str, Any] = {
 }
 
 
-def tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """Bytes as tokens, after the special ones."""
+def tokenizer_with_pairs(*letters: str) -> PreTrainedTokenizerFast:
+    """Bytes as tokens, and all neighbours among these letters as one token."""
+    return tokenizer(pairs=[(one, other) for one in letters for other in letters])
+
+
+def tokenizer(
+    chat_template: str | None = CHATML, pairs: Sequence[tuple[str, str]] = ()
+) -> PreTrainedTokenizerFast:
+    """Bytes as tokens, after the special ones. Args: pairs: of bytes that are one token."""
     special = ["<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*special, *alphabet])}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    vocab |= {one + other: len(vocab) + i for i, (one, other) in enumerate(pairs)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[*pairs]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(

@@ -174,16 +174,17 @@ SamplingConfig = GenerateConfig | RFTConfig
 
 class TeacherSection(Section):
     path: str
-    """A directory or a hub name; the teacher must have the student's vocabulary. With ``url``, only
-    its tokenizer is read."""
+    """A directory or a hub name, or "policy": the policy is its own teacher, with ``prompt``. With
+    ``url``, only its tokenizer is read. With other tokens than the student's it scores the text of
+    answers (``mode = "on_policy"``)."""
     url: Url | None = None
     """The address, up to ``/v1``, of an OpenAI-compatible server of the teacher that scores prompts
     (``echo``), as vLLM and SGLang do."""
     model: Text | None = None
     """The teacher's name at ``url``; None: ``path``."""
     prompt: Text | None = None
-    """A data column with the prompt that the teacher at ``url`` sees instead of the student's, such
-    as one with the solution."""
+    """A data column with the prompt that the teacher sees instead of the student's, such as one
+    with the solution."""
     token_env: Text | None = None
     """The environment variable with the key that is sent as ``Authorization: Bearer``."""
     concurrency: PositiveInt = 16

@@ -13,6 +13,7 @@ from tunesmith.config.commands import (
     OfflineDistillConfig,
     SampledDistillConfig,
 )
+from tunesmith.config.judges import POLICY
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 
 Teaching = Literal["batch", "microbatch"]
@@ -40,6 +41,8 @@ class RunKind:
     """When a teacher in the trainer scores: before training on a batch, or in each micro-batch."""
     served_teacher: bool = False
     """Whether a server scores each batch with a teacher."""
+    self_taught: bool = False
+    """Whether the policy is the teacher, with another prompt."""
     reward_models: int = 0
     decoupled: bool = False
     """Whether the trainer recomputes the old log-probabilities."""
@@ -54,7 +57,7 @@ class RunKind:
 
     @property
     def distils(self) -> bool:
-        return self.teacher is not None or self.served_teacher
+        return self.teacher is not None or self.served_teacher or self.self_taught
 
     @property
     def in_turn(self) -> bool:
@@ -72,10 +75,12 @@ def kind_of(said: RunConfig, algorithm: Algorithm | None = None) -> RunKind:
     adapter = said.lora.on
     teacher: Teaching | None = None
     served = False
+    own = False
     if isinstance(said, DistillConfig | OfflineDistillConfig):
         served = said.teacher.url is not None
+        own = said.teacher.path == POLICY and not served
         whole = isinstance(said, SampledDistillConfig | OfflineDistillConfig)
-        teacher = None if served else "microbatch" if whole else "batch"
+        teacher = None if served or own else "microbatch" if whole else "batch"
     reward: RewardSection | None = getattr(said, "reward", None)
     kind = RunKind(
         trains=said.trains,
@@ -85,6 +90,7 @@ def kind_of(said: RunConfig, algorithm: Algorithm | None = None) -> RunKind:
         adapter=adapter,
         teacher=teacher,
         served_teacher=served,
+        self_taught=own,
         reward_models=len(reward.models) if reward else 0,
         sequences=sequences_of(said),
         score_model=said.score_model,

@@ -15,7 +15,7 @@ from tunesmith.errors import RewardError
 from tunesmith.records import http_client
 from tunesmith.run.loop.experience import rollout_batch
 from tunesmith.run.loop.served_teacher import ServedTeacher
-from tunesmith.run.loop.teacher import Teacher
+from tunesmith.run.loop.teacher import TeacherOfTokens
 from tunesmith.types import Completion, Rollout, Sample, Task
 
 
@@ -55,7 +55,7 @@ def rollout(prompt: tuple[int, ...], *turns: list[int], **columns: Any) -> Rollo
 
 def teacher(url: str, **keys: Any) -> Callable[[list[Rollout]], list[float]]:
     served = ServedTeacher(TeacherSection(path="org/t", url=url, **keys))
-    one = Teacher(served, (lambda _: [100, 200]) if "prompt" in keys else None)
+    one = TeacherOfTokens(served, (lambda _: [100, 200]) if "prompt" in keys else None)
 
     def scores(rollouts: list[Rollout]) -> list[float]:
         columns = one(rollouts, rollout_batch([(rollout, 0) for rollout in rollouts]))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from tunesmith.config.judges import names_text_file
+from tunesmith.config.judges import POLICY, names_text_file
 from tunesmith.config.reading.packages import PACKAGES, near_package, package_name
 from tunesmith.config.reading.problems import FileProblem, KeyPath, Tree, dotted, leaves
 from tunesmith.config.reading.user_functions import check_defined
@@ -277,7 +277,7 @@ _FILES: dict[str, Find] = {
     "model.path": find_model,
     "model.chat_template": lambda text, bases: text if text == "hermes" else _existing(text, bases),
     "critic.path": find_model,
-    "teacher.path": find_model,
+    "teacher.path": lambda text, bases: text if text == POLICY else find_model(text, bases),
     "lora.path": lambda text, bases: str(adapter_directory(Path(_existing(text, bases)))),
     "system.draft_model": find_model,
     "system.engine_python": _existing,

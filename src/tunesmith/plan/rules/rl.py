@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tunesmith.config.commands import DistillConfig, OfflineDistillConfig
+from tunesmith.config.judges import POLICY
 from tunesmith.config.reading.packages import PACKAGES, package_name
 from tunesmith.config.sandboxes import LocalSandbox
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -18,12 +19,33 @@ from tunesmith.plan.rules.situation import Situation, at_least, more
 
 
 @rule(RunConfig)
-def weight_of_the_teacher(s: Situation[RunConfig]) -> Iterator[Problem]:
+def teacher(s: Situation[RunConfig]) -> Iterator[Problem]:
     config = s.config
-    distils = isinstance(config, DistillConfig | OfflineDistillConfig)
-    if distils and config.distill.alpha == 0:
+    if not isinstance(config, DistillConfig | OfflineDistillConfig):
+        return
+    if config.distill.alpha == 0:
         why = "ignores the teacher; use tunesmith sft, or a value above 0"
         yield s.clash("distill.alpha", why)
+    section = config.teacher
+    here = section.url is None
+    if here and config.distill.mode == "sampled" and section.prompt:
+        yield s.clash("distill.mode",
+            "compares whole distributions in one pass, and with teacher.prompt the teacher's is "
+            "another; use 'on_policy', or a teacher.url", "teacher.prompt")
+    if section.path != POLICY:
+        return
+    if not here:
+        yield s.clash("teacher.path",
+            "is the policy, and teacher.url a server's; leave url out, or name the tokenizer of "
+            "the server's model", "teacher.url")
+    elif config.distill.mode != "on_policy":
+        yield s.clash("distill.mode",
+            "needs a frozen teacher, and teacher.path = 'policy' changes; use 'on_policy', or the "
+            "path of a model", "teacher.path")
+    elif section.prompt is None:
+        yield s.clash("teacher.path",
+            "is the policy, which agrees with itself: name a data column with another prompt in "
+            "teacher.prompt")
 
 
 @rule(DistillConfig)
@@ -293,11 +315,10 @@ unread(RLConfig, "critic.min_lr_ratio",
        lambda s: s.needs("critic") and s.config.critic.schedule == "constant",
        "on the constant schedule; leave it out, or change critic.schedule", harmless=(0.0,))
 for kind in (DistillConfig, OfflineDistillConfig):
-    unread(kind, "teacher.model teacher.prompt teacher.token_env teacher.concurrency "
-                 "teacher.deadline",
+    unread(kind, "teacher.model teacher.token_env teacher.concurrency teacher.deadline",
            lambda s: s.config.teacher.url is None,
            "without teacher.url, where the trainer has the teacher; leave it out")
-unread(OfflineDistillConfig, "teacher.prompt", lambda s: s.config.teacher.url is not None,
+unread(OfflineDistillConfig, "teacher.prompt", lambda _: True,
        "on given answers, which follow their own prompts; leave it out")
 unread(DistillConfig, "distill.alpha", lambda s: s.config.distill.mode != "offline",
        "with mode = {distill.mode}, where no answers are given; leave it out")

@@ -120,15 +120,17 @@ class Learner:
         *,
         reference: bool = False,
         ends: bool = False,
+        longer: bool = False,
     ) -> Floats:
         """The quantity ``of`` at each prediction, ``[N]``, from the model or the frozen reference.
 
         Args:
             ends: append the quantity after the last token of each sample: ``[N + S]``.
+            longer: sequences may exceed the cap, which is then as long as the longest.
         """
         started = time.perf_counter()
         while True:
-            packing = self._packing(batch, SCORING)
+            packing = self._packing(batch, SCORING, longer=longer)
             asked = packing.with_ends() if ends else packing
             try:
                 scores = self.backend.score(asked, of, reference=reference)
@@ -220,11 +222,12 @@ class Learner:
             work["attainable_seconds"] = operations / self.flops_per_second
         return work
 
-    def _packing(self, batch: Batch, name: str) -> Packing:
+    def _packing(self, batch: Batch, name: str, *, longer: bool = False) -> Packing:
         """The batch in micro-batches. Args: name: the cap's, one of ``SETTINGS``."""
+        cap = self._cap(batch, name)
         return Packing.of(
             batch,
-            self._cap(batch, name),
+            max(cap, self._longest(batch)) if longer else cap,
             share=self.share_prompts,
             keep_groups=self.keep_groups,
             multiple_of=self.backend.ranks,

@@ -15,6 +15,7 @@ from tunesmith.run.loop.parts import RLParts
 from tunesmith.run.loop.rollouts import RolloutSource
 from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.run.loop.session import Session
+from tunesmith.run.loop.teacher import ALIGNED
 from tunesmith.run.loop.utilisation import Utilisation
 from tunesmith.run.trainers.base import Metrics
 from tunesmith.types import RolloutGroup
@@ -82,6 +83,8 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
     metrics: Metrics = {"optimizer_steps": 0.0, "attainable_seconds/train": 0.0, **scored}
     if not batch.num_samples:
         return metrics
+    if ALIGNED in batch.columns:
+        metrics[ALIGNED] = float(batch.columns[ALIGNED].mean())
     batch_size = parts.plan.training.batch
     assert batch_size is not None, "the run trains"
     if parts.critic:

@@ -15,6 +15,7 @@ from tunesmith.config.commands import (
     RFTConfig,
     SamplingConfig,
 )
+from tunesmith.config.judges import POLICY
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CheckpointError, ConfigError, about
 from tunesmith.learn.data.chat import NO_TEMPLATE
@@ -163,7 +164,7 @@ def _model_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key in ("model.path", "critic.path", "teacher.path", "rft.sampler", "system.draft_model"):
         section, _, name = key.partition(".")
         path = getattr(getattr(config, section, None), name, None)
-        if path is not None:
+        if path is not None and not (key == "teacher.path" and path == POLICY):
             yield key, path
 
 
@@ -255,7 +256,7 @@ def frozen_parameters(config: RunConfig) -> int:
     rewards = sum(known_parameters(model.path) or 0 for model in (reward.models if reward else ()))
     if not isinstance(config, DistillConfig | OfflineDistillConfig):
         return rewards
-    if config.teacher.url is not None:
+    if config.teacher.url is not None or config.teacher.path == POLICY:
         return rewards
     # Assume that a teacher is no smaller than its student.
     return rewards + (

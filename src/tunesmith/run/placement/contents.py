@@ -41,7 +41,7 @@ def contents_of(
     if isinstance(config, RLConfig | SamplingConfig) and config.reward is not None:
         paths["reward_models"] = [model.path for model in config.reward.models]
     if isinstance(config, DistillConfig | OfflineDistillConfig):
-        paths["teacher"] = [config.teacher.path]
+        paths["teacher"] = [] if plan.kind.self_taught else [config.teacher.path]
     found = {
         name: _of_weights([path for path in some if path])
         for name, some in paths.items()

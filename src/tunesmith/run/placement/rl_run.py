@@ -129,7 +129,7 @@ async def make_parts(
             evaluation=_evaluation(run, sampling, rewards),
             canary=make_canary(plan, engine, learner, run.train.items[0].prompt_ids),
             objective=DistillationObjective(1.0) if plan.training.distillation else None,
-            teacher=teacher_of_rollouts(run) if plan.kind.served_teacher else None,
+            teacher=teacher_of_rollouts(run, learner, report),
             kl_name="teacher_kl" if plan.kind.distils else "ref_kl",
         )
         on_failure.pop_all()

@@ -1,73 +1,154 @@
-"""A teacher on a server, with the checks of its vocabulary and of what the server can say."""
+"""The teachers that are asked beside the trainer's passes over a batch, with the checks of their
+vocabularies and of what servers can say."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.commands import DistillConfig, OfflineDistillConfig
+from tunesmith.config.judges import POLICY
 from tunesmith.config.schema import RLConfig
-from tunesmith.errors import ConfigError, DataError, RewardError, about
+from tunesmith.errors import ConfigError, DataError, ModelError, RewardError, about
+from tunesmith.learn.data.batch import Batch, Floats
+from tunesmith.learn.data.chat import end_of_turn_id
 from tunesmith.learn.data.prompts import PromptEncoder
 from tunesmith.models.embedding_rows import rows_of
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.waits import long_wait
-from tunesmith.run.loop.teacher import Teacher
+from tunesmith.run.loop.learner import Learner
+from tunesmith.run.loop.teacher import Score, Teacher, TeacherOfText, TeacherOfTokens, Tongue
+from tunesmith.run.placement.base import Report
 from tunesmith.run.placement.models import TokenizerSpec
 from tunesmith.run.placement.opening import OpenRun
-from tunesmith.types import Sample, Task
+from tunesmith.types import Sample, Task, Tokenizer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from tunesmith.run.loop.served_teacher import ServedTeacher
+
+DistillRun = OpenRun[RLConfig, Task] | OpenRun[OfflineDistillConfig, Sample]
+Distilling = DistillConfig | OfflineDistillConfig
 
 
 def teacher_of_samples(run: OpenRun[OfflineDistillConfig, Sample]) -> ServedTeacher:
-    """See ``_served``."""
+    """The server of a run on given answers.
+
+    Raises:
+        ConfigError: see ``_served``.
+        ModelError: its vocabulary is not the student's.
+    """
+    _check_tokens(run.plan.said, run.tokenizer, _tokenizer(run.plan.said))
     return _served(run, run.train.items[0])
 
 
-def teacher_of_rollouts(run: OpenRun[RLConfig, Task]) -> Teacher:
-    """See ``_served``."""
+def teacher_of_rollouts(
+    run: OpenRun[RLConfig, Task], learner: Learner, report: Report
+) -> Teacher | None:
+    """None: there is none, or the trainer asks it in its own passes.
+
+    Raises:
+        ConfigError: see ``_served``.
+        ModelError: it has other tokens than the student, and the run needs the same.
+        DataError: the first task has no prompt for it.
+    """
     plan: AnyPlan = run.plan
+    if not plan.kind.distils or plan.kind.teacher == "microbatch":
+        return None
     said: DistillConfig = plan.said
+    section = said.teacher
+    own = section.path == POLICY
+    theirs = run.tokenizer if own else _tokenizer(said)
+    prompt = _prompts(said, theirs)
+    first = run.train.items[0]
+    text = (
+        not own
+        and plan.training.distillation is None
+        and run.tokenizer.get_vocab() != theirs.get_vocab()
+    )
+    if not (text or own):
+        _check_tokens(said, run.tokenizer, theirs)
+    if not (text or own or section.url or section.prompt):
+        return None
+    seen = prompt(first) if text or section.prompt else list(first.prompt_ids)
+    score = (
+        _served(run, Sample([*seen, seen[-1]], [False, *(True for _ in seen)]))
+        if section.url
+        else _scored_here(learner, reference=not own)
+    )
+    if not text:
+        return TeacherOfTokens(score, prompt if section.prompt else None)
+    if said.environment.used:
+        raise ModelError(
+            f"the teacher '{section.path}' has other tokens than the student, and then scores "
+            "single answers, not episodes; use a teacher of the student's family",
+            keys=("teacher.path", "environment.path"),
+        )
+    report("the teacher has other tokens than the student: it scores the text of answers")
+    chat = PromptEncoder.of(said.data, theirs, [first.prompt]).template is not None
+    return TeacherOfText(score, prompt, _tongue(run.tokenizer), _tongue(theirs, chat=chat))
+
+
+def _tokenizer(said: Distilling) -> Any:
+    trusts = said.model.trust_remote_code
+    return TokenizerSpec(said.teacher.path, "teacher.path", trust_remote_code=trusts).build()
+
+
+def _check_tokens(
+    said: Distilling, ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase
+) -> None:
+    from tunesmith.models.teacher import check_same_vocabulary
+
+    with about("teacher.path"):
+        check_same_vocabulary(ours, theirs, (said.model.path, said.teacher.path))
+
+
+def _prompts(said: DistillConfig, tokenizer: Tokenizer) -> Callable[[Task], list[int]]:
+    """A function to the prompt that a teacher with this tokenizer sees."""
     column = said.teacher.prompt
 
     def prompt(task: Task) -> list[int]:
-        shown = task.columns.get(str(column))
+        shown = task.columns.get(column) if column else task.prompt
         if not isinstance(shown, str | list) or not shown:
             raise DataError(f"task {task.id} has no prompt in '{column}' (teacher.prompt)")
-        return PromptEncoder.of(said.data, run.tokenizer, [shown]).ids(shown)
+        return PromptEncoder.of(said.data, tokenizer, [shown]).ids(shown)
 
-    first = run.train.items[0]
-    ids = list(prompt(first) if column else first.prompt_ids)
-    asked = Sample([*ids, ids[-1]], [False, *(True for _ in ids)])
-    return Teacher(_served(run, asked), prompt if column else None)
+    return prompt
 
 
-def _served(
-    run: OpenRun[RLConfig, Task] | OpenRun[OfflineDistillConfig, Sample], first: Sample
-) -> ServedTeacher:
+def _tongue(tokenizer: Tokenizer, *, chat: bool = True) -> Tongue:
+    ends = (end_of_turn_id(tokenizer) if chat else None, tokenizer.eos_token_id)
+    return Tongue(tokenizer, tuple(dict.fromkeys(end for end in ends if end is not None)))
+
+
+def _scored_here(learner: Learner, *, reference: bool) -> Score:
+    """The trainer's frozen teacher, or the policy itself."""
+
+    def score(samples: Sequence[Sample]) -> Mapping[str, Floats]:
+        batch = Batch.of(samples)
+        return {"ref_logprobs": learner.score(batch, reference=reference, longer=True)}
+
+    return score
+
+
+def _served(run: DistillRun, first: Sample) -> ServedTeacher:
     """The server of a run's teacher, which has been asked about ``first``.
 
     Raises:
         ConfigError: its key is not set, or it cannot say what the run needs.
-        ModelError: its vocabulary is not the student's.
     """
-    from tunesmith.models.teacher import check_same_vocabulary
     from tunesmith.run.loop.served_teacher import ServedTeacher
 
     plan: AnyPlan = run.plan
-    said: DistillConfig | OfflineDistillConfig = plan.said
+    said: Distilling = plan.said
     section = said.teacher
     if section.token_env and not os.environ.get(section.token_env, "").strip():
         raise ConfigError(
             f"the environment variable {section.token_env} (teacher.token_env) is not set",
             keys=("teacher.token_env",),
         )
-    trusts = said.model.trust_remote_code
-    theirs = TokenizerSpec(section.path, "teacher.path", trust_remote_code=trusts).build()
-    with about("teacher.path"):
-        check_same_vocabulary(run.tokenizer, theirs, (said.model.path, section.path))
     rows = rows_of(run.tokenizer)
     compared = plan.training.distillation
     top_k = min(compared.top_k, rows or compared.top_k) if compared else None
