@@ -177,11 +177,17 @@ class TeacherSection(Section):
     """A directory or a hub name, or "policy": the policy is its own teacher, with ``prompt``. With
     ``url``, only its tokenizer is read. With other tokens than the student's it scores the text of
     answers (``mode = "on_policy"``)."""
-    url: Url | None = None
+    url: Annotated[
+        Url | dict[str, Url] | None, Field(description="a URL, or a table of such by name")
+    ] = None
     """The address, up to ``/v1``, of an OpenAI-compatible server of the teacher that scores prompts
-    (``echo``), as vLLM and SGLang do."""
-    model: Text | None = None
+    (``echo``), as vLLM and SGLang do; or several by name, chosen by ``column``."""
+    model: Annotated[
+        Text | dict[str, Text] | None, Field(description="text in quotes, or a table by name")
+    ] = None
     """The teacher's name at ``url``; None: ``path``."""
+    column: Text = "teacher"
+    """The column with the name of a task's teacher, if ``url`` has several."""
     prompt: Text | None = None
     """A data column with the prompt that the teacher sees instead of the student's, such as one
     with the solution."""
@@ -191,6 +197,15 @@ class TeacherSection(Section):
     """Requests at once."""
     deadline: Annotated[float, Field(gt=0)] = 900.0
     """Seconds after which a request that fails again and again ends the run."""
+
+    def by_name(self) -> dict[str, TeacherSection]:
+        """The section of each of several teachers."""
+        urls = self.url if isinstance(self.url, dict) else {}
+        models = self.model if isinstance(self.model, dict) else dict.fromkeys(urls, self.model)
+        return {
+            name: self.model_copy(update={"url": url, "model": models.get(name)})
+            for name, url in urls.items()
+        }
 
 
 class DistillSection(Section):

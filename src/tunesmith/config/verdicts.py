@@ -150,7 +150,7 @@ SETTINGS = (
     ),
     Verdict(
         "effect",
-        "teacher.path teacher.model teacher.prompt",
+        "teacher.path teacher.model teacher.prompt teacher.column",
         "it learns from the new teacher",
     ),
     Verdict("speed", "teacher.url teacher.token_env teacher.concurrency teacher.deadline"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,11 @@ from tests.support.tiny import tokenizer, tokenizer_with_pairs
 from tunesmith.errors import RewardError
 from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.run.loop.experience import rollout_batch
-from tunesmith.run.loop.teacher import TeacherOfText, Tongue
+from tunesmith.run.loop.teacher import TeacherByColumn, TeacherOfText, TeacherOfTokens, Tongue
 from tunesmith.types import Completion, Rollout, Sample, Task
 
-OURS = tokenizer()
-THEIRS = tokenizer_with_pairs("a", "b")
+OURS: Any = tokenizer()
+THEIRS: Any = tokenizer_with_pairs("a", "b")
 
 
 def answered(text: str, logprobs: list[float], *ends: int) -> tuple[Rollout, Batch]:
@@ -65,3 +66,29 @@ def test_nothing_that_aligns_is_refused() -> None:
         teacher([])([rollout], batch)
     empty = rollout_batch([])
     assert len(teacher([])([], empty)["ref_logprobs"]) == 0
+
+
+def test_each_sample_is_scored_by_the_teacher_that_its_task_names() -> None:
+    def rollout(name: str, *ids: int) -> Rollout:
+        made = Rollout(Task(name, "q", (5,), {"subject": name}))
+        made.observe((5,))
+        made.act(Completion(list(ids), [-1.0] * len(ids), [0] * len(ids), "stop"))
+        return made
+
+    def by(factor: float) -> TeacherOfTokens:
+        def score(samples: Sequence[Sample]) -> Mapping[str, Floats]:
+            written = [
+                t for s in samples for t, m in zip(s.token_ids, s.loss_mask, strict=True) if m
+            ]
+            values = factor * np.array(written, np.float64)
+            return {"ref_logprobs": values, "pairs": np.stack([values, values], 1)}
+
+        return TeacherOfTokens(score)
+
+    rollouts = [rollout("math", 7, 8), rollout("code", 9), rollout("math", 6)]
+    batch = rollout_batch([(one, 0) for one in rollouts])
+    said = TeacherByColumn("subject", {"math": by(1.0), "code": by(-1.0), "law": by(5.0)})(
+        rollouts, batch
+    )
+    assert said["ref_logprobs"].tolist() == [7.0, 8.0, -9.0, 6.0]
+    assert said["pairs"].tolist() == [[7.0, 7.0], [8.0, 8.0], [-9.0, -9.0], [6.0, 6.0]]

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.http_servers import running
 from tests.support.tiny import save_model
-from tests.support.tiny_runs import rl_settings, sft_settings
-from tunesmith.errors import ConfigError
+from tests.support.tiny_runs import rl_settings, sft_settings, sums, write_lines
+from tunesmith.errors import ConfigError, DataError
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import placement
 
@@ -87,3 +87,27 @@ def test_a_server_that_ranks_no_tokens_is_refused_before_training(
         said = settings(tmp_path, student, student, "run", mode, teacher__url=f"{url}/v1")
         placement.run_distill(None, said)
     assert {"teacher.url", "distill.top_k"} == {*caught.value.keys}
+
+
+def test_several_teachers_score_the_tasks_that_name_them(tmp_path: Path) -> None:
+    student = save_model(tmp_path / "student")
+    lines = [{**line, "by": "ab"[n % 2]} for n, line in enumerate(sums(12))]
+    data = {
+        "data__train": str(write_lines(tmp_path / "named.jsonl", lines)),
+        "teacher__column": "by",
+    }
+    with (
+        running(served(student)) as own,
+        running(served(save_model(tmp_path / "t", seed=3))) as url,
+    ):
+        keys = {**data, "train__steps": 1}
+        urls = f'{{ a = "{own}/v1", b = "{url}/v1" }}'
+        said = [
+            *settings(tmp_path, student, student, "run", "sampled", **keys),
+            "teacher.url=" + urls,
+        ]
+        lines = read_metrics(placement.run_distill(None, said).run_dir / "metrics.jsonl")
+        assert lines[0]["teacher_kl"] > 1e-4, "half of the teachers are not the student"
+        said = [*said[:-1], "teacher.url=" + urls.replace("b =", "c =")]
+        with pytest.raises(DataError, match=r"has 'b' in the column 'by'.* a, c"):
+            placement.run_distill(None, [*said, f"run_dir={tmp_path / 'no'}"])

@@ -28,6 +28,15 @@ def teacher(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash("distill.alpha", why)
     section = config.teacher
     here = section.url is None
+    several = set(section.by_name())
+    models = set(section.model) if isinstance(section.model, dict) else several
+    if not here and models != several:
+        yield s.clash("teacher.model",
+            "names other teachers than teacher.url; have both the same names", "teacher.url")
+    if several and config.distill.mode == "offline":
+        yield s.clash("teacher.url",
+            "names several teachers, which tasks choose by a column, and here answers are given; "
+            "name one", "distill.mode")
     if here and config.distill.mode == "sampled" and section.prompt:
         yield s.clash("distill.mode",
             "compares whole distributions in one pass, and with teacher.prompt the teacher's is "
@@ -318,6 +327,8 @@ for kind in (DistillConfig, OfflineDistillConfig):
     unread(kind, "teacher.model teacher.token_env teacher.concurrency teacher.deadline",
            lambda s: s.config.teacher.url is None,
            "without teacher.url, where the trainer has the teacher; leave it out")
+    unread(kind, "teacher.column", lambda s: not s.config.teacher.by_name(),
+           "with one teacher, which scores every sample; leave it out")
 unread(OfflineDistillConfig, "teacher.prompt", lambda _: True,
        "on given answers, which follow their own prompts; leave it out")
 unread(DistillConfig, "distill.alpha", lambda s: s.config.distill.mode != "offline",

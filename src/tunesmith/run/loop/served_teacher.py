@@ -44,7 +44,7 @@ class ServedTeacher:
     def __init__(
         self, section: TeacherSection, top_k: int | None = None, rows: int | None = None
     ) -> None:
-        assert section.url is not None
+        assert isinstance(section.url, str), "a section of one teacher"
         self._section = section
         self._top_k = top_k
         self._rows = rows

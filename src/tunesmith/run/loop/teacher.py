@@ -123,3 +123,24 @@ class TeacherOfText:
             spans.append(SpanPair((len(written), len(answer)), (len(ids), len(ids) + 1)))
             ids = [*ids, self.teacher.ends[0]]
         return Sample([*prompt, *ids], [False] * len(prompt) + [True] * len(ids)), spans
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherByColumn:
+    """Several, each for the tasks that name it in a column."""
+
+    column: str
+    teachers: Mapping[str, Teacher]
+
+    def __call__(self, rollouts: Sequence[Rollout], batch: Batch) -> Mapping[str, Floats]:
+        names = [rollout.task.columns[self.column] for rollout in rollouts]
+        columns: dict[str, Floats] = {}
+        for name, teacher in self.teachers.items():
+            chosen = [number for number, own in enumerate(names) if own == name]
+            samples = np.flatnonzero(np.isin(batch.rollout, chosen))
+            said = teacher([rollouts[number] for number in chosen], batch.take(samples))
+            for key, values in said.items():
+                shape = (batch.num_predictions, *values.shape[1:])
+                column = columns.setdefault(key, np.full(shape, np.nan))
+                column[batch.predictions_of(samples)] = values
+        return columns

@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.config.commands import DistillConfig, OfflineDistillConfig
+from tunesmith.config.commands import DistillConfig, OfflineDistillConfig, TeacherSection
 from tunesmith.config.judges import POLICY
 from tunesmith.config.schema import RLConfig
-from tunesmith.errors import ConfigError, DataError, ModelError, RewardError, about
+from tunesmith.errors import ConfigError, DataError, ModelError, RewardError, about, nearest
 from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.learn.data.chat import end_of_turn_id
 from tunesmith.learn.data.prompts import PromptEncoder
@@ -18,7 +18,14 @@ from tunesmith.models.embedding_rows import rows_of
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.waits import long_wait
 from tunesmith.run.loop.learner import Learner
-from tunesmith.run.loop.teacher import Score, Teacher, TeacherOfText, TeacherOfTokens, Tongue
+from tunesmith.run.loop.teacher import (
+    Score,
+    Teacher,
+    TeacherByColumn,
+    TeacherOfText,
+    TeacherOfTokens,
+    Tongue,
+)
 from tunesmith.run.placement.base import Report
 from tunesmith.run.placement.models import TokenizerSpec
 from tunesmith.run.placement.opening import OpenRun
@@ -41,7 +48,7 @@ def teacher_of_samples(run: OpenRun[OfflineDistillConfig, Sample]) -> ServedTeac
         ModelError: its vocabulary is not the student's.
     """
     _check_tokens(run.plan.said, run.tokenizer, _tokenizer(run.plan.said))
-    return _served(run, run.train.items[0])
+    return _served(run, run.plan.said.teacher, run.train.items[0])
 
 
 def teacher_of_rollouts(
@@ -72,23 +79,41 @@ def teacher_of_rollouts(
         _check_tokens(said, run.tokenizer, theirs)
     if not (text or own or section.url or section.prompt):
         return None
-    seen = prompt(first) if text or section.prompt else list(first.prompt_ids)
-    score = (
-        _served(run, Sample([*seen, seen[-1]], [False, *(True for _ in seen)]))
-        if section.url
-        else _scored_here(learner, reference=not own)
-    )
-    if not text:
-        return TeacherOfTokens(score, prompt if section.prompt else None)
-    if said.environment.used:
+    if text and said.environment.used:
         raise ModelError(
             f"the teacher '{section.path}' has other tokens than the student, and then scores "
             "single answers, not episodes; use a teacher of the student's family",
             keys=("teacher.path", "environment.path"),
         )
-    report("the teacher has other tokens than the student: it scores the text of answers")
-    chat = PromptEncoder.of(said.data, theirs, [first.prompt]).template is not None
-    return TeacherOfText(score, prompt, _tongue(run.tokenizer), _tongue(theirs, chat=chat))
+    if text:
+        report("the teacher has other tokens than the student: it scores the text of answers")
+
+    def with_score(score: Score) -> Teacher:
+        if not text:
+            return TeacherOfTokens(score, prompt if section.prompt else None)
+        chat = PromptEncoder.of(said.data, theirs, [first.prompt]).template is not None
+        return TeacherOfText(score, prompt, _tongue(run.tokenizer), _tongue(theirs, chat=chat))
+
+    if section.url is None:
+        return with_score(_scored_here(learner, reference=not own))
+    seen = prompt(first) if text or section.prompt else list(first.prompt_ids)
+    asked = Sample([*seen, seen[-1]], [False, *(True for _ in seen)])
+    several = section.by_name()
+    if not several:
+        return with_score(_served(run, section, asked))
+    _check_names(run.train.items, section.column, several)
+    teachers = {name: with_score(_served(run, one, asked)) for name, one in several.items()}
+    return TeacherByColumn(section.column, teachers)
+
+
+def _check_names(tasks: Sequence[Task], column: str, names: Mapping[str, TeacherSection]) -> None:
+    """Raises DataError: a task names none of the teachers."""
+    for task in tasks:
+        name = task.columns.get(column)
+        if not isinstance(name, str) or name not in names:
+            where = f"task {task.id} has {name!r} in the column '{column}' (teacher.column)"
+            hint = nearest(str(name), names)
+            raise DataError(f"{where}; the teachers of teacher.url are {', '.join(names)}.{hint}")
 
 
 def _tokenizer(said: Distilling) -> Any:
@@ -133,8 +158,8 @@ def _scored_here(learner: Learner, *, reference: bool) -> Score:
     return score
 
 
-def _served(run: DistillRun, first: Sample) -> ServedTeacher:
-    """The server of a run's teacher, which has been asked about ``first``.
+def _served(run: DistillRun, section: TeacherSection, first: Sample) -> ServedTeacher:
+    """The server of a teacher, which has been asked about ``first``.
 
     Raises:
         ConfigError: its key is not set, or it cannot say what the run needs.
@@ -143,7 +168,6 @@ def _served(run: DistillRun, first: Sample) -> ServedTeacher:
 
     plan: AnyPlan = run.plan
     said: Distilling = plan.said
-    section = said.teacher
     if section.token_env and not os.environ.get(section.token_env, "").strip():
         raise ConfigError(
             f"the environment variable {section.token_env} (teacher.token_env) is not set",
