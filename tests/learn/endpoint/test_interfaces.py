@@ -205,7 +205,7 @@ return 1.0
         ("messages=START, audio={'voice': 'x'}", "'audio'"),
         ("messages=START, functions=[{}]", "'functions'"),
         ("messages=[{'role': 'user', 'content': chr(0xD800)}]", "Unicode"),
-        ("messages=[{'role': 'user', 'content': [{'type': 'image_url'}]}]", "only text"),
+        ("messages=[{'role': 'user', 'content': [{'type': 'image_url'}]}]", "image 1"),
     ],
 )
 def test_what_chat_refuses(request_: str, key: str, tokenizer: Any, tmp_path: Path) -> None:

@@ -99,6 +99,41 @@ def test_what_other_processes_compute_with_images_is_the_same(
     )
 
 
+AGENT = """
+from base64 import b64encode
+from pathlib import Path
+
+async def agent(client, name, **columns):
+    data = b64encode((Path(__file__).parent / name).read_bytes()).decode()
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + data}}
+    said = [{"role": "user", "content": [image, {"type": "text", "text": "what?"}]}]
+    reply = (await client.chat.completions.create(messages=said)).choices[0].message.content
+    said += [{"role": "assistant", "content": reply}, {"role": "user", "content": [image]}]
+    reply = (await client.chat.completions.create(messages=said)).choices[0].message.content
+    return float(sum(c < "N" for c in reply))
+"""
+
+
+@pytest.mark.parametrize("places", [{}, again({**RANKS, "system__engines": 2})])
+def test_an_agents_client_trains_a_model_that_sees(folder: Path, places: dict[str, Any]) -> None:
+    """Its images come while the run goes on; trainer and engine know them."""
+    (folder / "agent.py").write_text(AGENT)
+    lines = [{"prompt": "Go.", "name": f"{number}.png"} for number in range(6)]
+    write_lines(folder / "train.jsonl", lines)
+    model = save_vision_model(folder / "model")
+    settings: dict[str, Any] = {
+        "data__chat": None,
+        "environment__path": str(folder / "agent.py:agent"),
+        "reward__functions": None,
+        "train__lr": 1e-3,
+        **places,
+    }
+    outcome = placement.run_rl(None, rl_settings(folder, model, "agent", **settings))
+    assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in outcome.metrics)
+    assert all(line["grad_norm"] > 0 for line in outcome.metrics)
+    assert len(list((folder / "agent" / "images").iterdir())) == 6
+
+
 def test_ranks_learn_images_by_example_as_one(folder: Path) -> None:
     model = save_vision_model(folder / "model", "qwen3_5")
     settings = {"data__chat": None, "data__train": str(folder / "sft.jsonl"), "train__lr": 1e-3}

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support import tiny
+from tests.support.vision import picture, save_vision_model
 
 SETTINGS = ["model.dtype=float32", "sampling.max_new_tokens=16", "system.kv_memory=32MB"]
 
@@ -49,6 +51,30 @@ def own_scores(model: Path, ids: list[int]) -> list[float]:
         logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([ids])).logits[0]
     chosen = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None])
     return chosen.flatten().tolist()
+
+
+def test_a_served_model_sees_the_images_of_requests(tmp_path: Path) -> None:
+    openai = pytest.importorskip("openai")
+    path = save_vision_model(tmp_path / "model")
+
+    def asked(number: int) -> Any:
+        url = f"data:image/png;base64,{b64encode(picture(number)).decode()}"
+        parts = [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": "what?"},
+        ]
+        said = [{"role": "user", "content": parts}]
+        return client.chat.completions.create(
+            model="m", messages=said, temperature=0, logprobs=True
+        )
+
+    with serving(path) as address:
+        client = openai.OpenAI(base_url=address, api_key="none")
+        one = asked(0)
+        other = asked(1)
+        assert one.usage.prompt_tokens == other.usage.prompt_tokens
+        first, second = (each.choices[0].logprobs.content[0].logprob for each in (one, other))
+        assert abs(first - second) > 1e-4
 
 
 def test_a_served_model_answers_clients(model: Path) -> None:

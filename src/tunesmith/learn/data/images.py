@@ -58,8 +58,7 @@ def read_image(row: SourceRow, place: str, value: object) -> NamedImage:
         BadLine: it names none, or a file that is not there.
     """
     if isinstance(value, Mapping):  # {"url": ...}, or the columns of an image data set
-        present = (value.get(key) for key in ("bytes", *SOURCES))
-        value = next((each for each in present if each is not None), value)
+        value = value.get("bytes") or source_of(value)
     if isinstance(value, bytes):
         return NamedImage(f"{row.where}, {place}", value)
     if isinstance(value, OpenedPicture):
@@ -69,7 +68,10 @@ def read_image(row: SourceRow, place: str, value: object) -> NamedImage:
     if not isinstance(value, str) or not value:
         raise row.bad(f"{place} is {shortened(repr(value), 40)}; needs {VALID}")
     if value.startswith("data:"):
-        return NamedImage(f"{row.where}, {place}", _from_data_url(row, place, value))
+        try:
+            return NamedImage(f"{row.where}, {place}", bytes_of(value))
+        except DataError as error:
+            raise row.bad(f"{place} is {error}") from error
     if value.startswith(("http://", "https://")):
         raise row.bad(
             f"{place} is an address ({shortened(value, 60)}), and nothing is fetched while a run "
@@ -82,14 +84,31 @@ def read_image(row: SourceRow, place: str, value: object) -> NamedImage:
     return NamedImage(value, path)
 
 
-def _from_data_url(row: SourceRow, place: str, value: str) -> bytes:
-    kind, _, text = value.partition(",")
+def bytes_of(url: object) -> bytes:
+    """What is in a data URL.
+
+    Raises:
+        DataError: it is none, or cannot be read.
+    """
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise DataError(
+            f"{shortened(repr(url), 60)} is no data URL (data:image/png;base64,…); addresses are "
+            "not fetched, and files are not read"
+        )
+    kind, _, text = url.partition(",")
     try:
         if not kind.endswith(";base64"):
             raise ValueError("it is not base64")
         return base64.b64decode(text, validate=True)
     except (ValueError, binascii.Error) as error:
-        raise row.bad(f"{place} is a data URL that cannot be read ({error})") from error
+        raise DataError(f"a data URL that cannot be read ({error})") from error
+
+
+def source_of(part: Mapping[str, object]) -> object:
+    """What a part or value names an image with; None: nothing."""
+    present = (part[key] for key in SOURCES if part.get(key) is not None)
+    named = next(present, None)
+    return source_of(named) if isinstance(named, Mapping) else named
 
 
 def image_part(row: SourceRow, place: str, part: Mapping[str, object]) -> NamedImage | None:

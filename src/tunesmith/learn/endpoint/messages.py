@@ -25,7 +25,7 @@ from tunesmith.types import Message
 
 PASSED_ON = ("temperature", "top_p", "top_k", "chat_template_kwargs")
 """Parameters that it has in common with a chat request."""
-BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+BLOCKS = ("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")
 STOP_REASONS = {"length": "max_tokens", "stop": "end_turn", "abort": "end_turn"}
 
 
@@ -188,20 +188,40 @@ def _chat_messages(message: Json) -> Iterator[Message]:
         block: Any = as_dict(raw)
         kind = block.get("type") if isinstance(block, Mapping) else None
         match kind:
-            case "text":
-                rest.append({"type": "text", "text": block.get("text")})
+            case "text" | "image":
+                rest.append(_part(block))
             case "tool_use":
                 function = {"name": block.get("name"), "arguments": block.get("input") or {}}
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "tool_result":
                 answer = {"tool_call_id": block.get("tool_use_id")}
-                yield {"role": "tool", **answer, "content": _text(block.get("content") or "")}
+                yield {"role": "tool", **answer, "content": _parts(block.get("content") or "")}
             case "thinking" | "redacted_thinking":
                 continue  # this policy's thinking is text
             case _:
                 raise BadRequest(f"'{kind}' blocks are not served; valid: {', '.join(BLOCKS)}")
     if rest or calls:
-        yield {"role": role, "content": _joined(rest), **({"tool_calls": calls} if calls else {})}
+        yield {"role": role, "content": rest, **({"tool_calls": calls} if calls else {})}
+
+
+def _part(block: Fields) -> Json:
+    """A text or an image as a part of a chat message."""
+    if block.get("type") == "text":
+        return {"type": "text", "text": block.get("text")}
+    source = block.get("source")
+    fields: Json = source if isinstance(source, dict) else {}
+    url = fields.get("url")
+    if fields.get("type") == "base64":
+        url = f"data:{fields.get('media_type')};base64,{fields.get('data')}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _parts(content: object) -> object:
+    """The content of a tool's result as that of a chat message."""
+    blocks = [as_dict(block) for block in content] if isinstance(content, list) else []
+    if any(isinstance(block, Mapping) and block.get("type") == "image" for block in blocks):
+        return [_part(block) for block in blocks]
+    return _text(content)
 
 
 def _joined(parts: Sequence[Json]) -> str:

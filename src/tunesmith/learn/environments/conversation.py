@@ -21,6 +21,7 @@ from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import EpisodeError, shortened
 from tunesmith.learn.data.values import Tools, with_object_arguments
 from tunesmith.learn.environments.base import Generate, Growing
+from tunesmith.learn.environments.pictures import with_images, without_images
 from tunesmith.learn.environments.rendering import Renderer
 from tunesmith.learn.environments.tools import BadCall, Parse, ToolCall
 from tunesmith.models.embedding_rows import without_row
@@ -128,6 +129,7 @@ class Conversation:
             EngineError: generation failed.
         """
         renderer = self.setting.renderer.with_options(options) if options else self.setting.renderer
+        messages = with_images(renderer.tokenizer, messages)
         record, rendered = self._record_of(messages, tools, renderer, options)
         prompt_tokens = len(record.token_ids)
         completion = await self._sample(record, max_new_tokens, stop, follow)
@@ -144,7 +146,7 @@ class Conversation:
         rendered = (*rendered, {"role": "assistant", "content": written})
         key = _key(shown, tools, options)
         self._places.append(_Place(record, len(record.token_ids), key, rendered))
-        self.rollout.messages = [dict(m) for m in self._after_prompt(shown)]
+        self.rollout.messages = [without_images(m) for m in self._after_prompt(shown)]
         return Reply(message, text, calls, prompt_tokens, completion)
 
     async def continue_text(
@@ -174,6 +176,7 @@ class Conversation:
         """Tokens of a new conversation up to the policy's turn. Raises EpisodeError as ``reply``
         does."""
         renderer = self.setting.renderer.with_options(options) if options else self.setting.renderer
+        messages = with_images(renderer.tokenizer, messages)
         return len(renderer.whole(self._for_template(messages, 0), tools))
 
     def pay(self, reward: float) -> None:
@@ -230,7 +233,8 @@ class Conversation:
             full = f"the conversation has {len(record.token_ids)} tokens"
             limits = f"the limit is {limit} (environment.max_tokens)"
             raise OutOfRoom(f"{full} and leaves no room for a turn: {limits}")
-        problem = without_row(self.setting.renderer.tokenizer, record.token_ids)
+        renderer = self.setting.renderer
+        problem = without_row(renderer.tokenizer, renderer.words(record.token_ids))
         if problem:
             raise EpisodeError(problem)
         self.turns += 1
@@ -389,4 +393,6 @@ def _message_key(message: Message) -> str:
     normal = for_template(message)
     functions = [call["function"] for call in normal.get("tool_calls", ())]
     calls = [[function.get("name"), function.get("arguments")] for function in functions]
-    return json.dumps([normal.get("role"), normal["content"], calls], sort_keys=True, default=str)
+    images = [image.first for image in normal.get("images", ())]
+    parts = [normal.get("role"), normal["content"], calls, images]
+    return json.dumps(parts, sort_keys=True, default=str)

@@ -7,7 +7,8 @@ differently once the conversation continues (Qwen3 drops their thinking), no con
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice, takewhile
 from typing import Any
 
@@ -15,7 +16,9 @@ from tunesmith.errors import ConfigError, DataError, EpisodeError, boundary
 from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.data.tokens import decode, encode, leading_ids, with_leading
 from tunesmith.learn.data.values import Tools
+from tunesmith.learn.environments.pictures import images_of
 from tunesmith.learn.environments.token_guard import TokenGuard
+from tunesmith.models.vision.processing import vocabulary_of
 from tunesmith.types import Message, Tokenizer
 
 TAIL = 16
@@ -47,6 +50,18 @@ class Renderer:
         """Tokens that end the policy's turn."""
         encoded = encode(self.tokenizer, list(self._ends))
         return {ids[0] for ids in encoded if len(ids) == 1}
+
+    def words(self, token_ids: Sequence[int]) -> list[int]:
+        """Tokens as the tokenizer knows them: without the rows of images.
+
+        Raises:
+            EpisodeError: there are rows of images that were never shown.
+        """
+        vocabulary = vocabulary_of(self.tokenizer)
+        if vocabulary is None:
+            return list(token_ids)
+        with _of_episode():
+            return vocabulary.shown(token_ids)
 
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Tokens of a conversation up to the start of the policy's turn."""
@@ -82,7 +97,7 @@ class Renderer:
 
     def verbatim(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, including special tokens."""
-        return decode(self.tokenizer, token_ids)
+        return decode(self.tokenizer, self.words(token_ids))
 
     def raw(self, text: str) -> list[int]:
         """Tokens of a text that skips the chat template."""
@@ -90,7 +105,7 @@ class Renderer:
 
     def after(self, token_ids: Sequence[int], text: str) -> list[int]:
         """Tokens of ``text`` as a continuation of ``token_ids``."""
-        tail = decode(self.tokenizer, token_ids[-TAIL:])
+        tail = decode(self.tokenizer, self.words(token_ids)[-TAIL:])
         return self.guard.encode_after(self.tokenizer, tail, text)
 
     def plain(self, token_ids: Sequence[int]) -> str:
@@ -108,7 +123,8 @@ class ChatRenderer(Renderer):
         self.template = template
 
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        return self.guard.encode(self.tokenizer, self._render(messages, tools))
+        ids = self.guard.encode(self.tokenizer, self._render(messages, tools))
+        return self._with_rows(ids, messages)
 
     def following(
         self,
@@ -120,11 +136,21 @@ class ChatRenderer(Renderer):
         if not new:
             return []
         hidden = self._render([*earlier, *new], tools)
-        rest = behind(decode(self.tokenizer, token_ids), self.guard.reveal(hidden))
+        rest = behind(self.verbatim(token_ids), self.guard.reveal(hidden))
         if rest is None:
             return None
         last = decode(self.tokenizer, token_ids[-1:])
-        return self.guard.encode_after(self.tokenizer, last, self.guard.tail(hidden, len(rest)))
+        tail = self.guard.tail(hidden, len(rest))
+        ids = self.guard.encode_after(self.tokenizer, last, tail)
+        return self._with_rows(ids, new)
+
+    def _with_rows(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
+        """Tokens with the rows of the messages' images in their places."""
+        vocabulary = vocabulary_of(self.tokenizer)
+        if vocabulary is None:
+            return token_ids
+        with _of_episode():
+            return vocabulary.expanded(token_ids, images_of(messages))[0]
 
     def with_options(self, options: Mapping[str, Any]) -> Renderer:
         with boundary(EpisodeError, "chat_template_kwargs", Exception):
@@ -135,11 +161,17 @@ class ChatRenderer(Renderer):
 
     def _render(self, messages: Sequence[Message], tools: Tools) -> str:
         refused = "this conversation cannot go through the chat template"
-        with boundary(EpisodeError, refused, Exception):
-            try:
-                return self.template.render(messages, tools, prompt=True)
-            except DataError as error:  # the episode is wrong, not a line of data
-                raise EpisodeError(str(error)) from error
+        with boundary(EpisodeError, refused, Exception), _of_episode():
+            return self.template.render(messages, tools, prompt=True)
+
+
+@contextmanager
+def _of_episode() -> Generator[None]:
+    """The episode is wrong, not a line of data."""
+    try:
+        yield
+    except DataError as error:
+        raise EpisodeError(str(error)) from error
 
 
 def _join(messages: Sequence[Message]) -> str:

@@ -14,8 +14,8 @@ from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tunesmith.errors import ConfigError, DataError, ModelError, boundary
-from tunesmith.models.vision.rows import FIRST_ROW, Image, ImageRows, digest_of
+from tunesmith.errors import ConfigError, DataError, ModelError, StorageError, boundary
+from tunesmith.models.vision.rows import FIRST_ROW, Image, ImageRows, digest_of, rows_in
 from tunesmith.plan.facts.families import family
 
 if TYPE_CHECKING:
@@ -119,6 +119,10 @@ class ImageVocabulary:
     rows: ImageRows = field(default_factory=ImageRows)
     towers: dict[Hashable, object] = field(default_factory=dict[Hashable, object], repr=False)
     """Those that see the images; a policy and its reference share one."""
+    closed: str = "only those of the data are, in this command"
+    """Why an image that comes while the run goes on is not seen; empty: it is."""
+    directory: Path | None = None
+    """Keeps images whose bytes came with the data or a request; None: they stay in memory."""
     _pixels: Pixels | None = field(default=None, repr=False)
 
     @property
@@ -148,6 +152,11 @@ class ImageVocabulary:
         if known is not None:
             return known
         grid = self.pixels.grid(picture_of(name, data))
+        if self.directory is not None and isinstance(source, bytes):
+            source = self.directory / digest.hex()
+            with boundary(StorageError, f"cannot keep {name} in {self.directory}", OSError):
+                self.directory.mkdir(parents=True, exist_ok=True)
+                source.write_bytes(data)
         return self.rows.add(name, source, digest, grid)
 
     def expanded(
@@ -178,6 +187,8 @@ class ImageVocabulary:
 
     def shown(self, token_ids: Sequence[int]) -> list[int]:
         """Tokens as the tokenizer knows them: each image is one placeholder."""
+        if not rows_in(token_ids):
+            return list(token_ids)
         shown: list[int] = []
         left = iter(token_ids)
         for token in left:

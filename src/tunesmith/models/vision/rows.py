@@ -11,6 +11,7 @@ Shape legend: ``T`` tokens.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class ImageRows:
 
     def __init__(self) -> None:
         self._images: list[Image] = []
-        self._firsts: list[int] = []
+        self._firsts = array("q")
         self._known: dict[bytes, Image] = {}
         self._stop = FIRST_ROW
 
@@ -113,12 +114,15 @@ class ImageRows:
         return self._images[bisect_right(self._firsts, token_id) - 1]
 
     def places(self, token_ids: Ints) -> tuple[Ints, Ints, Ints]:
-        """Of ids of rows: each one's place down and across in its image, and the image's index."""
-        index = np.searchsorted(self._firsts, token_ids, "right") - 1
-        sizes = np.array([(image.first, image.width) for image in self._images], np.int64)
-        first, width = sizes[index].T
+        """Of ids of rows: each one's place down and across in its image, and the image's height and
+        width, ``[2, rows]``."""
+        index = np.searchsorted(np.array(self._firsts), token_ids, "right") - 1
+        seen, inverse = np.unique(index, return_inverse=True)  # a few of all images
+        images = [self._images[number] for number in seen.tolist()]
+        sizes = np.array([(i.first, i.height, i.width) for i in images], np.int64)
+        first, height, width = sizes[inverse].T
         offset = token_ids - first
-        return offset // width, offset % width, index
+        return offset // width, offset % width, np.stack((height, width))
 
     def blocks(self, token_ids: Ints) -> Ints | None:
         """``[T]``: numbers the places of images among tokens; -1 where there is text. None: there
@@ -148,9 +152,7 @@ class ImageRows:
         rows = np.flatnonzero(token_ids >= FIRST_ROW)
         if not len(rows):
             return rotary
-        down, across, index = self.places(token_ids[rows])
-        sizes = np.array([(i.height, i.width) for i in self._images], np.int64)[index]
-        height, width = sizes.T
+        down, across, (height, width) = self.places(token_ids[rows])
         ends = (down == height - 1) & (across == width - 1)
         shrink = np.zeros(len(token_ids) + 1, np.int64)
         shrink[1 + rows[ends]] = (height * width - np.maximum(height, width))[ends]

@@ -25,6 +25,7 @@ from tunesmith.plan.cost.price import (
     sent_bytes,
 )
 from tunesmith.plan.devices import BUCKET
+from tunesmith.plan.facts.families import sees_images
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import AnyPlan
 
@@ -59,8 +60,10 @@ def layout_of(plan: AnyPlan) -> Layout:
     if not (kind.rl and kind.teacher):
         here = devices.shares_trainer_device("reward")
         frozen = ceil(frozen / devices.scoring_shards("reward")) * here
-    if plan.facts.images and plan.facts.model:
-        frozen += plan.facts.model.tower_parameters  # the policy's and the reference's
+    model = plan.facts.model
+    agents = kind.rl and said.environment.used and model and sees_images(model.family)
+    if model and (plan.facts.images or agents):
+        frozen += model.tower_parameters  # the policy's and the reference's
     return Layout(
         bytes_per_number=devices.bytes_per_number,
         device="cuda" if devices.on_gpu else "cpu",

@@ -32,6 +32,7 @@ from tunesmith.run.placement.models import saved_generation
 from tunesmith.run.placement.opening import OpenRun
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.placement.rewards import add_rewards
+from tunesmith.run.placement.seeing import see_requests
 from tunesmith.run.placement.session import RunResult, kept_on_interrupt, open_session, run_result
 from tunesmith.run.placement.specs import engine_spec, trainer_spec
 from tunesmith.run.placement.teachers import teacher_of_rollouts
@@ -64,6 +65,7 @@ def train_policy(
         outside_event_loop(),
         event_loop() as runner,
     ):
+        see_requests(run.plan, run.tokenizer, run.directory.path)
         with session.phase("setup"):
             parts, rollouts = runner.run(set_up())
         if run.caller.rollouts is not None:

@@ -36,6 +36,7 @@ from tunesmith.run.placement.checking import facts_of_run
 from tunesmith.run.placement.choosing import on_this_machine
 from tunesmith.run.placement.engines import make_sampling
 from tunesmith.run.placement.models import saved_generation
+from tunesmith.run.placement.seeing import see_requests
 from tunesmith.run.placement.serve_reward import token_for
 from tunesmith.run.placement.specs import engine_spec, load_tokenizer, model_spec, plane_spec
 from tunesmith.types import Completion, Message, Rollout, Sampling, Task
@@ -147,12 +148,15 @@ def open_model(path: str, overrides: Sequence[str]) -> ServedModel:
     context = facts.model.context if facts.model and facts.model.context else 4096
     longest = max(1, context - most)
     plan = resolve(config, replace(facts, train_size=256, longest=longest))
+    see_requests(plan, tokenizer)
     source = WeightSource()
     if plan.devices.loads_model:
         model = model_spec(plan, frozen=True).build(tokenizer)
         spec = plane_spec(plan)
         source = WeightSource(model, spec.build(model) if spec else None)
-    engine = on_this_machine(plan).engine(engine_spec(plan), source, partial(print, flush=True))
+    engine = on_this_machine(plan, tokenizer).engine(
+        engine_spec(plan), source, partial(print, flush=True)
+    )
     sampling = make_sampling(config.sampling, tokenizer, 1.0, saved_generation(config))
     template = ChatTemplate.of(tokenizer) if tokenizer.chat_template else None
     guard = TokenGuard.of(tokenizer, template.turns() if template else "")

@@ -1,0 +1,35 @@
+"""Whether the models of a run see images that come while it runs, and where these are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tunesmith.models.vision.processing import vocabulary_of
+from tunesmith.plan.plan import AnyPlan
+
+FOLDER = "images"
+"""Of a run directory: each image that its clients sent, by a digest of its bytes."""
+
+
+def see_requests(plan: AnyPlan, tokenizer: object, run_dir: Path | None = None) -> None:
+    """Let a model with a tower see the images of requests, or say why it does not."""
+    vocabulary = vocabulary_of(tokenizer)
+    if vocabulary is None:
+        return
+    vocabulary.closed = _reason(plan)
+    vocabulary.directory = run_dir and run_dir / FOLDER
+
+
+def _reason(plan: AnyPlan) -> str:
+    devices = plan.devices
+    if devices.engine.third_party:
+        return f"system.engine = '{devices.engine.name}' is not shown images"
+    if plan.said.system.draft_model is not None:
+        return "the draft model (system.draft_model) does not see it"
+    if devices.sequence > 1:
+        return "ranks that share a sequence (system.sequence_parallel.size) do not see it"
+    if plan.kind.teacher or plan.kind.served_teacher:
+        return "the teacher does not see it"
+    if plan.kind.critic:
+        return "the critic does not see it; set critic.shared_trunk"
+    return ""
