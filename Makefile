@@ -28,11 +28,11 @@ demo: $(INSTALLED)
 # Each worker has a third of the files, so that what a file's tests share is made once; who is done takes from the others.
 # Three workers on two cores: some tests wait for processes and deadlines.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN)/pytest -n 3 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 3 --dist worksteal --ignore tests/slow -m "not slow"
 
-# Three workers on two cores: these tests often wait for processes that start or end.
+# Four workers on two cores: these tests often wait for processes that start or end.
 test-slow: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN)/pytest -n 3 --dist loadgroup -m "slow and not long" --durations 25
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 4 --dist loadgroup -m "slow and not long" --durations 25
 
 # Learning on further seeds, and runs of minutes: before a release, and after a change of the mathematics.
 test-long: $(INSTALLED) $(VLLM_INSTALLED)

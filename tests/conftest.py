@@ -37,7 +37,9 @@ settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is in ``tests/slow`` is slow."""
+    """What is in ``tests/slow`` is slow, and comes first: short tests at the end keep every worker
+    busy."""
+    items.sort(key=lambda item: SLOW not in item.path.parents)
     for item in items:
         if SLOW in item.path.parents:
             item.add_marker(pytest.mark.slow)

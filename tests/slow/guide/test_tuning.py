@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support import tiny
+from tests.support.forks import popen
 from tests.support.tiny_preferences import preference_settings
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.cli.main import app
@@ -150,7 +151,7 @@ def test_ctrl_c_ends_the_search_and_the_same_command_goes_on(folder: Path) -> No
         text for text in PINNED if text.startswith(left)
     ]  # so that gradient checkpointing is left to try
     command = [sys.executable, "-m", "tunesmith", "tune", str(run), *pinned, "--minutes", "3"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as process:
+    with popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as process:
         assert process.stdout is not None
         tried = "system.max_tokens_per_microbatch = 24: "
         first = next((line for line in process.stdout if line.startswith(tried)), None)
@@ -163,10 +164,8 @@ def test_ctrl_c_ends_the_search_and_the_same_command_goes_on(folder: Path) -> No
     [file] = (folder / "cache" / "tunesmith" / "tuned").glob("*.json")
     known = json.loads(file.read_text())["trials"]
     assert known[0]["settings"]["system.max_tokens_per_microbatch"] == 24
-    again = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, check=False, timeout=600
-    )
-    assert again.returncode == 0, again.stderr
+    again = CliRunner().invoke(app, command[3:])
+    assert again.exit_code == 0, again.output
     finished = json.loads((folder / "tuned.json").read_text())
     trials = json.loads(file.read_text())["trials"]
     decided = [trial for trial in known if Interval(*trial["interval"]).decided]
