@@ -1,0 +1,261 @@
+"""The same greedy completions by llama.cpp and by the embedded engine: ``python -m
+benchmarks.llama_cpp --help``, in an environment with ``llama-cpp-python`` and ``gguf``.
+
+Both take 16 sequences in one batch, llama.cpp by its C interface. Models have random weights in the
+shapes of published ones; llama.cpp reads the file that ``tunesmith export`` writes of the same model.
+Each arm is a process; a round takes every arm once, in turn. A ratio is the engine's seconds over
+llama.cpp's in the same round: below 1 the engine is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.report import write_between
+from benchmarks.run import machine
+
+RESULTS = Path(__file__).with_name("results") / "llama-cpp.json"
+PAGE = Path(__file__).with_name("README.md")
+BEGIN = "<!-- llama-cpp.json -->\n"
+END = "<!-- end of llama-cpp.json -->"
+SEQUENCES = 16
+PROMPT = 16
+FIRST_TOKEN = 261
+"""After the special ones and the bytes."""
+FORMS = {"f32": "float32", "f16": "bfloat16", "q8_0": "bfloat16"}
+"""llama.cpp's number formats, and the engine's that each is compared with."""
+SMOLLM2: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1_536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+QWEN: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4_864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+SHAPES = {"SmolLM2-135M": (SMOLLM2, 64), "Qwen2.5-0.5B": (QWEN, 24)}
+"""A model's shape, and the tokens of a completion."""
+
+
+def build(name: str, folder: Path) -> None:
+    """The model of a shape in every format, where it is not there yet."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    from tunesmith.models.gguf.writing import export_gguf
+
+    path = folder / name
+    if not path.exists():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**SHAPES[name][0], bos_token_id=1, eos_token_id=2)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(path)
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokens = ["<pad>", "<bos>", "<eos>", *alphabet, "ab"]
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        core = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        special = {f"{role}_token": f"<{role}>" for role in ("pad", "bos", "eos")}
+        PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(path)
+    for form in FORMS:
+        file = folder / f"{name}-{form}.gguf"
+        if not file.exists():
+            export_gguf(str(path), file, form)  # pyright: ignore
+
+
+def prompts(name: str) -> list[list[int]]:
+    vocabulary = SHAPES[name][0]["vocab_size"]
+    rng = random.Random(0)
+    return [rng.choices(range(FIRST_TOKEN, vocabulary), k=PROMPT) for _ in range(SEQUENCES)]
+
+
+async def by_tunesmith(path: Path, name: str, dtype: str, rounds: int) -> list[float]:
+    """Seconds of each round, after one that is not counted."""
+    import torch
+
+    from tunesmith.models.causal_lm import CausalLM
+    from tunesmith.run.engines.local.engine import LocalEngine
+    from tunesmith.types import Sampling
+
+    tokens = SHAPES[name][1]
+    engine = LocalEngine(
+        CausalLM.load(path, dtype=getattr(torch, dtype)),
+        kv_bytes=1 << 28,
+        max_running=SEQUENCES,
+        max_prefill_tokens=SEQUENCES * PROMPT,
+    )
+    seconds = list[float]()
+    for number in range(1 + rounds):
+        await engine.load_weights(number)
+        sampling = Sampling(tokens if number else 4, temperature=0.0, ignore_eos=True)
+        started = time.perf_counter()
+        await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts(name)))
+        seconds.append(time.perf_counter() - started)
+    await engine.close()
+    return seconds[1:]
+
+
+def by_llama_cpp(path: Path, name: str, threads: int, rounds: int) -> list[float]:
+    """Seconds of each round, after one that is not counted."""
+    import numpy as np
+
+    cpp: Any = import_module("llama_cpp")
+    tokens = SHAPES[name][1]
+    vocabulary = SHAPES[name][0]["vocab_size"]
+    quiet = cpp.llama_log_callback(lambda *_: None)
+    cpp.llama_log_set(quiet, None)
+    cpp.llama_backend_init()
+    model = cpp.llama_model_load_from_file(str(path).encode(), cpp.llama_model_default_params())
+    settings = cpp.llama_context_default_params()
+    settings.n_ctx = SEQUENCES * 256
+    settings.n_seq_max = SEQUENCES
+    settings.n_threads = settings.n_threads_batch = threads
+    context = cpp.llama_init_from_model(model, settings)
+    batch = cpp.llama_batch_init(SEQUENCES * PROMPT, 0, 1)
+
+    def decode(rows: Sequence[tuple[int, int, int, bool]]) -> list[int]:
+        """Most likely tokens after the rows that ask for them; a row is sequence, position, token
+        and whether it asks."""
+        batch.n_tokens = len(rows)
+        for place, (sequence, position, token, asks) in enumerate(rows):
+            batch.token[place] = token
+            batch.pos[place] = position
+            batch.n_seq_id[place] = 1
+            batch.seq_id[place][0] = sequence
+            batch.logits[place] = asks
+        assert cpp.llama_decode(context, batch) == 0
+        asked = [place for place, row in enumerate(rows) if row[3]]
+        logits = (cpp.llama_get_logits_ith(context, place) for place in asked)
+        return [int(np.ctypeslib.as_array(row, (vocabulary,)).argmax()) for row in logits]
+
+    seconds = list[float]()
+    for number in range(1 + rounds):
+        cpp.llama_memory_clear(cpp.llama_get_memory(context), True)
+        started = time.perf_counter()
+        last = PROMPT - 1
+        drawn = decode(
+            [
+                (sequence, position, token, position == last)
+                for sequence, prompt in enumerate(prompts(name))
+                for position, token in enumerate(prompt)
+            ]
+        )
+        for position in range(PROMPT, PROMPT + (tokens if number else 4) - 1):
+            rows = [(sequence, position, token, True) for sequence, token in enumerate(drawn)]
+            drawn = decode(rows)
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]
+
+
+def arm(name: str, form: str, folder: Path, threads: int, rounds: int) -> list[float]:
+    """Seconds of one arm, in this process: a number format of llama.cpp, or the engine's."""
+    if form in FORMS:
+        return by_llama_cpp(folder / f"{name}-{form}.gguf", name, threads, rounds)
+    import torch
+
+    torch.set_num_threads(threads)
+    return asyncio.run(by_tunesmith(folder / name, name, form, rounds))
+
+
+def measured(name: str, folder: Path, threads: int, rounds: int) -> dict[str, Any]:
+    """Median seconds of every arm, each in a process of its own, and the ratios."""
+    seconds: dict[str, list[float]] = {}
+    for form in (*dict.fromkeys(FORMS.values()), *FORMS):
+        command = [sys.executable, "-m", "benchmarks.llama_cpp", "--folder", str(folder)]
+        command += ["--arm", form, "--shapes", name, "--threads", str(threads)]
+        command += ["--rounds", str(rounds)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+        seconds[form] = json.loads(done.stdout.splitlines()[-1])
+    return {
+        "shape": name,
+        "tokens": SEQUENCES * SHAPES[name][1],
+        "threads": threads,
+        "seconds": {form: median(found) for form, found in seconds.items()},
+        "ratio": {
+            form: median(
+                ours / theirs for ours, theirs in zip(seconds[dtype], seconds[form], strict=True)
+            )
+            for form, dtype in FORMS.items()
+        },
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    cpu = results["machine"]
+    rows = [
+        f"{cpu['cpu']} ({cpu['units']}), {cpu['cores']} cores; llama-cpp-python "
+        f"{results['llama-cpp-python']}; tokens per second",
+        "",
+        "| shape | llama.cpp | tokens/s | ours | tokens/s | ours ÷ llama.cpp, seconds |",
+        "| --- | --- | ---: | --- | ---: | ---: |",
+    ]
+    for row in results["rows"]:
+        for form, dtype in FORMS.items():
+            theirs = row["tokens"] / row["seconds"][form]
+            ours = row["tokens"] / row["seconds"][dtype]
+            rows.append(
+                f"| {row['shape']} | {form} | {theirs:.0f} | {dtype} | {ours:.0f} | "
+                f"{row['ratio'][form]:.2f} |"
+            )
+    return "\n".join(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.llama_cpp", description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="keeps the models")
+    parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=SHAPES)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--build", action="store_true", help="only make the models")
+    parser.add_argument("--arm", help="only print the seconds of this number format")
+    given = parser.parse_args(arguments)
+    if given.arm:
+        print(
+            json.dumps(arm(given.shapes[0], given.arm, given.folder, given.threads, given.rounds))
+        )
+        return
+    for name in given.shapes:
+        build(name, given.folder)
+    if given.build:
+        return
+    before = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    rows = {row["shape"]: row for row in before}
+    for name in given.shapes:
+        rows[name] = measured(name, given.folder, given.threads, given.rounds)
+    results = {
+        "machine": machine([]),
+        "llama-cpp-python": version("llama-cpp-python"),
+        "rounds": given.rounds,
+        "rows": [rows[name] for name in SHAPES if name in rows],
+    }
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    write_between(PAGE, BEGIN, END, table(results))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
