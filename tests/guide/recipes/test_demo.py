@@ -46,6 +46,12 @@ def test_time_that_is_over_is_not_spent_again() -> None:
     assert Pace(0.2, 0.2).share(steps, spent=SECONDS + 1) == LEAST
 
 
+def test_real_steps_are_as_busy_as_measured_ones() -> None:
+    """They may take longer than those that were measured, which does not make the machine busy."""
+    assert Pace(0.1, 0.1).at(0.3) == Pace(pytest.approx(0.3), 0.3)
+    assert Pace(0.1, 0.2).at(0.3) == Pace(pytest.approx(0.15), 0.3)
+
+
 def test_the_pace_is_measured(tmp_path: Path) -> None:
     pace = measure(make_model(tmp_path, 0, hidden=16, layers=1), steps=1)
     assert 0 < pace.computing <= pace.clock + 0.01

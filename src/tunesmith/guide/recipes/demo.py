@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -65,6 +65,10 @@ class Pace:
     computing: float
     clock: float
 
+    def at(self, clock: float) -> Pace:
+        """The pace of steps that take so long by the clock on a machine that is as busy."""
+        return Pace(clock * self.computing / self.clock, clock)
+
     def share(self, steps: float, spent: float = 0.0) -> float:
         """How much of this many supervised steps there is time for, between ``LEAST`` and 1.
 
@@ -111,7 +115,7 @@ def run_demo(
     _title(f"1. By example: {sft_steps} steps of 64 sums, some worked and most not")
     examples = run_sft(directory / "sft.toml")
     # Other programs may have come or gone since.
-    pace = replace(pace, clock=median(row["seconds"] for row in examples.metrics))
+    pace = measure(directory / "model").at(median(row["seconds"] for row in examples.metrics))
     left = pace.share(RL_COST * rl_steps, time.perf_counter() - began)
     rl_steps = _fewer(rl_steps, left, pace)
     values |= {"rl_steps": rl_steps, "eval_every": max(1, rl_steps // 2)}
