@@ -33,6 +33,7 @@ PACKAGES = {
     "textarena": Package("textarena", "textarena", plays=True),
     "openenv": Package("openenv", "openenv", plays=True),
     "verifiers": Package("verifiers", "verifiers", plays=True),
+    "nemo_gym": Package("nemo_gym", "nemo-gym", plays=True),
     "harbor": Package("harbor", "harbor", plays=True, names_directories=True),
 }
 

@@ -6,21 +6,13 @@ action has one field that must be given.
 
 from __future__ import annotations
 
-import atexit
 import json
-import socket
-import subprocess
 import sys
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
-from typing import IO
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from tunesmith.errors import ConfigError, EpisodeError
@@ -28,12 +20,12 @@ from tunesmith.learn.endpoint.client import PolicyClient
 from tunesmith.learn.environments.conversation import OutOfRoom
 from tunesmith.learn.environments.steps import StepResult
 from tunesmith.learn.packages.adapter import Foreign, Options, TaskRow
+from tunesmith.learn.packages.served import PackageServer
 from tunesmith.learn.packages.splits import check_split, is_of, number
 from tunesmith.types import Message
 
 SIZE = 200
 PROMPT = "Answer each observation with an action."
-START_SECONDS = 60.0
 STEP_SECONDS = 60.0
 LONGEST = 100_000
 """Characters of an observation; a longer one fails its episode."""
@@ -138,50 +130,24 @@ def _schema(url: str) -> Mapping[str, Foreign]:
 
 
 class OpenEnvServer:
-    """An environment's server, started when it is first needed, and again if it has ended."""
+    """Where an environment's server is: at an address, or where the run starts it."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._far = name.startswith(("http://", "https://"))
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._url = name.rstrip("/")
-        self._app = name if ":" in name else f"{name}.server.app:app"
-        module = self._app.partition(":")[0]
-        if not self._far and not _is_there(module):
+        self._address = name.rstrip("/") if name.startswith(("http://", "https://")) else ""
+        app = name if ":" in name else f"{name}.server.app:app"
+        module = app.partition(":")[0]
+        if not self._address and not _is_there(module):
             raise ConfigError(f"openenv:{name}: there is no module {module}; is it installed?")
+        serve = [sys.executable, "-m", "uvicorn", app, "--log-level", "warning"]
+
+        def command(port: int) -> list[str]:
+            return [*serve, "--host", "127.0.0.1", "--port", str(port)]
+
+        self._server = PackageServer(f"openenv:{name}", command, _schema)
 
     def url(self) -> str:
         """Its address; an EpisodeError if it does not start."""
-        with self._lock:
-            ended = self._process is not None and self._process.poll() is not None
-            if not self._far and (self._process is None or ended):
-                self._start()
-        return self._url
-
-    def _start(self) -> None:
-        port = _free_port()
-        self._url = f"http://127.0.0.1:{port}"
-        where = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
-        command = [sys.executable, "-m", "uvicorn", self._app, *where]
-        with tempfile.TemporaryFile() as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-            self._wait(self._process, log)
-
-    def _wait(self, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
-        """Return when the server answers."""
-        atexit.register(process.kill)
-        until = time.monotonic() + START_SECONDS
-        while time.monotonic() < until and process.poll() is None:
-            try:
-                _schema(self._url)
-                return
-            except (URLError, OSError):
-                time.sleep(0.1)
-        process.kill()
-        log.seek(0)
-        said = log.read()[-2000:].decode(errors="replace")
-        raise EpisodeError(f"openenv:{self._name} did not start:\n{said}")
+        return self._address or self._server.url()
 
 
 def _is_there(module: str) -> bool:
@@ -189,9 +155,3 @@ def _is_there(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
