@@ -175,6 +175,62 @@ async def langgraph(base_url, api_key):
     return float(messages[-1].content == "5")
 
 
+async def llama_index(base_url, api_key):
+    """A function agent over the interface of servers like OpenAI's."""
+    from llama_index.core.agent.workflow import FunctionAgent
+    from llama_index.llms.openai_like import OpenAILike
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    model = OpenAILike(
+        model="policy",
+        api_base=base_url,
+        api_key=api_key,
+        is_chat_model=True,
+        is_function_calling_model=True,
+    )
+    answer = await FunctionAgent(tools=[add], llm=model).run("2+3?")
+    return float(str(answer) == "5")
+
+
+async def langchain_anthropic(base_url, api_key):
+    """The chat model of Anthropic's interface, with a tool and its result."""
+    from langchain_anthropic import ChatAnthropic
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
+    @tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    model = ChatAnthropic(model="policy", base_url=base_url, api_key=api_key, max_tokens=400)
+    model = model.bind_tools([add])
+    said = [HumanMessage("2+3?")]
+    first = await model.ainvoke(said)
+    results = [
+        ToolMessage(str(add.invoke(call["args"])), tool_call_id=call["id"])
+        for call in first.tool_calls
+    ]
+    last = await model.ainvoke([*said, first, *results])
+    return float(last.text == "5")
+
+
+async def instructor(base_url, api_key):
+    """A typed answer, as a function call."""
+    import instructor
+    from openai import AsyncOpenAI
+
+    client = instructor.from_openai(AsyncOpenAI(base_url=base_url, api_key=api_key))
+    said = [{"role": "user", "content": "2+3?"}]
+    answer = await client.chat.completions.create(
+        model="policy", response_model=Total, messages=said, max_retries=0
+    )
+    return float(answer.total == 5)
+
+
 def mini_swe_agent(base_url, api_key):
     """The command-line agent, in a process of its own."""
     import os

@@ -26,6 +26,9 @@ PACKAGES = {
     "openai_client": "openai",
     "anthropic_client": "anthropic",
     "langgraph": "langgraph.prebuilt",
+    "llama_index": "llama_index.llms.openai_like",
+    "langchain_anthropic": "langchain_anthropic",
+    "instructor": "instructor",
     "mini_swe_agent": "minisweagent",
     "load_environment": "verifiers",
 }
@@ -39,8 +42,8 @@ def scripted(text: str) -> str:
     call = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call><|im_end|>'.format
     if ("tool_response" in last or "Observation" in last) and "bash" not in names:
         return call("final_answer", '{"answer": 5}') if "final_answer" in names else "5<|im_end|>"
-    if "final_result" in names:
-        return call("final_result", '{"total": 5}')
+    for typed in {"final_result", "Total"} & {*names}:
+        return call(typed, '{"total": 5}')
     if "bash" in names:
         done = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
         command = f"echo {done}" if "tool_response" in text else "echo 5 > answer.txt"
