@@ -17,7 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support import tiny
+from tests.support.tiny_runs import sums, write_lines
 from tests.support.vision import picture, save_vision_model
+from tunesmith.run.offline.generate import run_generate
 
 SETTINGS = ["model.dtype=float32", "sampling.max_new_tokens=16", "system.kv_memory=32MB"]
 
@@ -146,3 +148,55 @@ def test_lm_eval_scores_as_the_model_itself(model: Path, tmp_path: Path) -> None
             assert float(response[0]) == pytest.approx(sums[-1], abs=1e-3)
         right += sums.index(max(sums)) == row["label"]
     assert results["results"]["sums"]["acc,none"] == right / len(rows)
+
+
+def test_inspect_scores_as_our_own_evaluation(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inspect_ai = pytest.importorskip("inspect_ai")
+    from inspect_ai.dataset import Sample
+    from inspect_ai.scorer import Score, accuracy, scorer
+    from inspect_ai.solver import generate
+
+    def answered(run: str, rows: list[dict[str, str]], *more: str) -> list[dict[str, Any]]:
+        data = write_lines(tmp_path / f"{run}.jsonl", rows)
+        said = [f"run_dir={tmp_path / run}", f"model.path={model}", f"data.train={data}", *SETTINGS]
+        said += ["sampling.temperature=0", "data.chat=true", *more]
+        done = run_generate(None, said)
+        return [json.loads(line) for line in done.output.read_text().splitlines()]
+
+    @scorer(metrics=[accuracy()])
+    def equal() -> Any:
+        async def score(state: Any, target: Any) -> Score:
+            return Score(value=float(state.output.completion.strip() == target.text.strip()))
+
+        return score
+
+    rows = sums(8)
+    for number, line in enumerate(answered("first", rows)):
+        if number % 4:
+            rows[number]["answer"] = line["completion"]
+    (tmp_path / "right.py").write_text(
+        "def right(completions, answer):\n"
+        "    pairs = zip(completions, answer, strict=True)\n"
+        "    return [float(one.strip() == other.strip()) for one, other in pairs]\n"
+    )
+    own = answered("own", rows, f'reward.functions=["{tmp_path / "right.py"}:right"]')
+    monkeypatch.setenv("SERVED_API_KEY", "none")
+    with serving(model) as address:
+        monkeypatch.setenv("SERVED_BASE_URL", address)
+        (log,) = inspect_ai.eval(
+            inspect_ai.Task(
+                dataset=[Sample(input=row["prompt"], target=row["answer"]) for row in rows],
+                solver=generate(),
+                scorer=equal(),
+            ),
+            model="openai-api/served/model",
+            temperature=0.0,
+            max_tokens=16,
+            log_dir=str(tmp_path / "logs"),
+            display="none",
+        )
+    assert log.status == "success", log.error
+    found = log.results.scores[0].metrics["accuracy"].value
+    assert found == sum(line["reward"] for line in own) / len(own) == 0.75
