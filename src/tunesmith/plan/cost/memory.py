@@ -25,7 +25,7 @@ from tunesmith.plan.cost.price import (
     sent_bytes,
 )
 from tunesmith.plan.devices import BUCKET
-from tunesmith.plan.facts.families import sees_images
+from tunesmith.plan.facts.families import family_around
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import AnyPlan
 
@@ -60,10 +60,8 @@ def layout_of(plan: AnyPlan) -> Layout:
     if not (kind.rl and kind.teacher):
         here = devices.shares_trainer_device("reward")
         frozen = ceil(frozen / devices.scoring_shards("reward")) * here
-    model = plan.facts.model
-    agents = kind.rl and said.environment.used and model and sees_images(model.family)
-    if model and (plan.facts.images or agents):
-        frozen += model.tower_parameters  # the policy's and the reference's
+    if trains_on_images(plan) and plan.facts.model:
+        frozen += plan.facts.model.tower_parameters  # the policy's and the reference's
     return Layout(
         bytes_per_number=devices.bytes_per_number,
         device="cuda" if devices.on_gpu else "cpu",
@@ -101,13 +99,23 @@ def layout_of(plan: AnyPlan) -> Layout:
     )
 
 
+def trains_on_images(plan: AnyPlan) -> bool:
+    """Whether the data has images, or agents may send some to a model that sees them."""
+    model = plan.facts.model
+    agents = plan.kind.rl and plan.said.environment.used and model
+    return plan.facts.images > 0 or bool(agents and family_around(agents.family).images)
+
+
 def attends_without_kernel(plan: AnyPlan) -> bool:
-    """Whether training and scoring attend in plain PyTorch: kernels for GPUs take 16-bit numbers,
-    on Ampere and later (``models.attention``)."""
+    """Whether training and scoring attend in plain PyTorch (``models.attention``): kernels for GPUs
+    take 16-bit numbers, from Ampere on, and no kernel lets the tokens of an image see each
+    other."""
+    model = plan.facts.model
+    if model and family_around(model.family).both_ways and trains_on_images(plan):
+        return True
     gpu = plan.gpu
-    return plan.devices.on_gpu and (
-        plan.devices.bytes_per_number != 2 or (gpu is not None and not gpu.bf16)
-    )
+    narrow = plan.devices.bytes_per_number == 2 and (gpu is None or gpu.bf16)
+    return plan.devices.on_gpu and not narrow
 
 
 def _bytes_to_send(plan: AnyPlan, model: ModelFacts) -> int:

@@ -62,6 +62,8 @@ class Family:
     """Its text decoder, which is of another family, stands beside towers for images or sound."""
     images: bool = False
     """Its tower sees the images of the data; otherwise its text decoder alone is trained."""
+    both_ways: bool = False
+    """The tokens of an image see each other, and not only those before them."""
     inner: bool = False
     """It is only found inside a multimodal model."""
 
@@ -76,9 +78,10 @@ def published() -> list[str]:
     return sorted(name for name, each in families().items() if not each.inner)
 
 
-def sees_images(model_type: str | None) -> bool:
-    """Whether models with this decoder, or of this family, see images."""
-    return family(str(model_type).removesuffix("_text")).images
+def family_around(decoder: str | None) -> Family:
+    """The fields of the published architecture with this decoder; its own, if that is the whole
+    model."""
+    return family(str(decoder).removesuffix("_text"))
 
 
 def seeing() -> list[str]:

@@ -34,9 +34,9 @@ def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
         )
     if s.plan and s.config.trains and attends_without_kernel(s.plan):
         yield (
-            f"{s.said('model.dtype')}: attention kernels for GPUs take 16-bit numbers, from Ampere "
-            "on. Without one, attention holds a weight for each pair of a sample's tokens: "
-            "shorter samples take much less memory (data.max_tokens)"
+            "attention has no kernel here (kernels for GPUs take 16-bit numbers, from Ampere on, "
+            "and none lets the tokens of an image see each other) and holds a weight for each pair "
+            "of a sample's tokens: shorter samples take much less memory (data.max_tokens)"
         )
     if isinstance(s.system.compile, str) and s.config.trains:
         yield (

@@ -28,7 +28,7 @@ from tunesmith.models.directory import check_model, lacks_template
 from tunesmith.models.embedding_rows import added_without_row, check_texts, texts_in
 from tunesmith.plan.devices import Devices
 from tunesmith.plan.facts.adapter import read_adapter
-from tunesmith.plan.facts.families import sees_images
+from tunesmith.plan.facts.families import family_around
 from tunesmith.plan.facts.hardware import Hardware, read_hardware
 from tunesmith.plan.facts.hub import known_model_facts, known_parameters
 from tunesmith.plan.facts.measured import read_tuned
@@ -298,7 +298,7 @@ def _check_data(config: RunConfig, hub: bool, model: ModelFacts | None) -> list[
     )
 
     def check(example: Example) -> None:
-        if example.images and model and not sees_images(model.family):
+        if example.images and model and not family_around(model.family).images:
             raise blind()
         texts = texts_in(
             [example.text, example.prompt, example.completion, example.rejected, example.steps]
