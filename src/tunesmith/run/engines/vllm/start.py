@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.errors import EngineError, ModelError, UserError, boundary
-from tunesmith.models.source import directory_of
+from tunesmith.models.source import directory_of, readable
 from tunesmith.plan.facts.model_files import is_packed
 from tunesmith.plan.rules.vllm import extra_problem, version_problem
 
@@ -86,6 +86,8 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
             current_platform.simple_compile_backend = "eager"
         from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
         from vllm.version import __version__ as version  # pyright: ignore[reportMissingImports]
+    draft = settings.draft_model and str(readable(settings.draft_model))
+    settings = replace(settings, model=str(readable(settings.model)), draft_model=draft)
     names = [field.name for field in fields(EngineArgs)]
     problem = version_problem(version) or extra_problem(settings.extra or {}, names, version)
     if problem:
