@@ -32,13 +32,14 @@ def unpacked(path: Path) -> Path:
         ModelError: the file is damaged, or its model is not read.
         StorageError: the directory cannot be written.
     """
-    header = read_header(path)
-    status = path.stat()
+    with boundary(ModelError, f"cannot read {path}", OSError):
+        status = path.stat()
     subject = (str(path.resolve()), status.st_size, status.st_mtime_ns, version("tunesmith"))
     digest = hashlib.sha256(repr(subject).encode()).hexdigest()[:12]
     directory = cache_folder() / "gguf" / f"{path.stem}-{digest}"
     if directory.is_dir():
         return directory
+    header = read_header(path)  # the whole vocabulary: only where it is needed
     with boundary(StorageError, f"cannot unpack {path} to {directory}", OSError):
         directory.parent.mkdir(parents=True, exist_ok=True)
         try:
