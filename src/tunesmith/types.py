@@ -41,6 +41,9 @@ def as_messages(prompt: Prompt) -> list[Message]:
 
 FinishReason = Literal["stop", "length", "abort"]
 
+VisionTower = Literal["frozen", "projector", "trained"]
+"""What is trained of a model's tower that sees images."""
+
 
 class Status(StrEnum):
     """The outcome of a rollout. Only ``OK`` rollouts reach the loss."""

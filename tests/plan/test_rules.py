@@ -52,6 +52,7 @@ ODD = ModelFacts(
     family="llama",
 )
 STATES = replace(USUAL, family="qwen3_next", attending=2, carrying=4)
+SEEING = replace(USUAL, family="qwen3_vl_text", tower_parameters=100)
 FIXED = replace(USUAL, family="gpt_oss")
 FACTS = {
     "": None,
@@ -61,6 +62,8 @@ FACTS = {
     "states": Facts(CPU, STATES, train_size=1000, longest=100),
     "experts": Facts(CPU, replace(USUAL, expert_widths=(256, 20))),
     "images": Facts(CPU, USUAL, train_size=1000, longest=100, images=3),
+    "seeing": Facts(CPU, SEEING, train_size=1000, longest=100, images=3),
+    "unseeing": Facts(CPU, SEEING, train_size=1000, longest=100),
     "odd": Facts(
         CPU, ODD, train_size=1000, longest=100, instances_for="rewards.py:of_environments"
     ),

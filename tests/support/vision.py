@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from tests.support import tiny
 from tests.support.families import module_of
+from tests.support.tiny_runs import write_lines
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.source import load_config
 from tunesmith.models.vision.processing import ImageVocabulary, attach_vocabulary
 from tunesmith.models.vision.rows import FIRST_ROW
-from tunesmith.types import Sample
+from tunesmith.types import Sample, VisionTower
 
 TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 CHAT = (
@@ -44,7 +46,7 @@ FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 def save_vision_model(path: Path, model_type: str = "qwen3_vl", **overrides: Any) -> Path:
     """A tiny vision model in float32, as published, with its tokenizer and image processor."""
     square = model_type == "gemma3"
-    tokens = list(SQUARE_TOKENS if square else TOKENS)
+    tokens: list[str] = list(SQUARE_TOKENS if square else TOKENS)
     tokenizer = tiny.tokenizer(SQUARE_CHAT if square else CHAT)
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     ids: Any = tokenizer.convert_tokens_to_ids(tokens)
@@ -85,14 +87,16 @@ def _patch_processor(vision: Any) -> dict[str, Any]:
     }
 
 
-def load_vision_model(path: Path, pictures: list[bytes]) -> tuple[CausalLM, ImageVocabulary]:
+def load_vision_model(
+    path: Path, pictures: list[bytes], tower: VisionTower = "frozen"
+) -> tuple[CausalLM, ImageVocabulary]:
     """The model as a run loads it whose data has these pictures."""
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
     attach_vocabulary(tokenizer, str(path), load_config(path))
     vocabulary: ImageVocabulary = tokenizer.image_vocabulary
     for number, data in enumerate(pictures):
         vocabulary.add(f"picture {number}", data)
-    return CausalLM.load(path, tokenizer=tokenizer), vocabulary
+    return CausalLM.load(path, tokenizer=tokenizer, tower=tower), vocabulary
 
 
 def picture(number: int, width: int = 56, height: int = 84) -> bytes:
@@ -104,6 +108,31 @@ def picture(number: int, width: int = 56, height: int = 84) -> bytes:
     made = io.BytesIO()
     image.save(made, "PNG")
     return made.getvalue()
+
+
+def write_pictures(folder: Path) -> Path:
+    """Fill a directory with questions about six pictures, for each command."""
+    for number in range(6):
+        (folder / f"{number}.png").write_bytes(picture(number))
+    asked = [{"prompt": "what?", "images": [f"{number}.png"]} for number in range(6)]
+    (folder / "rewards.py").write_text(
+        "def share(completions, images, **columns):\n"
+        "    return [(c < 'N') + len(i[0]) for c, i in zip(completions, images)]\n"
+    )
+    write_lines(folder / "train.jsonl", [{**line, "answer": "x"} for line in asked])
+    write_lines(folder / "sft.jsonl", [{**line, "completion": "a disc"} for line in asked])
+    answers = {"chosen": "a disc", "rejected": "no"}
+    write_lines(folder / "pairs.jsonl", [{**line, **answers} for line in asked])
+    labels = [{"completion": "a disc", "label": number % 2 == 0} for number in range(6)]
+    judged = [{**line, **label} for line, label in zip(asked, labels, strict=True)]
+    write_lines(folder / "judged.jsonl", judged)
+    return folder
+
+
+def weights_of(checkpoint: Path) -> dict[str, Tensor]:
+    """Every weight of a model, by name."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def samples_with_images(vocabulary: ImageVocabulary) -> list[Sample]:

@@ -35,6 +35,7 @@ from tunesmith.config.values import (
     Url,
     at_most,
 )
+from tunesmith.types import VisionTower
 
 
 class ModelSection(Section):
@@ -49,6 +50,8 @@ class ModelSection(Section):
     quantize: Literal["int8", "nf4"] | None = None
     """Store the frozen weights of an adapter's base in 8 or 4 bits (bitsandbytes); needs
     ``lora``."""
+    vision_tower: VisionTower = "frozen"
+    """What is trained of the tower that sees images: nothing, its projector, or all of it."""
     router_aux_loss_coef: Annotated[float, Field(ge=0), at_most(10)] = 0.0
     """Weight of a loss that loads the experts of a mixture evenly."""
     router_bias_update_rate: Annotated[float, Field(ge=0), at_most(1)] = 0.0

@@ -57,7 +57,8 @@ SETTINGS = (
     ),
     Verdict(
         "refused",
-        "model.quantize lora.rank lora.alpha lora.targets train.optimizer critic.shared_trunk "
+        "model.quantize model.vision_tower lora.rank lora.alpha lora.targets train.optimizer "
+        "critic.shared_trunk "
         "data.prompt data.completion data.system_prompt data.chat data.chat_template_kwargs "
         "data.loss_on data.shuffle data.seed data.train.weight prm. distill.mode",
     ),

@@ -45,6 +45,7 @@ from tunesmith.models.vision.rows import Image
 from tunesmith.models.vision.tower import Vision
 from tunesmith.models.weight_checks import Differences
 from tunesmith.plan.facts.experts import ExpertsImplementation
+from tunesmith.types import VisionTower
 
 if TYPE_CHECKING:
     from tunesmith.models.lora import LoraAdapter
@@ -106,6 +107,7 @@ class Decoder:
         sharding: Sharding | None = None,
         trains: bool = True,
         experts: ExpertsImplementation | None = None,
+        tower: VisionTower = "frozen",
     ) -> Self:
         """Load from a directory or a hub name; safetensors only, dropout off.
 
@@ -114,7 +116,7 @@ class Decoder:
             quantize: the format of the linear modules' weights, which are then frozen.
             sharding: shard the weights over ranks.
             trains: whether a sharded model is trained and therefore has float32 weights.
-            experts: see ``load_module``.
+            experts, tower: see ``load_module``.
 
         Raises:
             ModelError: the model does not exist, is incomplete, or its family is not supported.
@@ -135,6 +137,7 @@ class Decoder:
             sharding=sharding,
             trains=trains,
             experts=experts,
+            tower=tower,
             **cls.settings,
         )
         model = cls(module, tokenizer, sharding=sharding, trust_remote_code=trust_remote_code)
@@ -185,6 +188,8 @@ class Decoder:
                 f"the rotary frequencies of '{vocabulary.path}' depend on the length of a "
                 "sequence, which has not been shown to be right with images: leave them out"
             )
+        if self.towers.kept:
+            return Vision.within(self.module, vocabulary, self.dtype, self.device)
         key = (str(self.module.name_or_path), self.dtype, self.device)
         shared = vocabulary.towers.get(key)
         if not isinstance(shared, Vision):
@@ -261,7 +266,8 @@ class Decoder:
             if self.vision is None:
                 return self.runner(token_ids, position_ids, attention, routing)
             known, images = self.vision.see(token_ids)
-            return self.runner(known, position_ids, attention, routing, images)
+            states = self.runner(known, position_ids, attention, routing, images)
+            return self.vision.with_zero_gradients(states)
 
     def compile_layers(self, mode: str) -> None:
         """Compile the layers of training and scoring passes with PyTorch.

@@ -26,6 +26,7 @@ from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.kernels.quantised import Quantize, quantise
 from tunesmith.models.parallel.shard_files import (
     WeightFiles,
+    conversions_of,
     fill,
     is_converted,
     is_finite,
@@ -45,6 +46,7 @@ from tunesmith.models.weight_checks import (
 from tunesmith.plan.facts.experts import ExpertsImplementation, expert_widths, implementation
 from tunesmith.plan.facts.families import family
 from tunesmith.plan.facts.model_files import is_packed
+from tunesmith.types import VisionTower
 
 
 def load_module(
@@ -59,10 +61,12 @@ def load_module(
     sharding: Sharding | None = None,
     trains: bool = True,
     experts: ExpertsImplementation | None = None,
+    tower: VisionTower = "frozen",
     **settings: Any,
 ) -> tuple[PreTrainedModel, Towers]:
     """Load a model from safetensors files, with attention through an ``AttentionContext`` and
-    without dropout; of a multimodal one, only the text decoder and its head.
+    without dropout; of a multimodal one, only the text decoder and its head, unless its tower is
+    trained.
 
     Args:
         auto: the transformers ``AutoModel`` class with the desired head.
@@ -72,6 +76,7 @@ def load_module(
         sharding: shard the model; each rank reads only its rows, in float32 if the model
             ``trains``.
         experts: how the experts of a mixture compute; None: as is best for the device.
+        tower: what of a multimodal model's tower is trained.
         settings: configuration entries to set.
 
     Raises:
@@ -105,16 +110,16 @@ def load_module(
         stored = torch.float32 if sharding and trains and dtype.itemsize == 2 else dtype
         with boundary(ModelError, f"cannot make model '{path}' without its weights", ANY_ERROR):
             module = _without_weights(path, partial(make, dtype=stored), trains, None)
-        towers = Towers.take_out(module, path)
+        towers = Towers.beside(module, path, tower)
         _place(module, dtype, device, sharding, quantize)
         if not detect_fake_mode():
             read_shards(module, path, read, towers.allowed(differences), sharding)
     elif detect_fake_mode():  # a fake device holds no data
         module = _without_weights(path, partial(make, dtype=dtype), trains, device)
-        towers = Towers.take_out(module, path)
+        towers = Towers.beside(module, path, tower)
     else:
         module = read()
-        towers = Towers.take_out(module, path)
+        towers = Towers.beside(module, path, tower)
         with _usable(device):
             cast(nn.Module, module).to(device)
     if eager and config.model_type.startswith("llama4"):  # transformers has one way for these
@@ -206,6 +211,9 @@ def _without_weights(
             places.enter_context(init_empty_weights(include_buffers=False))
         module = make()
     module.tie_weights()
+    conversions = conversions_of(module)
+    if conversions:  # transformers finds them by the name of the class, which sharding changes
+        vars(module)["_weight_conversions"] = conversions
     if not trains:
         module.requires_grad_(False)
     if module.can_generate():

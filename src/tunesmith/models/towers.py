@@ -1,9 +1,10 @@
-"""The towers of a multimodal checkpoint, which are no part of the model that is trained.
+"""The towers of a multimodal checkpoint, which usually are no part of the model that is trained.
 
-A text decoder is trained alone. The parts beside it (a vision tower, its projector) are taken out
-of the module, so that they take no memory on any device, are never sent to an engine, and are not
-adapted. Their weights stay in their files, mapped into memory, and are written beside the decoder's
-when the model is saved: bit by bit as they came, in their own dtype.
+A text decoder is trained alone, unless a run trains its tower too. The parts beside it (a vision
+tower, its projector) are taken out of the module, so that they take no memory on any device, are
+never sent to an engine, and are not adapted. Their weights stay in their files, mapped into memory,
+and are written beside the decoder's when the model is saved: bit by bit as they came, in their own
+dtype.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from transformers import PreTrainedModel
 
+from tunesmith.errors import ModelError
 from tunesmith.models.source import directory_of
 from tunesmith.models.weight_checks import Differences
+from tunesmith.plan.facts.families import family, seeing
 from tunesmith.plan.facts.model_files import TOWERS, is_of_tower, weight_files, weights_in
+from tunesmith.types import VisionTower
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -30,6 +34,8 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
 )
 """What turns images into the tower's input; other programs refuse the checkpoint without it."""
+PROJECTORS = {"multi_modal_projector", "merger", "deepstack_merger_list"}
+"""The parts of towers that make a decoder's features of what the others see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +47,57 @@ class Towers:
     weights: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor], repr=False)
     """Under their names in the checkpoint's files."""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
+    kept: tuple[str, ...] = ()
+    """Names of the parts that are trained, and therefore were not taken out."""
+
+    @classmethod
+    def beside(cls, module: PreTrainedModel, path: str | Path, trained: VisionTower) -> Towers:
+        """Those of a module that was made of a model's configuration."""
+        if trained == "frozen":
+            return cls.take_out(module, path)
+        return cls.keep(module, path, trained)
 
     @classmethod
     def take_out(cls, module: PreTrainedModel, path: str | Path) -> Towers:
         """Take the towers out of a module; their weights come from the model's files."""
         base = module.base_model
-        names = [name for name, _ in base.named_children() if name in TOWERS]
+        names = _names(module)
         if not names:
             return cls()
         for name in names:
             delattr(base, name)
         if detect_fake_mode():  # a fake device holds no data, and saves none
-            return cls(tuple(names))
+            return cls(names)
         directory = directory_of(path)
         weights: dict[str, Tensor] = {}
         for name, stored in weights_in(directory).items():
             if is_of_tower(name):
                 with safe_open(stored.file, framework="pt") as opened:
                     weights[name] = opened.get_tensor(name)
-        files = [directory / name for name in PROCESSOR_FILES if (directory / name).is_file()]
-        return cls(tuple(names), weights, {file.name: file.read_bytes() for file in files})
+        return cls(names, weights, _processor_files(directory))
+
+    @classmethod
+    def keep(cls, module: PreTrainedModel, path: str | Path, trained: VisionTower) -> Towers:
+        """Leave the towers in a module that trains them, or their projector alone.
+
+        Raises:
+            ModelError: there are none that see images.
+        """
+        names = _names(module)
+        if not family(module.config.model_type).images:
+            raise ModelError(
+                f"model.vision_tower = '{trained}': '{path}' is of no family whose models see "
+                f"images ({', '.join(seeing())}); leave it out",
+                keys=("model.vision_tower",),
+            )
+        module.config.vision_config._attn_implementation = "sdpa"  # pyright: ignore
+        if trained == "projector":
+            for name in names:
+                for inner, parameter in module.base_model.get_submodule(name).named_parameters():
+                    of_projector = not PROJECTORS.isdisjoint(f"{name}.{inner}".split("."))
+                    parameter.requires_grad_(parameter.requires_grad and of_projector)
+        files = {} if detect_fake_mode() else _processor_files(directory_of(path))
+        return cls(kept=names, files=files)
 
     @property
     def pattern(self) -> str | None:
@@ -75,8 +112,6 @@ class Towers:
     def write(self, directory: Path) -> None:
         """Add the weights to a directory that holds the decoder's, as one more file of its
         index."""
-        if not self.modules:
-            return
         for name, content in self.files.items():
             (directory / name).write_bytes(content)
         if not self.weights:
@@ -95,3 +130,13 @@ class Towers:
         size = sum((directory / name).stat().st_size for name in names)
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2)
         (directory / SAFETENSORS_INDEX_FILE).write_text(text, encoding="utf-8")
+
+
+def _names(module: PreTrainedModel) -> tuple[str, ...]:
+    """Of a module's towers."""
+    return tuple(name for name, _ in module.base_model.named_children() if name in TOWERS)
+
+
+def _processor_files(directory: Path) -> dict[str, bytes]:
+    files = [directory / name for name in PROCESSOR_FILES]
+    return {file.name: file.read_bytes() for file in files if file.is_file()}

@@ -7,69 +7,53 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from tests.support.long import again
 from tests.support.rank_runs import same
 from tests.support.tiny_runs import rl_settings, sft_settings, write_lines
-from tests.support.vision import picture, save_vision_model
+from tests.support.vision import save_vision_model, weights_of
 from tunesmith.plan.facts.model_files import is_of_tower
 from tunesmith.run import placement
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Questions about six pictures, for each command."""
-    for number in range(6):
-        (tmp_path / f"{number}.png").write_bytes(picture(number))
-    asked = [{"prompt": "what?", "images": [f"{number}.png"]} for number in range(6)]
-    (tmp_path / "rewards.py").write_text(
-        "def share(completions, images, **columns):\n"
-        "    return [(c < 'N') + len(i[0]) for c, i in zip(completions, images)]\n"
-    )
-    write_lines(tmp_path / "train.jsonl", [{**line, "answer": "x"} for line in asked])
-    write_lines(tmp_path / "sft.jsonl", [{**line, "completion": "a disc"} for line in asked])
-    answers = {"chosen": "a disc", "rejected": "no"}
-    write_lines(tmp_path / "pairs.jsonl", [{**line, **answers} for line in asked])
-    labels = [{"completion": "a disc", "label": number % 2 == 0} for number in range(6)]
-    judged = [{**line, **label} for line, label in zip(asked, labels, strict=True)]
-    write_lines(tmp_path / "judged.jsonl", judged)
-    return tmp_path
-
-
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
-
-
 @pytest.mark.parametrize("changed", [{}, {"lora__rank": 4}], ids=["whole", "lora"])
 def test_learns_by_example_by_preference_and_by_reward(
-    folder: Path, changed: dict[str, Any]
+    picture_folder: Path, changed: dict[str, Any]
 ) -> None:
-    model = save_vision_model(folder / "model")
+    model = save_vision_model(picture_folder / "model")
     shared: dict[str, Any] = {"data__chat": None, **changed}
-    settings = sft_settings(folder, model, **shared, data__train=str(folder / "sft.jsonl"))
+    settings = sft_settings(
+        picture_folder, model, **shared, data__train=str(picture_folder / "sft.jsonl")
+    )
     losses = [line["loss"] for line in placement.run_sft(None, settings).metrics]
     assert losses[-1] < losses[0]
     pairs = sft_settings(
-        folder, model, "dpo", **shared, data__train=str(folder / "pairs.jsonl"), train__lr=1e-3
+        picture_folder,
+        model,
+        "dpo",
+        **shared,
+        data__train=str(picture_folder / "pairs.jsonl"),
+        train__lr=1e-3,
     )
     assert placement.run_dpo(None, pairs).metrics[-1]["accuracy"] == 1.0
     judged = sft_settings(
-        folder, model, "kto", **shared, data__train=str(folder / "judged.jsonl"), train__lr=1e-3
+        picture_folder,
+        model,
+        "kto",
+        **shared,
+        data__train=str(picture_folder / "judged.jsonl"),
+        train__lr=1e-3,
     )
     assert placement.run_kto(None, judged).metrics[-1]["grad_norm"] > 0
     again: dict[str, Any] = {"algorithm__kl__coef": 0.1, "system__gradient_checkpointing": True}
-    outcome = placement.run_rl(None, rl_settings(folder, model, **shared, **again))
+    outcome = placement.run_rl(None, rl_settings(picture_folder, model, **shared, **again))
     assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in outcome.metrics)
     assert all(line["grad_norm"] > 0 for line in outcome.metrics)
     if changed:
         return
-    before = weights(model)
-    after = weights(outcome.checkpoint)
+    before = weights_of(model)
+    after = weights_of(outcome.checkpoint)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before if is_of_tower(name))
     AutoModelForImageTextToText.from_pretrained(outcome.checkpoint)
@@ -88,14 +72,14 @@ RANKS = {"system__trainer_ranks": 2, "system__zero_stage": 3}
     ids=["ranks", "engine", "ray"],
 )
 def test_what_other_processes_compute_with_images_is_the_same(
-    folder: Path, places: dict[str, Any]
+    picture_folder: Path, places: dict[str, Any]
 ) -> None:
     """A reference, ranks that shard the model, and engines with their own copy."""
-    model = save_vision_model(folder / "model")
+    model = save_vision_model(picture_folder / "model")
     shared: dict[str, Any] = {"data__chat": None, "train__lr": 1e-3, "algorithm__kl__coef": 0.1}
     same(
-        placement.run_rl(None, rl_settings(folder, model, "one", **shared)),
-        placement.run_rl(None, rl_settings(folder, model, "two", **shared, **places)),
+        placement.run_rl(None, rl_settings(picture_folder, model, "one", **shared)),
+        placement.run_rl(None, rl_settings(picture_folder, model, "two", **shared, **places)),
     )
 
 
@@ -115,40 +99,51 @@ async def agent(client, name, **columns):
 
 
 @pytest.mark.parametrize("places", [{}, again({**RANKS, "system__engines": 2})])
-def test_an_agents_client_trains_a_model_that_sees(folder: Path, places: dict[str, Any]) -> None:
+def test_an_agents_client_trains_a_model_that_sees(
+    picture_folder: Path, places: dict[str, Any]
+) -> None:
     """Its images come while the run goes on; trainer and engine know them."""
-    (folder / "agent.py").write_text(AGENT)
+    (picture_folder / "agent.py").write_text(AGENT)
     lines = [{"prompt": "Go.", "name": f"{number}.png"} for number in range(6)]
-    write_lines(folder / "train.jsonl", lines)
-    model = save_vision_model(folder / "model")
+    write_lines(picture_folder / "train.jsonl", lines)
+    model = save_vision_model(picture_folder / "model")
     settings: dict[str, Any] = {
         "data__chat": None,
-        "environment__path": str(folder / "agent.py:agent"),
+        "environment__path": str(picture_folder / "agent.py:agent"),
         "reward__functions": None,
         "train__lr": 1e-3,
         **places,
     }
-    outcome = placement.run_rl(None, rl_settings(folder, model, "agent", **settings))
+    outcome = placement.run_rl(None, rl_settings(picture_folder, model, "agent", **settings))
     assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in outcome.metrics)
     assert all(line["grad_norm"] > 0 for line in outcome.metrics)
-    assert len(list((folder / "agent" / "images").iterdir())) == 6
+    assert len(list((picture_folder / "agent" / "images").iterdir())) == 6
 
 
-def test_ranks_learn_images_by_example_as_one(folder: Path) -> None:
-    model = save_vision_model(folder / "model", "qwen3_5")
-    settings = {"data__chat": None, "data__train": str(folder / "sft.jsonl"), "train__lr": 1e-3}
-    one = placement.run_sft(None, sft_settings(folder, model, "one", **settings))
-    same(one, placement.run_sft(None, sft_settings(folder, model, "two", **settings, **RANKS)))
+def test_ranks_learn_images_by_example_as_one(picture_folder: Path) -> None:
+    model = save_vision_model(picture_folder / "model", "qwen3_5")
+    settings = {
+        "data__chat": None,
+        "data__train": str(picture_folder / "sft.jsonl"),
+        "train__lr": 1e-3,
+    }
+    one = placement.run_sft(None, sft_settings(picture_folder, model, "one", **settings))
+    same(
+        one,
+        placement.run_sft(None, sft_settings(picture_folder, model, "two", **settings, **RANKS)),
+    )
 
 
-def test_a_continued_run_is_bitwise_the_same(folder: Path) -> None:
-    model = save_vision_model(folder / "model", "qwen2_5_vl")
+def test_a_continued_run_is_bitwise_the_same(picture_folder: Path) -> None:
+    model = save_vision_model(picture_folder / "model", "qwen2_5_vl")
     shared: dict[str, Any] = {"data__chat": None, "checkpoint__every": 2, "train__steps": 4}
-    whole = placement.run_rl(None, rl_settings(folder, model, "whole", **shared)).checkpoint
-    placement.run_rl(None, rl_settings(folder, model, "half", **{**shared, "train__steps": 2}))
+    whole = placement.run_rl(None, rl_settings(picture_folder, model, "whole", **shared)).checkpoint
+    placement.run_rl(
+        None, rl_settings(picture_folder, model, "half", **{**shared, "train__steps": 2})
+    )
     half = placement.run_rl(
-        None, rl_settings(folder, model, "half", **shared, checkpoint__resume="auto")
+        None, rl_settings(picture_folder, model, "half", **shared, checkpoint__resume="auto")
     ).checkpoint
-    one = weights(whole)
-    other = weights(half)
+    one = weights_of(whole)
+    other = weights_of(half)
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -268,5 +268,5 @@ def text_decoder(module: PreTrainedModel) -> nn.Module:
 
 def decoder_layers(module: Any) -> nn.ModuleList:
     """The layers of a model's decoder: its longest module list."""
-    lists = [m for m in module.base_model.modules() if isinstance(m, nn.ModuleList)]
+    lists = [m for m in text_decoder(module).modules() if isinstance(m, nn.ModuleList)]
     return max(lists, key=len)

@@ -18,7 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    revert_weight_conversion,
+)
 from transformers.dynamic_module_utils import custom_object_save
 
 from tunesmith.models.kernels.quantised import QuantisedLinear
@@ -120,13 +124,20 @@ def is_converted(module: PreTrainedModel) -> bool:
     return revert_weight_conversion(module, nothing) is not nothing
 
 
+def conversions_of(module: PreTrainedModel) -> list[Any]:
+    """How transformers makes a module's weights of those in its files: as it was loaded, or as its
+    class says."""
+    known = getattr(module, "_weight_conversions", None)
+    if known is not None:
+        return known
+    usual = get_model_conversion_mapping(module, add_legacy=False)
+    return [each for each in usual if not isinstance(each, PrefixChange)]
+
+
 def stored_names(module: PreTrainedModel) -> dict[str, str]:
     """The names of a module's weights in its files, if transformers only renames them; else
     nothing."""
-    conversions = getattr(module, "_weight_conversions", None)
-    if conversions is None:
-        conversions = get_model_conversion_mapping(module, add_legacy=False)
-    if any(isinstance(conversion, WeightConverter) for conversion in conversions):
+    if any(isinstance(conversion, WeightConverter) for conversion in conversions_of(module)):
         return {}
     tags = {name: torch.empty(0) for name in module.state_dict()}
     names = {id(tag): name for name, tag in tags.items()}

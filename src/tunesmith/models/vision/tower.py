@@ -1,7 +1,9 @@
 """The tower of a vision model: it computes the rows of features of the data's images.
 
-A tower is frozen, and no part of the module that is trained. The features of an image are computed
-from that image alone and then kept, so they are the same whichever images a step has.
+A frozen tower is no part of the module that is trained. The features of an image are computed from
+that image alone and then kept, so they are the same whichever images a step has. Those of a tower
+that is trained are computed in each pass, once for all of the image's places in a micro-batch, with
+their gradients; only engines keep them, until new weights come.
 
 Shape legend: ``T`` tokens.
 """
@@ -16,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, Gemma3Config, PreTrainedConfig
+from transformers import AutoModel, Gemma3Config, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
@@ -34,8 +36,7 @@ KEPT_BYTES = 1 << 30
 class Tower(nn.Module):
     """The parts of a model that see, under their names in it.
 
-    Args:
-        config: the model's.
+    They are made ``of`` its configuration, or are those ``within`` a model's base.
     """
 
     by_grid: ClassVar[bool]
@@ -54,9 +55,19 @@ class PatchTower(Tower):
     by_grid = True
     both_ways = False
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, visual: nn.Module) -> None:
         super().__init__()
-        self.visual = AutoModel.from_config(config.vision_config)
+        self.visual = visual
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> PatchTower:
+        """See ``Tower``."""
+        return cls(AutoModel.from_config(config.vision_config))
+
+    @classmethod
+    def within(cls, base: nn.Module) -> PatchTower:
+        """See ``Tower``."""
+        return cls(base.get_submodule("visual"))
 
     def forward(self, *arguments: Tensor) -> ImageFeatures:
         """See ``Tower``."""
@@ -72,10 +83,21 @@ class SquareTower(Tower):
     by_grid = False
     both_ways = True
 
-    def __init__(self, config: Gemma3Config) -> None:
+    def __init__(self, vision_tower: nn.Module, projector: nn.Module) -> None:
         super().__init__()
-        self.vision_tower = AutoModel.from_config(config.vision_config)
-        self.multi_modal_projector = Gemma3MultiModalProjector(config)
+        self.vision_tower = vision_tower
+        self.multi_modal_projector = projector
+
+    @classmethod
+    def of(cls, config: Gemma3Config) -> SquareTower:
+        """See ``Tower``."""
+        return cls(AutoModel.from_config(config.vision_config), Gemma3MultiModalProjector(config))
+
+    @classmethod
+    def within(cls, base: nn.Module) -> SquareTower:
+        """See ``Tower``."""
+        names = ("vision_tower", "multi_modal_projector")
+        return cls(*map(base.get_submodule, names))
 
     def forward(self, *arguments: Tensor) -> ImageFeatures:
         """See ``Tower``."""
@@ -86,12 +108,14 @@ class SquareTower(Tower):
 
 @dataclass(slots=True)
 class Vision:
-    """A frozen tower, and the images that it sees."""
+    """A tower, and the images that it sees."""
 
     vocabulary: ImageVocabulary
     tower: Tower
     dtype: torch.dtype
     device: torch.device
+    changes: bool = False
+    """Whether its weights are trained, or come from a trainer."""
     _kept: OrderedDict[int, ImageFeatures] = field(
         default_factory=OrderedDict[int, ImageFeatures], init=False, repr=False
     )
@@ -116,9 +140,8 @@ class Vision:
             ModelError: the weights are not those that the configuration describes.
         """
         config.vision_config._attn_implementation = "sdpa"
-        kind = SquareTower if config.model_type == "gemma3" else PatchTower
         with no_init_weights(), device:
-            tower = kind(config).to(dtype)
+            tower = _kind_of(config).of(config).to(dtype)
         weights = {
             f"{part}.{name.partition(f'{part}.')[2].removeprefix('vision_model.')}": tensor
             for part in towers.modules
@@ -134,6 +157,18 @@ class Vision:
             )
         tower.load_state_dict(weights)
         return cls(vocabulary, tower.eval().requires_grad_(False), dtype, device)
+
+    @classmethod
+    def within(
+        cls,
+        module: PreTrainedModel,
+        vocabulary: ImageVocabulary,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Vision:
+        """The tower that is part of a module (``Towers.keep``)."""
+        tower = _kind_of(module.config).within(module.base_model)
+        return cls(vocabulary, tower, dtype, device, changes=True)
 
     def see(self, token_ids: Tensor) -> tuple[Tensor, SeenImages | None]:
         """Tokens ``[T]`` as the embedding takes them, and the rows of images among them."""
@@ -158,9 +193,11 @@ class Vision:
 
     def features(self, image: Image) -> ImageFeatures:
         """The features of an image, on the tower's device."""
+        if self.changes and not torch.is_inference_mode_enabled():  # no engine's pass
+            return self._compute(image)
         features = self._kept.get(image.first)
         if features is None:
-            features = self._compute(image)
+            features = self._compute_apart(image).map(Tensor.cpu)
             self._kept[image.first] = features
             self._kept_bytes += features.nbytes
             while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
@@ -168,15 +205,36 @@ class Vision:
         self._kept.move_to_end(image.first)
         return features.map(lambda rows: rows.to(self.device))
 
+    def forget(self) -> None:
+        """Forget the features of a tower that has new weights."""
+        if self.changes:
+            self._kept.clear()
+            self._kept_bytes = 0
+
+    def with_zero_gradients(self, states: Tensor) -> Tensor:
+        """The same states, in whose backward pass every trained weight of the tower gets a
+        gradient.
+
+        A micro-batch without images adds nothing to it, so ranks with and without images sum
+        gradients of the same weights.
+        """
+        if not (self.changes and torch.is_grad_enabled()):
+            return states
+        trained = [weight for weight in self.tower.parameters() if weight.requires_grad]
+        return _ZeroGradients.apply(states, *trained)  # pyright: ignore
+
     @torch.inference_mode(False)
     @torch.no_grad()
+    def _compute_apart(self, image: Image) -> ImageFeatures:
+        return self._compute(image)
+
     def _compute(self, image: Image) -> ImageFeatures:
         pixels, *rest = self.vocabulary.arguments(image)
         features = self.tower(
             pixels.to(self.device, self.dtype), *(each.to(self.device) for each in rest)
         )
         assert len(features.embedded) == len(image), "the grid was known when the data was read"
-        return features.map(Tensor.cpu)
+        return features
 
     def blocks(self, token_ids: Tensor) -> Tensor | None:
         """``ImageRows.blocks``, if the rows of an image see each other."""
@@ -199,3 +257,24 @@ class Vision:
         whole = torch.tensor(token_ids)
         count = len(token_ids)
         return self.positions(whole, torch.arange(count), [Segment(0, count, -1)])
+
+
+def _kind_of(config: Any) -> type[SquareTower] | type[PatchTower]:
+    return SquareTower if config.model_type == "gemma3" else PatchTower
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """The identity of its first operand; the others' gradients are zeros, which take no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, *weights: Tensor) -> Tensor:
+        ctx.weights = [(weight.shape, weight.dtype, weight.device) for weight in weights]
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        zeros = (
+            torch.zeros((), dtype=dtype, device=device).expand(shape)
+            for shape, dtype, device in ctx.weights
+        )
+        return (*gradients, *zeros)

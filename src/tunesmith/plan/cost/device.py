@@ -25,6 +25,26 @@ PARTS = {
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedTower:
+    """A tower that is part of the model that trains."""
+
+    numbers: int
+    """Its parameters."""
+    trained: int
+    """Those that are trained: all, or the projector's."""
+    kept: int
+    """Bytes that it saves for the backward pass, per token of a micro-batch."""
+    again: int
+    """The same if its layers' activations are recomputed."""
+    block: int
+    """Bytes of one layer's activations, per token of a micro-batch."""
+
+    def saved(self, checkpointing: float) -> int:
+        """Bytes that it saves per token of a micro-batch."""
+        return self.again if checkpointing else self.kept
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The settings that determine how much memory a run needs on one device."""
 
@@ -67,6 +87,8 @@ class Layout:
     """Whether the other layers keep the results of products and attention alone."""
     tokens: int = 0
     """Tokens of a micro-batch."""
+    tower: TrainedTower | None = None
+    """A vision tower that is trained along with the model."""
     attends_to: int = 0
     """Tokens of the longest sample, where attention has no kernel and holds a weight for each pair
     of tokens; 0: a kernel computes it."""

@@ -24,6 +24,7 @@ from tunesmith.plan.cost.price import (
     scoring_bytes,
     sent_bytes,
 )
+from tunesmith.plan.cost.tower import tower_for, tower_in_training, trains_on_images
 from tunesmith.plan.devices import BUCKET
 from tunesmith.plan.facts.families import family_around
 from tunesmith.plan.facts.model import ModelFacts
@@ -60,8 +61,7 @@ def layout_of(plan: AnyPlan) -> Layout:
     if not (kind.rl and kind.teacher):
         here = devices.shares_trainer_device("reward")
         frozen = ceil(frozen / devices.scoring_shards("reward")) * here
-    if trains_on_images(plan) and plan.facts.model:
-        frozen += plan.facts.model.tower_parameters  # the policy's and the reference's
+    frozen += tower_for(plan.facts.model, plan) if plan.facts.model else 0
     return Layout(
         bytes_per_number=devices.bytes_per_number,
         device="cuda" if devices.on_gpu else "cpu",
@@ -85,6 +85,7 @@ def layout_of(plan: AnyPlan) -> Layout:
         has_vocabulary_head=not kind.score_model,
         checkpointing=memory.share_again,
         selective=memory.selective,
+        tower=tower_in_training(plan),
         tokens=memory.microbatch or plan.training.longest or LEAST_TOKENS,
         attends_to=(plan.training.longest or LEAST_TOKENS) if attends_without_kernel(plan) else 0,
         sequence=devices.sequence,
@@ -97,13 +98,6 @@ def layout_of(plan: AnyPlan) -> Layout:
         reserved_rank=plan.reserved_rank,
         published=_bytes_to_send(plan, plan.facts.model) if plan.facts.model else 0,
     )
-
-
-def trains_on_images(plan: AnyPlan) -> bool:
-    """Whether the data has images, or agents may send some to a model that sees them."""
-    model = plan.facts.model
-    agents = plan.kind.rl and plan.said.environment.used and model
-    return plan.facts.images > 0 or bool(agents and family_around(agents.family).images)
 
 
 def attends_without_kernel(plan: AnyPlan) -> bool:
@@ -136,6 +130,8 @@ def _bytes_to_send(plan: AnyPlan, model: ModelFacts) -> int:
     if devices.weight_copy != "gpu":
         return 2 * bucket
     whole = copy_bytes(model, devices.bytes_per_number)
+    tower = tower_in_training(plan)
+    whole += tower.numbers * devices.bytes_per_number if tower else 0
     if devices.adapter_sync == "adapter":
         whole = 4 * adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
     return whole if senders == 1 else whole // senders + 2 * bucket

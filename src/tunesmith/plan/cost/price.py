@@ -8,6 +8,7 @@ from typing import Any
 
 from tunesmith.costs import chunk_rows, chunk_words
 from tunesmith.plan.cost.device import Layout, Price
+from tunesmith.plan.cost.tower import with_tower
 from tunesmith.plan.facts.model import ModelFacts
 
 SMALL = 64 << 20
@@ -25,6 +26,11 @@ LIBRARIES_WITH_NCCL = 25 * 10**8
 
 
 def price(model: ModelFacts, layout: Layout) -> Price:
+    """Memory of a run, with the tower that it trains."""
+    return with_tower(_price(model, layout), layout)
+
+
+def _price(model: ModelFacts, layout: Layout) -> Price:
     """Memory of a run; a model of unknown size counts as 0.
 
     A trained parameter takes its weight, a float32 gradient, AdamW's two float32 moments and, if
@@ -194,10 +200,11 @@ def recomputed(layers: int, share: float) -> tuple[bool, ...]:
 
 
 def activation_bytes(model: ModelFacts, layout: Layout) -> int:
-    """Bytes per token saved on the device: for all layers or, offloaded, two; and twice the last
-    hidden state."""
+    """Bytes per token saved on the device: for all layers or, offloaded, two; twice the last
+    hidden state; and those of a tower that is trained."""
     kept = _kept(model, layout)[-2 if layout.offload_activations else 0 :]
-    return sum(kept) + 2 * model.hidden_size * layout.bytes_per_number
+    tower = layout.tower.saved(layout.checkpointing) if layout.tower else 0
+    return sum(kept) + 2 * model.hidden_size * layout.bytes_per_number + tower
 
 
 def sent_bytes(model: ModelFacts, layout: Layout) -> int:
@@ -320,7 +327,10 @@ def backward_bytes(model: ModelFacts, layout: Layout) -> int:
     again = layer_bytes(model, layout) if all(recomputed(model.layers, layout.checkpointing)) else 0
     scan = SCAN_BYTES * model.mixer.width if model.mixer.memory else 0
     passed = max(passed, scan)
-    return passed + 2 * size * model.hidden_size + (_back_at_once(model, layout) or again)
+    passed += 2 * size * model.hidden_size + (_back_at_once(model, layout) or again)
+    if layout.tower is None or not layout.checkpointing:
+        return passed
+    return max(passed, 2 * layout.tower.block - sum(_kept(model, layout)))  # the tower's come last
 
 
 def _back_at_the_heads(model: ModelFacts, layout: Layout) -> int:

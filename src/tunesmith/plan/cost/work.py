@@ -23,6 +23,7 @@ from tunesmith.plan.cost.price import (
     price,
     sent_bytes,
 )
+from tunesmith.plan.cost.tower import image_operations, tower_in_training
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import AnyPlan
 
@@ -218,9 +219,13 @@ def step_work(
     devices = plan.devices
     step = _step(plan, model, samples, tokens)
     layout = step.layout
+    lines = samples / plan.said.rollout.group_size if plan.kind.rl else samples
+    trained, sampled = image_operations(plan, lines, layout.checkpointing)
     phases = dict[str, list[Amounts]]()
     if plan.kind.rl and not devices.engine.served:
-        phases["sampling"] = [_sampling(plan, model, samples, tokens)]
+        own = _sampling(plan, model, samples, tokens)
+        seen = sampled / devices.engines / devices.ranks_per_engine
+        phases["sampling"] = [{**own, "operations": own["operations"] + seen}]
     passes = plan.kind.reference + plan.kind.critic + plan.kind.decoupled
     if passes:
         away = layout.offload_frozen and plan.kind.reference
@@ -231,6 +236,8 @@ def step_work(
         }
         phases["scoring"] = [scoring]
     phases["training"] = _training(plan, model, step)
+    if trained:
+        phases["images"] = [{"operations": trained / devices.trainer_ranks}]
     phases |= {name: [amount] for name, amount in _beside_training(plan, model, step)}
     if devices.trainer_ranks > 1:
         phases["between GPUs"] = [_between_gpus(plan, model, step)]
@@ -354,6 +361,8 @@ def _new_weights(plan: AnyPlan, model: ModelFacts) -> Amounts:
     if not devices.engines_apart:
         plane = "ipc"  # an engine in the trainer's process copies from GPU memory to GPU memory
     copy = copy_bytes(model, devices.bytes_per_number)
+    tower = tower_in_training(plan)
+    copy += tower.numbers * devices.bytes_per_number if tower else 0
     # A base that engines keep is in host memory while the trainer has the GPU.
     kept = 2 * copy / devices.ranks_per_engine * (devices.hybrid and plan.reserved_rank > 0)
     sent = copy
@@ -417,8 +426,9 @@ def _exchanged(plan: AnyPlan, model: ModelFacts, micro: int) -> dict[str, float]
     ranks = plan.devices.trainer_ranks
     stage = plan.devices.zero_stage
     shards = plan.devices.shards
-    summed = 4 * (model.parameters or 0)
-    gathered = copy_bytes(model, 2, plan.said.model.quantize)
+    tower = tower_in_training(plan)
+    summed = 4 * ((model.parameters or 0) + (tower.trained if tower else 0))
+    gathered = copy_bytes(model, 2, plan.said.model.quantize) + (2 * tower.numbers if tower else 0)
     among = 0.0
     within = 0.0
     if plan.kind.adapter:

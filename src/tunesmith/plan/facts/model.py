@@ -24,6 +24,7 @@ from tunesmith.plan.facts.layers import (
 )
 from tunesmith.plan.facts.model_files import check_files, count_parameters
 from tunesmith.plan.facts.parameters import Sizes, count
+from tunesmith.plan.facts.towers import TowerSizes, tower_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ class ModelFacts:
     family: str | None = None
     """The model's ``model_type``."""
     tower_parameters: int = 0
-    """Those of a multimodal model beside its text decoder, which are not trained."""
+    """Those of a multimodal model beside its text decoder."""
+    tower: TowerSizes | None = None
+    """The sizes of the one that sees images; None: there is none, or they are not known."""
     rotates_in_part: bool = False
     """Only part of each head's dimensions is rotated."""
     attending: int | None = None
@@ -160,6 +163,7 @@ def facts_of(whole: Written) -> ModelFacts | None:
         mixer=mixer_of(config, hidden),
         head_norms=family(config.get("model_type")).head_norms or bool(config.get("use_qk_norm")),
         expert_widths=expert_widths(config),
+        tower=tower_of(whole),
     )
     sizes = Sizes(
         kinds,

@@ -40,6 +40,12 @@ class Facts:
     together: int | None = None
     images: int = 0
     """Of the data, each counted once."""
+    image_rows: float = 0.0
+    """Rows of images' features in a line of the data, on average."""
+    rows_of_image: float = 0.0
+    """Those of one image, on average."""
+    image_share: float = 0.0
+    """The largest share of a line's tokens that are rows of images."""
     frozen_parameters: int = 0
     """Total parameters of the run's reward models and teacher."""
     ranks_here: int | None = None

@@ -62,7 +62,7 @@ SHOWN = (
 )
 """Settings that distinguish layouts."""
 PHASES = {
-    "the GPUs' arithmetic": ("training", "scoring"),
+    "the GPUs' arithmetic": ("training", "scoring", "images"),
     "the bandwidth of the GPUs' memory": ("sampling",),
     "the links between GPUs": ("between GPUs",),
     "the way of new weights to engines": ("new weights",),

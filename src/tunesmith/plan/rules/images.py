@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import Problem
+from tunesmith.plan.facts.families import family_around, seeing
 from tunesmith.plan.rules.rule import rule
-from tunesmith.plan.rules.situation import ENGINE, Situation
+from tunesmith.plan.rules.situation import ENGINE, C, Situation
 
+TOWER = "model.vision_tower"
 COMMANDS = ("sft", "dpo", "kto", "rl")
 """Those whose models see images."""
 
@@ -30,6 +32,50 @@ def images(s: Situation[RunConfig]) -> Iterator[Problem]:
             "system.sequence_parallel.size",
             _alone("ranks that do not share a sequence: leave it out"),
         )
+
+
+@rule(RunConfig)
+def trained_tower(s: Situation[RunConfig]) -> Iterator[Problem]:
+    config = s.config
+    if config.model.vision_tower == "frozen":
+        return
+    if config.command not in COMMANDS:
+        yield s.clash(
+            TOWER, f": tunesmith {config.command} shows its model no images; leave it out"
+        )
+        return
+    if config.lora.on:
+        why = ": an adapter's files hold no tower; train all weights, or leave it out"
+        yield s.clash(TOWER, why, "lora.rank", "lora.path")
+    sees = s.model and family_around(s.model.family).images and s.model.tower_parameters
+    if s.model and not sees:
+        yield s.clash(
+            TOWER, f": only {', '.join(seeing())} have one that sees images; leave it out"
+        )
+    elif not config.rl:
+        yield from _without_images(s)
+    if s.devices.sequence > 1:
+        why = ": ranks that share a sequence see no images; leave it out"
+        yield s.clash("system.sequence_parallel.size", why, TOWER)
+
+
+@rule(RLConfig)
+def trained_tower_of_rollouts(s: Situation[RLConfig]) -> Iterator[Problem]:
+    if s.config.model.vision_tower == "frozen" or s.config.command not in COMMANDS:
+        return
+    if not s.config.environment.used:  # its agents may send some
+        yield from _without_images(s)
+    if s.devices.engine.third_party:
+        why = ": only the embedded engine takes new weights of a tower; set system.engine = 'local'"
+        yield s.clash(TOWER, why, ENGINE)
+    if s.kind and s.kind.critic:
+        why = ": a critic of its own does not see images; set critic.shared_trunk"
+        yield s.clash(TOWER, why, "algorithm.advantage", "critic.shared_trunk")
+
+
+def _without_images(s: Situation[C]) -> Iterator[Problem]:
+    if s.train_size is not None and s.facts and not s.facts.images:
+        yield s.clash(TOWER, ": the data has no images; leave it out", "data.train")
 
 
 @rule(RLConfig)

@@ -45,6 +45,7 @@ def local_spec(plan: AnyPlan) -> LocalSpec:
     own = replace(
         frozen_spec(plan, said.model.path, "model.path"),
         quantize=said.model.quantize,
+        vision_tower=said.model.vision_tower,
         lora=said.lora if devices.adapter_sync == "adapter" else None,
         threads=devices.engine_threads if devices.cluster == "none" else None,
     )

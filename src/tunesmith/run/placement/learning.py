@@ -10,7 +10,8 @@ from typing import Any
 from tunesmith.config.schema import RewardSection
 from tunesmith.learn.data.preference import Comparison
 from tunesmith.learn.data.reading import Prepared
-from tunesmith.models.vision.rows import image_of
+from tunesmith.models.vision.processing import image_rows
+from tunesmith.models.vision.rows import FIRST_ROW, image_of
 from tunesmith.plan.facts.hardware import usable_cpus
 from tunesmith.plan.length import optimizer_steps
 from tunesmith.plan.plan import AnyPlan
@@ -70,6 +71,21 @@ def unknown_share(tokenizer: Any, items: Iterable[Any]) -> float:
     unknown: int | None = tokenizer.unk_token_id
     tokens = [token for item in islice(items, LOOKED_AT) for token in _tokens(item)]
     return tokens.count(unknown) / len(tokens) if unknown is not None and tokens else 0.0
+
+
+def image_facts(tokenizer: object, items: Sequence[Any]) -> dict[str, float]:
+    """Facts about the images of the training data; none without any."""
+    rows = image_rows(tokenizer)
+    if not rows or not items:
+        return {}
+    of_lines = [
+        (sum(t >= FIRST_ROW for t in tokens), len(tokens)) for tokens in map(_tokens, items)
+    ]
+    return {
+        "image_rows": sum(count for count, _ in of_lines) / len(of_lines),
+        "rows_of_image": sum(map(len, rows.all)) / len(rows),
+        "image_share": max(count / max(1, length) for count, length in of_lines),
+    }
 
 
 def _content(item: Any) -> int:

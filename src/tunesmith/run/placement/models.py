@@ -22,6 +22,7 @@ from tunesmith.plan.facts.experts import ExpertsImplementation
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.records.garbage import collect_as_usual
 from tunesmith.records.waits import long_wait
+from tunesmith.types import VisionTower
 
 if TYPE_CHECKING:
     from torch import nn
@@ -116,6 +117,8 @@ class ModelSpec:
     """Threads of this process; None: as many as it has."""
     lora: LoraSection | None = None
     """The adapter; None: there is none."""
+    vision_tower: VisionTower = "frozen"
+    """What of its tower is trained along with it, or comes from the trainer."""
     seed: int = 0
     """Of a new adapter's weights."""
     ends: Ends | None = None
@@ -152,6 +155,7 @@ class ModelSpec:
                 ),
                 trains=not self.frozen and self.lora is None,
                 experts=self.experts,
+                tower=self.vision_tower,
             )
             model.take_images()
         self._share_sequences(model)

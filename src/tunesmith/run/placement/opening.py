@@ -43,7 +43,7 @@ from tunesmith.run.placement.checking import (
 )
 from tunesmith.run.placement.contents import contents_of
 from tunesmith.run.placement.examining import task_data
-from tunesmith.run.placement.learning import unknown_share
+from tunesmith.run.placement.learning import image_facts, unknown_share
 from tunesmith.run.placement.specs import load_tokenizer
 
 C = TypeVar("C", bound=RunConfig)
@@ -231,6 +231,7 @@ def prepare_training(
     items = [*run.train.items, *(run.held_out.items if run.held_out else [])]
     longest, together = (max(size) for size in zip(*map(sizes, items), strict=True))
     run.resolve(
+        **image_facts(run.tokenizer, run.train.items),
         train_size=len(run.train),
         eval_size=len(run.held_out) if run.held_out else None,
         longest=longest,

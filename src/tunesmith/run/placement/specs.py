@@ -60,6 +60,7 @@ def model_spec(plan: AnyPlan, *, frozen: bool = False) -> ModelSpec:
         experts=devices.experts,
         threads=devices.threads,
         lora=said.lora if said.lora.on else None,
+        vision_tower=said.model.vision_tower,
         seed=said.train.seed,
         ends=Ends(rollout.stop_token_ids, rollout.stop) if rollout else Ends(),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -431,7 +432,9 @@ def load_weights(model: Decoder, directory: Path) -> None:
         with boundary(CheckpointError, other, ModelError):
             read_shards(model.module, directory, differences=model.towers.allowed(((), ())))
         return
-    saved = type(model).load(directory, dtype=model.module.dtype, device="cpu").module.state_dict()
+    load = partial(type(model).load, dtype=model.module.dtype, device="cpu")
+    tower = "trained" if model.towers.kept else "frozen"
+    saved = load(directory, tower=tower).module.state_dict()
     current = model.module.state_dict()
     different = [k for k, v in current.items() if k not in saved or saved[k].shape != v.shape]
     different += [k for k in saved if k not in current]

@@ -218,8 +218,11 @@ class Runner:
         return scores
 
     def refresh(self) -> None:
-        """Drop prepared weights: the weights have changed, or the memory is needed elsewhere."""
+        """Drop prepared weights, and features of images: the weights have changed, or the memory is
+        needed elsewhere."""
         self._decode_model.refresh()
+        if self.model.vision is not None:
+            self.model.vision.forget()
         if self._steps is not None:
             self._steps.refresh()
 

@@ -1,0 +1,132 @@
+"""Whole runs that train a vision tower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from tests.support.long import again
+from tests.support.rank_runs import same
+from tests.support.tiny_runs import rl_settings, same_tensors, sft_settings
+from tests.support.vision import FAMILIES, save_vision_model, weights_of
+from tunesmith.plan.facts.model_files import is_of_tower
+from tunesmith.run import placement
+
+
+def sft_run(folder: Path, model: Path, run: str, tower: str, **changed: Any) -> Path:
+    settings = {"data__chat": None, "data__train": str(folder / "sft.jsonl"), "train__steps": 2}
+    settings = {**settings, "model__vision_tower": tower, **changed}
+    return placement.run_sft(None, sft_settings(folder, model, run, **settings)).checkpoint
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_is_asked_for_is_what_changes(picture_folder: Path, model_type: str) -> None:
+    model = save_vision_model(picture_folder / "model", model_type)
+    before = weights_of(model)
+    projector = ("merger", "projector")
+    for tower in ("frozen", "projector", "trained"):
+        checkpoint = sft_run(picture_folder, model, tower, tower)
+        after = weights_of(checkpoint)
+        assert before.keys() == after.keys()
+        for name in filter(is_of_tower, before):
+            changes = (
+                tower == "trained" or tower in name or (tower != "frozen" and "merger" in name)
+            )
+            idle = "vision_tower.head" in name
+            assert torch.equal(before[name], after[name]) is not (changes and not idle), name
+        AutoModelForImageTextToText.from_pretrained(checkpoint)
+        files = [(each / "preprocessor_config.json").read_text() for each in (model, checkpoint)]
+        assert files[0] == files[1]
+    assert any(word in name for name in before for word in projector)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_rewards_train_the_tower_that_samples(picture_folder: Path, checkpointing: bool) -> None:
+    """The ratio is one only if the engine's features are those of the trainer's new weights."""
+    model = save_vision_model(picture_folder / "model")
+    settings = rl_settings(
+        picture_folder,
+        model,
+        data__chat=None,
+        model__vision_tower="trained",
+        algorithm__kl__coef=0.1,
+        system__gradient_checkpointing=checkpointing,
+    )
+    outcome = placement.run_rl(None, settings)
+    assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in outcome.metrics)
+    assert all(line["grad_norm"] > 0 for line in outcome.metrics)
+    before = weights_of(model)
+    after = weights_of(outcome.checkpoint)
+    assert not any(torch.equal(before[name], after[name]) for name in before if is_of_tower(name))
+
+
+RANKS = {"system__trainer_ranks": 2}
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {**RANKS, "system__zero_stage": 3, "system__engines": 2},
+        again({**RANKS, "system__zero_stage": 2}),
+        {"system__engine_process": True},
+    ],
+    ids=["sharded", "stage 2", "engine"],
+)
+def test_other_processes_train_the_same_tower(picture_folder: Path, places: dict[str, Any]) -> None:
+    """A reference, ranks that shard the model, and engines with their own copy."""
+    model = save_vision_model(picture_folder / "model")
+    shared: dict[str, Any] = {
+        "data__chat": None,
+        "train__lr": 1e-3,
+        "algorithm__kl__coef": 0.1,
+        "model__vision_tower": "trained",
+    }
+    same(
+        placement.run_rl(None, rl_settings(picture_folder, model, "one", **shared)),
+        placement.run_rl(None, rl_settings(picture_folder, model, "two", **shared, **places)),
+    )
+
+
+@pytest.mark.parametrize("stage", [0, again(1), 3])
+def test_ranks_with_and_without_images_train_the_same_tower(
+    picture_folder: Path, stage: int
+) -> None:
+    """Most lines have no image, so most micro-batches of a rank have none."""
+    lines = (picture_folder / "sft.jsonl").read_text().splitlines()
+    plain = ['{"prompt": "what then?", "completion": "nothing"}'] * 10
+    (picture_folder / "mixed.jsonl").write_text("\n".join([lines[0], *plain, lines[1]]))
+    model = save_vision_model(picture_folder / "model", "gemma3")
+    shared: dict[str, Any] = {
+        "data__chat": None,
+        "data__train": str(picture_folder / "mixed.jsonl"),
+        "train__lr": 1e-3,
+        "train__batch_size": 4,
+        "model__vision_tower": "trained",
+        "system__max_tokens_per_microbatch": 96,
+    }
+    ranks = {**RANKS, "system__zero_stage": stage}
+    one = placement.run_sft(None, sft_settings(picture_folder, model, "one", **shared))
+    same(
+        one, placement.run_sft(None, sft_settings(picture_folder, model, "two", **shared, **ranks))
+    )
+
+
+def test_a_continued_run_is_bitwise_the_same(picture_folder: Path) -> None:
+    model = save_vision_model(picture_folder / "model", "qwen2_5_vl")
+    shared = {"checkpoint__every": 2, "train__lr": 1e-3, "train__ema_decay": 0.9}
+    whole = sft_run(picture_folder, model, "whole", "trained", train__steps=4, **shared)
+    sft_run(picture_folder, model, "half", "trained", train__steps=2, **shared)
+    half = sft_run(
+        picture_folder,
+        model,
+        "half",
+        "trained",
+        train__steps=4,
+        checkpoint__resume="auto",
+        **shared,
+    )
+    same_tensors(whole.parent, half.parent)
