@@ -17,6 +17,7 @@ from tests.support.documents import SUPPORT
 from tunesmith.config import commands, schema
 from tunesmith.config.load import load_config
 from tunesmith.errors import ConfigError, Problem
+from tunesmith.plan.facts.experts import Mixtures
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
@@ -60,7 +61,10 @@ FACTS = {
     "launched": Facts(replace(CPU, nodes=2), USUAL, longest=100, ranks_here=1),
     "fixed": Facts(CPU, FIXED, train_size=1000, longest=100),
     "states": Facts(CPU, STATES, train_size=1000, longest=100),
-    "experts": Facts(CPU, replace(USUAL, expert_widths=(256, 20))),
+    "experts": Facts(
+        CPU, replace(USUAL, expert_widths=(256, 20), mixtures=Mixtures(6, 4, 2, 100_000))
+    ),
+    "at once": Facts(CPU, replace(USUAL, family="llama4_text")),
     "images": Facts(CPU, USUAL, train_size=1000, longest=100, images=3),
     "seeing": Facts(CPU, SEEING, train_size=1000, longest=100, images=3),
     "unseeing": Facts(CPU, SEEING, train_size=1000, longest=100),

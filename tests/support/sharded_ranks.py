@@ -47,6 +47,7 @@ class Rank:
     Args:
         compiled: allow compiled functions for CPUs.
         mode: compile the layers with PyTorch.
+        divides: the ranks of a copy divide the experts.
     """
 
     def __init__(
@@ -70,13 +71,14 @@ class Rank:
         mode: str | None = None,
         quantize: Quantize | None = None,
         adapter: int | None = None,
+        divides: bool = False,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
         FUNCTIONS.allow(compiled)
         store = reach_store(HERE, port)
         join_default_group(store, rank, world, HERE, "cpu")
-        sharding = Sharding.over("cpu", stage, size or world) if stage else None
+        sharding = Sharding.over("cpu", stage, size or world, experts=divides) if stage else None
 
         def load(*, trains: bool = True) -> Any:
             with LiveBytes() as seen:

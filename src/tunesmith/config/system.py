@@ -198,6 +198,8 @@ class SystemSection(Section):
     shard_size: Open[PositiveInt] = None
     """Ranks that shard one copy of the model; with more ranks there are several copies, as on
     several machines."""
+    expert_parallel_size: PositiveInt = 1
+    """Trainer ranks that divide the experts of each mixture; they share one copy of the model."""
     trainer_restarts: Count = 3
     """How often the run resumes automatically after a trainer, reference or critic process dies."""
     placement: PlacementSection | None = None
@@ -224,6 +226,12 @@ class SystemSection(Section):
     def engine_kind(self) -> EngineKind:
         """The engine that was named; Tunesmith's own as long as none is."""
         return engine_kinds()[self.engine or OWN_ENGINE]
+
+    @property
+    def ranks_of_a_copy(self) -> int | None:
+        """``shard_size``, which follows from ``expert_parallel_size`` if it was left out."""
+        divided = self.expert_parallel_size if self.expert_parallel_size > 1 else None
+        return self.shard_size or divided
 
     @property
     def engines_in_processes(self) -> bool:

@@ -52,6 +52,8 @@ class Devices:
     zero_stage: int = 0
     shard_size: int | None = None
     """Ranks that share one copy of the model; None: nothing is sharded, or all ranks do."""
+    expert_parallel: int = 1
+    """Ranks that divide the experts of each mixture: those of a copy; 1: nobody does."""
     sequence: int = 1
     """Ranks that share the tokens of a micro-batch."""
     ring: bool = False

@@ -26,6 +26,7 @@ LAYOUT = (
         "system.trainer_ranks",
         "system.zero_stage",
         "system.shard_size",
+        "system.expert_parallel_size",
     ),
     *(
         "system.sequence_parallel.size",

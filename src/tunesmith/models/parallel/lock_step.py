@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from transformers import PreTrainedModel
 
 from tunesmith.errors import ConfigError, DeviceMemoryError
+from tunesmith.models.parallel.experts import ExpertGroup
 from tunesmith.models.parallel.sequence import SequenceGroup
 from tunesmith.models.parallel.sharding import shards
 
@@ -56,12 +57,17 @@ class LockStep:
     """
 
     def __init__(
-        self, module: PreTrainedModel, waiting: Waiting, sequence: SequenceGroup | None = None
+        self,
+        module: PreTrainedModel,
+        waiting: Waiting,
+        sequence: SequenceGroup | None = None,
+        experts: ExpertGroup | None = None,
     ) -> None:
         self.failure: str | None = None
         """Why a pass failed on this rank since the last ``settle``."""
         self._module = module
         self._sequence = sequence
+        self._experts = experts
         self._waiting = waiting
         self._recorded: dict[Hashable, list[Replay]] = {}
         """Functions that reissue each collective operation, by kind of pass."""
@@ -86,6 +92,7 @@ class LockStep:
         if self._sequence is not None:
             self._sequence.issued = self._issued
             self._sequence.waiting = self._waiting
+        self._begin_experts()
         if kind in self._recorded:
             return False
         self._failed_before = self.failure
@@ -105,6 +112,11 @@ class LockStep:
             raise DeviceMemoryError(failure)
         self._recorded[kind] = [*self._issued]
         self._issued.clear()
+        self._begin_experts()
+
+    def _begin_experts(self) -> None:
+        if self._experts is not None:
+            self._experts.begin(self._issued, self._waiting)
 
     def finish(self, kind: Hashable) -> None:
         """Issue the remaining operations of a failed pass."""

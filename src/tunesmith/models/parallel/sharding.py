@@ -33,6 +33,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from tunesmith.models.kernels.layers import decoder_layers
+from tunesmith.models.parallel.experts import ExpertGroup, divide, mark
 from tunesmith.models.parallel.host_memory import host_memory
 
 T = TypeVar("T")
@@ -53,15 +54,20 @@ class Sharding:
         streams: keep the rows of the layers' weights in host memory, and on the device only while
             they are gathered. FSDP copies gradients to host memory too; the host waits for them
             once, at the end of a backward pass.
+        experts: the ranks of a copy as they divide the experts of mixtures; None: these are sharded
+            like all weights.
     """
 
     mesh: DeviceMesh
     copies: DeviceMesh
     stage: int
     streams: bool = False
+    experts: ExpertGroup | None = None
 
     @classmethod
-    def over(cls, device: str, stage: int, size: int, *, streams: bool = False) -> Self:
+    def over(
+        cls, device: str, stage: int, size: int, *, streams: bool = False, experts: bool = False
+    ) -> Self:
         """Shard over the ranks of torch.distributed's default group; consecutive ranks share a
         copy.
 
@@ -69,12 +75,14 @@ class Sharding:
             device: ``cpu`` or ``cuda``.
             size: number of ranks that share a copy; with one, every rank has all rows.
             streams: see ``Sharding``.
+            experts: whether the ranks of a copy divide the experts.
         """
         count = torch.distributed.get_world_size() // size
         mesh = init_device_mesh(
             device, (count, size), mesh_dim_names=("copies", "fsdp")
         )  # peft knows "fsdp"
-        return cls(mesh["fsdp"], mesh["copies"], stage, streams)
+        group = ExpertGroup(mesh["fsdp"]) if experts else None
+        return cls(mesh["fsdp"], mesh["copies"], stage, streams, group)
 
     @property
     def rank(self) -> int:
@@ -102,13 +110,19 @@ class Sharding:
             reduce_dtype=torch.float32 if narrow else None,
             cast_forward_inputs=False,
         )
-        options: dict[str, Any] = {"mesh": self.mesh, "mp_policy": policy}
+        layers = decoder_layers(module)
+        divided = divide(layers, self.experts, dtype, module.name_or_path) if self.experts else []
+        options: dict[str, Any] = {
+            "mesh": self.mesh,
+            "mp_policy": policy,
+            "ignored_params": {*divided},
+        }
         away: dict[str, Any] = (
             {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
             if self.streams
             else {}
         )
-        for layer in decoder_layers(module):
+        for layer in layers:
             fully_shard(layer, reshard_after_forward=self.stage == 3, **options, **away)
         fully_shard(
             module, reshard_after_forward=False, **options
@@ -119,17 +133,14 @@ class Sharding:
             )  # gloo only sums; losses have global denominators
             part.set_gradient_divide_factor(1.0)
             _let_run(part)
-        rows = (
-            [p for layer in decoder_layers(module) for p in layer.parameters()]
-            if self.streams
-            else []
-        )
+        rows = [p for layer in layers for p in layer.parameters()] if self.streams else []
         memory = host_memory([local(p.detach()) for p in rows], pinned=device.type == "cuda")
         materialise(
             module, device, {id(p): _with_rows(p, own) for p, own in zip(rows, memory, strict=True)}
         )
         for parameter in rows:
             setattr(parameter, _AWAY, True)
+        mark(divided)
 
     def any_of(self, found: list[str]) -> list[str]:
         """What any rank of this copy has found; they call this together, so that all refuse and

@@ -152,7 +152,7 @@ def without_savings(plan: Plan[C], reasons: Reasons) -> Plan[C]:
 def with_shards(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     """The plan whose ranks on one machine share a copy of the model if it fits: communication
     between machines is slower."""
-    if plan.said.system.shard_size is not None:
+    if plan.said.system.ranks_of_a_copy is not None:
         return plan
     for size in filter(None, _shard_sizes(plan)):
         sharded = plan.with_devices(shard_size=size)
@@ -374,7 +374,7 @@ def _shard_sizes(plan: AnyPlan, *, away: bool = False) -> list[int | None]:
     """Numbers of ranks that may share a copy of the model: those of one machine, or all; with the
     layers' rows ``away`` in host memory also fewer, which send each other less."""
     devices = plan.devices
-    if not devices.zero_stage or plan.said.system.shard_size is not None:
+    if not devices.zero_stage or plan.said.system.ranks_of_a_copy is not None:
         return [devices.shard_size]
     ranks = devices.trainer_ranks
     here = plan.facts.ranks_here
@@ -468,6 +468,8 @@ def _why(
 
 def _why_shards(plan: AnyPlan, size: int) -> str:
     ranks = plan.devices.trainer_ranks
+    if plan.devices.expert_parallel > 1:
+        return "the ranks that divide the experts share everything else"
     if size < ranks:
         return f"the ranks of one machine; the {ranks // size} machines have a copy each"
     sizes = _shard_sizes(plan)

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from tunesmith.plan.facts.layers import Written, first
-from tunesmith.plan.facts.parameters import EXPERTS
+from tunesmith.plan.facts.parameters import CHOSEN, EXPERTS, Counts
 
 ExpertsImplementation = Literal["grouped_mm", "eager"]
 """The values of ``system.experts_implementation``."""
 ROW_BYTES = 16
 """Rows of a grouped product on a GPU have a multiple of so many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixtures:
+    """The experts of a decoder."""
+
+    layers: int = 0
+    """Layers that have experts; 0: none."""
+    experts: int = 0
+    """Experts of each among which a router chooses."""
+    chosen: int = 0
+    """Of these, how many a token passes through."""
+    parameters: int = 0
+    """Of all these experts."""
+
+
+NO_MIXTURES = Mixtures()
+
+
+def mixtures_of(config: Written, counted: Counts) -> Mixtures:
+    experts = first(config, *EXPERTS)
+    return Mixtures(counted.mixtures, experts, first(config, *CHOSEN), counted.routed)
 
 
 def expert_widths(config: Written) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ModelError, boundary
-from tunesmith.plan.facts.experts import expert_widths
+from tunesmith.plan.facts.experts import NO_MIXTURES, Mixtures, expert_widths, mixtures_of
 from tunesmith.plan.facts.families import DEFAULTS, family
 from tunesmith.plan.facts.layers import (
     ATTENDING,
@@ -69,6 +69,7 @@ class ModelFacts:
     """The sizes of their mixers."""
     expert_widths: tuple[int, ...] = ()
     """The sizes of an expert's matrices; empty: the model has no experts."""
+    mixtures: Mixtures = NO_MIXTURES
 
     @property
     def lean(self) -> bool:
@@ -175,7 +176,8 @@ def facts_of(whole: Written) -> ModelFacts | None:
         facts.outside_layers,
     )
     counted = count(config, sizes, family(facts.family))
-    return replace(facts, estimated=counted.total, idle=counted.idle)
+    mixtures = mixtures_of(config, counted)
+    return replace(facts, estimated=counted.total, idle=counted.idle, mixtures=mixtures)
 
 
 def decoder_config(whole: Written) -> Written:

@@ -37,12 +37,18 @@ class Counts(NamedTuple):
     total: int
     idle: int
     """Parameters of experts that a token does not pass through."""
+    routed: int = 0
+    """Parameters of all experts among which routers choose."""
+    mixtures: int = 0
+    """Layers with such experts."""
 
 
 def count(config: Written, sizes: Sizes, family: Family) -> Counts:
     """The parameters of a decoder with these sizes."""
     total = sizes.outside + _positions(config, sizes, family) + sizes.hidden
     idle = 0
+    routed = 0
+    mixtures = 0
     apart = not set(ALONE).isdisjoint(sizes.layers)
     for index, kind in enumerate(sizes.layers):
         total += sizes.hidden if apart else 2 * sizes.hidden
@@ -58,7 +64,9 @@ def count(config: Written, sizes: Sizes, family: Family) -> Counts:
         )
         total += whole.total
         idle += whole.idle
-    return Counts(total, idle)
+        routed += whole.routed
+        mixtures += whole.mixtures
+    return Counts(total, idle, routed, mixtures)
 
 
 def _positions(config: Written, sizes: Sizes, family: Family) -> int:
@@ -142,7 +150,7 @@ def _experts(config: Written, sizes: Sizes, family: Family) -> Counts:
     if family.dense_beside_experts:
         shared = sizes.inner
     total = experts * (each + hidden) + _matrices(family) * hidden * shared
-    return Counts(total, (experts - first(config, *CHOSEN)) * each)
+    return Counts(total, (experts - first(config, *CHOSEN)) * each, experts * each, 1)
 
 
 def _is_sparse(config: Written, layer: int) -> bool:

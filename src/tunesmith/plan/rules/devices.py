@@ -17,6 +17,9 @@ from tunesmith.plan.rules.situation import Situation, more
 
 RANKS = "system.trainer_ranks"
 STAGE = "system.zero_stage"
+EXPERTS = "system.expert_parallel_size"
+MULTIPLIED_AT_ONCE = ("llama4_text",)
+"""Families whose experts transformers has in one module without its interface for experts."""
 DEVICE = "system.device"
 REFERENCE = "system.offload_reference"
 ACTIVATIONS = "system.offload_activations"
@@ -50,6 +53,53 @@ def sharding(s: Situation[RunConfig]) -> Iterator[Problem]:
             ": each rank would have a whole copy; set system.zero_stage = 0 for that, or "
             "system.shard_size = 2 or more",
             STAGE)
+
+
+@rule(RunConfig)
+def expert_parallelism(s: Situation[RunConfig]) -> Iterator[Problem]:
+    size = s.devices.expert_parallel
+    ranks = s.system.trainer_ranks
+    said = s.config.system.shard_size
+    if size == 1:
+        return
+    if not s.config.trains:
+        yield s.clash(EXPERTS, ": nothing is trained; leave it out")
+    if s.model and s.model.family in MULTIPLIED_AT_ONCE:
+        yield s.clash(EXPERTS,
+            f': transformers multiplies all experts of "{s.model.family}" at once, and they are '
+            "not divided; leave it out")
+    elif s.model and not s.model.mixtures.layers:
+        yield s.clash(EXPERTS, ": the model has no experts; leave it out")
+    elif s.model and s.model.mixtures.experts % size:
+        experts = s.model.mixtures.experts
+        yield s.clash(EXPERTS,
+            f"does not divide the {experts} experts of a layer; use a divisor of {experts}")
+    if ranks and ranks % size:
+        yield s.clash(EXPERTS,
+            f"makes groups of trainer ranks, and {s.said(RANKS)} is not a multiple of it; change "
+            "one of the two", RANKS)
+    if said and said != size:
+        yield s.clash(EXPERTS,
+            f"with system.shard_size = {said}: the ranks that divide the experts are those that "
+            "share a copy; leave system.shard_size out", "system.shard_size")
+    if s.system.zero_stage == 0 and not (ranks and ranks % size):
+        yield s.clash(EXPERTS,
+            f"with {s.said(STAGE)}: the ranks that divide the experts shard the rest of the model; "
+            f"set {STAGE} to 1, 2 or 3", STAGE)
+
+
+@rule(RunConfig)
+def not_with_divided_experts(s: Situation[RunConfig]) -> Iterator[Problem]:
+    if s.devices.expert_parallel == 1:
+        return
+    if s.config.lora.on:
+        yield s.clash(EXPERTS,
+            ": the frozen base of an adapter is sharded, not divided; leave it out",
+            "lora.rank", "lora.path")
+    if s.system.offload_parameters:
+        yield s.clash(EXPERTS,
+            f"with {s.said(PARAMETERS)}: a rank's experts stay on its GPU; leave one of the two "
+            "out", PARAMETERS)
 
 
 @rule(RunConfig)

@@ -104,6 +104,8 @@ class ModelSpec:
     zero_stage: int = 0
     shard_size: int = 1
     """Sharding over the processes that build it together."""
+    divides: bool = False
+    """Whether the processes that share a copy divide its experts."""
     sequence: SequenceParallelSection = field(default_factory=SequenceParallelSection)
     streams: bool = False
     """Whether the layers' weights stay in host memory."""
@@ -151,7 +153,11 @@ class ModelSpec:
                 tokenizer=tokenizer,
                 quantize=self.quantize,
                 sharding=sharding_over(
-                    self.device, self.zero_stage, self.shard_size, streams=self.streams
+                    self.device,
+                    self.zero_stage,
+                    self.shard_size,
+                    streams=self.streams,
+                    experts=self.divides,
                 ),
                 trains=not self.frozen and self.lora is None,
                 experts=self.experts,
@@ -253,12 +259,18 @@ class PredictSpec:
 
 
 def sharding_over(
-    device: str, zero_stage: int, shard_size: int, *, streams: bool = False
+    device: str,
+    zero_stage: int,
+    shard_size: int,
+    *,
+    streams: bool = False,
+    experts: bool = False,
 ) -> Sharding | None:
     """How a model is sharded; None outside processes that share a model.
 
     Args:
         streams: keep the layers' rows in host memory; without ``zero_stage`` each rank has all.
+        experts: let the ranks of a copy divide its experts.
     """
     import torch.distributed as dist
 
@@ -273,7 +285,7 @@ def sharding_over(
         return Sharding.over(kind, 3, 1, streams=True)
     if not zero_stage or not dist.is_initialized():
         return None
-    return Sharding.over(kind, zero_stage, shard_size, streams=streams)
+    return Sharding.over(kind, zero_stage, shard_size, streams=streams, experts=experts)
 
 
 def saved_generation(config: RunConfig) -> GenerationConfig | None:

@@ -54,6 +54,7 @@ def model_spec(plan: AnyPlan, *, frozen: bool = False) -> ModelSpec:
         quantize=said.model.quantize,
         zero_stage=devices.zero_stage,
         shard_size=devices.shard_size or 1,
+        divides=devices.expert_parallel > 1,
         streams=not frozen and plan.memory.offload_parameters,
         compile=devices.compile,
         liger=said.system.kernels == "liger",
@@ -154,6 +155,7 @@ def critic_spec(plan: Plan[RLConfig]) -> TrainerSpec:
         key="critic.path" if path else "model.path",
         scores=True,
         experts=None if path else devices.experts,
+        divides=devices.expert_parallel > 1 and not path,
         lora=lora if lora.on else None,
     )
     optimizer = replace(
@@ -180,7 +182,7 @@ def reference_spec(plan: AnyPlan) -> ReferenceSpec:
     shards = devices.scoring_shards("ref")
     model = model_spec(plan, frozen=True)
     alone = model.sequence.model_copy(update={"size": 1})
-    model = replace(model, zero_stage=3, shard_size=shards, sequence=alone)
+    model = replace(model, zero_stage=3, shard_size=shards, sequence=alone, divides=False)
     copies = devices.scoring_processes("ref") // shards
     return ReferenceSpec(model, tokenizer_spec(plan.said), predict_spec(plan), copies)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tunesmith.models.kernels.gradient_sums import keep_sum
+from tunesmith.models.parallel.experts import is_divided
 from tunesmith.models.parallel.sharding import first_row, in_host_memory, local
 
 MOST_ON_THE_WAY = 4
@@ -76,6 +77,7 @@ class Master:
         self.parameter = parameter
         self.sharded = isinstance(parameter, DTensor)
         self.away = in_host_memory(parameter)
+        summed = self.sharded and not is_divided(parameter)  # by FSDP, in float32
         self._host = host = None if self.away else host
         wide = torch.promote_types(parameter.dtype, torch.float32)
         self.copied = host is not None or parameter.dtype != wide
@@ -85,10 +87,11 @@ class Master:
             self.weight = nn.Parameter(self.rows.to(wide))
         else:
             self.weight = parameter
-        if self.copied and (host is not None or not self.sharded):
+        self._accumulates = self.copied and (host is not None or not summed)
+        if self._accumulates:
             # FSDP calls it after summing over the ranks.
             parameter.register_post_accumulate_grad_hook(self._accumulate)
-            if host is None:
+            if host is None and not self.sharded:
                 keep_sum(parameter, self._sum)
         self._memory: Tensor | None = None
 
@@ -130,7 +133,7 @@ class Master:
     def take_gradient(self) -> None:
         """Give the weights their rows of a sharded parameter's gradient, unless they already have
         them."""
-        if self.sharded and self._host is None and not self.away:
+        if self.sharded and not self._accumulates and not self.away:
             grad = self.parameter.grad
             self.weight.grad = None if grad is None else local(grad)
 

@@ -59,7 +59,8 @@ class Passes(Generic[M]):
         if model.sharding is not None or model.sequence is not None:
             from tunesmith.models.parallel.lock_step import LockStep
 
-            self._lock_step = LockStep(model.module, self._waiting, model.sequence)
+            experts = model.sharding.experts if model.sharding else None
+            self._lock_step = LockStep(model.module, self._waiting, model.sequence, experts)
 
     @property
     def alone(self) -> bool:
