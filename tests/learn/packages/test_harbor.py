@@ -100,6 +100,12 @@ def test_tasks_are_read_without_the_package(tmp_path: Path) -> None:
         ({"task.toml": "[[steps]]\nname = 'a'"}, "steps"),
         ({"task.toml": "[verifier]\nenvironment_mode = 'separate'"}, "environment"),
         ({"environment/docker-compose.yaml": ""}, "containers"),
+        ({"task.toml": "[environment]\nmemory_mb = 2048"}, "2148MB"),
+        ({"task.toml": "[environment]\nmemory = '2G'"}, "2148MB"),
+        ({"task.toml": "[environment]\nmemory = 'much'"}, "much"),
+        ({"task.toml": "[environment.healthcheck]\ncommand = 'true'"}, "healthcheck"),
+        ({"task.toml": "[agent]\nuser = 'nobody'"}, "user"),
+        ({"task.toml": "[verifier]\nnetwork_mode = 'allowlist'"}, "network"),
         ({"task.toml": "not toml"}, "task.toml|TOML|Expected"),
     ],
 )
@@ -127,6 +133,15 @@ def test_what_it_needs_is_said(tmp_path: Path) -> None:
             list(read(Source(path=f"harbor:{tmp_path}", **wrong)))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"task\.toml"):
         environment(str(tmp_path / "tests"))
+
+
+@pytest.mark.parametrize("said", ["network_mode = 'no-network'", "allow_internet = false"])
+def test_a_task_without_network_is_not_played_with_one(said: str, tmp_path: Path) -> None:
+    tasks = environment(str(made(tmp_path, **{"task.toml": f"[environment]\n{said}\n"})))
+    tasks.check(SECTION)
+    online = SECTION.model_copy(update={"sandbox": Bubblewrap(network=True)})
+    with pytest.raises(ConfigError, match="network"):
+        tasks.check(online)
 
 
 @needs_bwrap

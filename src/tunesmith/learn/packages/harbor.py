@@ -23,8 +23,9 @@ from itertools import dropwhile
 from math import inf
 from pathlib import Path, PurePosixPath
 
-from tunesmith.config.sandboxes import Bubblewrap, DockerSandbox
+from tunesmith.config.sandboxes import Bubblewrap, DockerSandbox, LocalSandbox
 from tunesmith.config.schema import EnvironmentSection
+from tunesmith.config.values import megabytes, parse_size
 from tunesmith.errors import ConfigError, TunesmithError, boundary
 from tunesmith.learn.environments.commands import (
     CommandTask,
@@ -45,6 +46,7 @@ REWARDS = (f"{LOGS}/verifier/reward.json", f"{LOGS}/verifier/reward.txt")
 PLAIN_IMAGES = ("alpine", "bash", "busybox", "debian", "python", "ubuntu")
 """Images of which tasks use only what a system with Python has."""
 _WITHOUT_EFFECT = ("ARG", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "USER")
+_PHASES = ("agent", "verifier")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 
@@ -91,12 +93,22 @@ class HarborTask:
     variables: dict[str, str] = field(default_factory=dict[str, str])
     copies: dict[str, bytes] = field(default_factory=dict[str, bytes])
     """What the image holds besides its base, as tar files by directory."""
+    memory: int = 0
+    """Bytes that it asks for; 0 if it does not say."""
     needs_image: str = ""
     """Why it cannot be played without a container."""
 
     @property
     def writes(self) -> set[str]:
         return {self.workdir, *self.copies}
+
+    @property
+    def network(self) -> set[str]:
+        """The modes that it asks for: ``public``, ``allowlist`` or ``no-network``."""
+        tables = [self.table(name) for name in ("environment", *_PHASES)]
+        old: dict[Foreign, str] = {True: "public", False: "no-network"}
+        said = (table.get("network_mode", old.get(table.get("allow_internet"))) for table in tables)
+        return {mode for mode in said if mode}
 
     def table(self, name: str) -> Mapping[str, Foreign]:
         return self.settings.get(name, {})
@@ -138,7 +150,8 @@ def _read(path: str) -> HarborTask:
     with boundary(ConfigError, f"harbor:{folder}", (OSError, ValueError)):
         settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         said = "" if settings.get("steps") else (folder / "instruction.md").read_text("utf-8")
-    task = HarborTask(folder, settings, _without_canary(said))
+        memory = _memory_of(settings.get("environment", {}))
+    task = HarborTask(folder, settings, _without_canary(said), memory=memory)
     place = task.table("environment")
     verifier = task.table("verifier")
     unserved = {
@@ -149,6 +162,9 @@ def _read(path: str) -> HarborTask:
         "it has a simulated user or servers (mcp_servers)": place.get("mcp_servers"),
         "it needs an accelerator": place.get("gpus") or place.get("tpu"),
         "it consists of several containers": list(folder.glob("environment/*compose*.y*ml")),
+        "it waits for services (healthcheck)": place.get("healthcheck"),
+        "it names a user": {task.table(of).get("user") for of in _PHASES} - {None, "root", 0},
+        "its network is open to some hosts only": "allowlist" in task.network,
         "it has no tests/test.sh": not (folder / "tests" / "test.sh").is_file(),
     }
     for why, there in unserved.items():
@@ -160,6 +176,12 @@ def _read(path: str) -> HarborTask:
         _follow_dockerfile(task)
     task.workdir = place.get("workdir") or task.workdir
     return task
+
+
+def _memory_of(place: Mapping[str, Foreign]) -> int:
+    if "memory" in place:  # as tasks of older versions say it: "4G"
+        return parse_size(f"{place['memory']}iB")
+    return place.get("memory_mb", 0) * 2**20
 
 
 def _without_canary(text: str) -> str:
@@ -220,10 +242,10 @@ def _variables(table: Mapping[str, Foreign]) -> dict[str, str]:
     """A table's ``env``; ``${NAME}`` and ``${NAME:-default}`` are the run's own variables."""
 
     def own(match: re.Match[str]) -> str:
-        value = os.environ.get(match[1], match[2] if match.start(2) >= 0 else "")
-        if match[1] not in os.environ and match.start(2) < 0:
-            raise ConfigError(f"a task of harbor needs the environment variable {match[1]}")
-        return value
+        name, default = match.groups()
+        if name not in os.environ and match.start(2) < 0:
+            raise ConfigError(f"a task of harbor needs the environment variable {name}")
+        return os.environ.get(name, default)
 
     env: Mapping[str, str] = table.get("env", {})
     return {name: _VARIABLE.sub(own, text) for name, text in env.items()}
@@ -231,6 +253,9 @@ def _variables(table: Mapping[str, Foreign]) -> dict[str, str]:
 
 def _check_sandbox(name: str, section: EnvironmentSection, tasks: list[HarborTask]) -> None:
     sandbox = section.sandbox
+    if isinstance(sandbox, LocalSandbox):
+        for task in tasks:
+            _check_limits(task, sandbox)
     if isinstance(sandbox, DockerSandbox):
         return
     if not isinstance(sandbox, Bubblewrap):
@@ -247,6 +272,22 @@ def _check_sandbox(name: str, section: EnvironmentSection, tasks: list[HarborTas
                 "{ type = 'docker', image = 'NAME' }, or leave this task out",
                 keys=("environment.sandbox",),
             )
+
+
+def _check_limits(task: HarborTask, sandbox: LocalSandbox) -> None:
+    """A task gets the memory that it asks for, and no network that it forbids."""
+    if task.memory > parse_size(sandbox.memory):
+        raise ConfigError(
+            f"harbor:{task.folder} asks for {megabytes(task.memory)} of memory; set "
+            f"environment.sandbox.memory = '{megabytes(task.memory)}' or more",
+            keys=("environment.sandbox",),
+        )
+    if sandbox.network and "no-network" in task.network:
+        raise ConfigError(
+            f"harbor:{task.folder} is played without network; leave environment.sandbox.network "
+            "out, or this task",
+            keys=("environment.sandbox",),
+        )
 
 
 async def oracle(folder: Path, section: EnvironmentSection) -> float | None:
@@ -280,10 +321,11 @@ async def oracle(folder: Path, section: EnvironmentSection) -> float | None:
 
 def main(directory: str) -> int:
     """Print the reward of each task's solution; 1 if one is not 1."""
-    section = EnvironmentSection(sandbox=Bubblewrap(memory="4GB", processes=64))
     worst = 0
     for folder in _folders(Path(directory).resolve()):
         try:
+            memory = megabytes(max(_read(str(folder)).memory, 4 * 10**9))
+            section = EnvironmentSection(sandbox=Bubblewrap(memory=memory, processes=64))
             reward: object = asyncio.run(oracle(folder, section))
         except (TunesmithError, OSError) as error:
             reward = error
