@@ -60,7 +60,7 @@ class AlgorithmSection(Section):
     correction, or if settings such as ``rollout.top_p`` alter the sampling distribution."""
     routing_replay: Literal["off", "sampler"] = "off"
     """Of a mixture of experts: whether scoring and training passes let each token choose the
-    experts that it chose in the sampling engine."""
+    experts that it chose in the sampling engine (Tunesmith's own, or vLLM on GPUs)."""
     overlong: Annotated[
         OverlongRamp | Literal[False],
         BeforeValidator(on_is_a_table),

@@ -46,10 +46,28 @@ def replayed_routing(s: Situation[RLConfig]) -> Iterator[Problem]:
         yield s.clash(REPLAY,
             f": the experts that tokens choose in {s.engine.title} are not recorded; leave it out, "
             f'or set {ENGINE} = "local"', ENGINE)
+    if s.engine.name == "vllm":
+        yield from _recorded_by_vllm(s)
     if s.config.system.draft_model is not None:
         yield s.clash(REPLAY,
             ": experts are not recorded of tokens that a draft model guesses; leave one of the two "
             "out", "system.draft_model")
+
+
+def _recorded_by_vllm(s: Situation[RLConfig]) -> Iterator[Problem]:
+    vllm = s.config.system.vllm
+    if s.device_kind == "cpu":
+        yield s.clash(REPLAY,
+            ": vLLM records the experts that tokens choose on GPUs alone; leave it out, or set "
+            f'{ENGINE} = "local"', ENGINE)
+    if more(vllm.pipeline_parallel_size, 1):
+        yield s.clash(REPLAY,
+            ": vLLM records no experts with its layers in stages; leave one of the two out",
+            "system.vllm.pipeline_parallel_size")
+    if vllm.prefix_caching is False:
+        yield s.clash(REPLAY,
+            ": vLLM records experts with prefix caching alone; leave one of the two out",
+            "system.vllm.prefix_caching")
 
 
 @rule(RunConfig)

@@ -50,6 +50,7 @@ OWN_ARGUMENTS: Mapping[str, str] = {
     "enable_lora": "system.adapter_sync",
     "max_lora_rank": "lora.rank",
     "lora_target_modules": "lora.targets",
+    "enable_return_routed_experts": "algorithm.routing_replay",
 }
 """vLLM's engine arguments that have a key in a run file."""
 _OF_SAMPLING = "only [rollout] and [sampling] set how tokens are sampled"
@@ -299,6 +300,8 @@ def with_vllm(plan: Plan[C], reasons: Reasons) -> Plan[C]:
         again = isinstance(said, RLConfig) and said.environment.used
         why = "each turn continues the last one" if again else "each prompt is completed once"
         caching = (again, why)
+    if plan.replays_routing:
+        caching = (True, "vLLM records experts only with it")
     caches = reasons.fill("system.vllm.prefix_caching", vllm.prefix_caching, *caching)
     on_cpu = plan.devices.device == "cpu"
     why = (

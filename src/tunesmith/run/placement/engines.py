@@ -84,6 +84,7 @@ def vllm_spec(plan: AnyPlan) -> VllmSpec:
         "max_model_len": plan.vllm.max_length,
         "adapter_rank": plan.vllm.adapter_rank,
         "adapter_modules": plan.vllm.adapter_modules,
+        "records_experts": plan.replays_routing,
     }
     return VllmSpec(settings, pool=_pool(plan), python=system.engine_python)
 

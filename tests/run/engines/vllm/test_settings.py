@@ -83,6 +83,15 @@ def test_caching_and_compilation_are_derived_with_reasons() -> None:
     assert (said.prefix_caching, said.eager) == (False, False)
 
 
+def test_experts_are_recorded_with_prefix_caching() -> None:
+    mixture = replace(MODEL, expert_widths=(128, 64))
+    facts = replace(ON_GPUS, model=mixture)
+    lone = ("rollout.group_size=1", 'algorithm.name="reinforce"')
+    given = vllm_settings(resolved('algorithm.routing_replay="sampler"', *lone, facts=facts))
+    assert given["records_experts"] and given["prefix_caching"]
+    assert not vllm_settings(resolved(facts=facts))["records_experts"]
+
+
 @pytest.mark.parametrize(
     ("kind", "samples"), [(GenerateConfig, 1), (GenerateConfig, 4), (RFTConfig, 15)]
 )
@@ -160,13 +169,16 @@ def test_every_argument_that_a_key_sets_is_refused_in_the_table() -> None:
         draft_model="d",
         tensor_parallel_size=2,
         cuda_graph_sizes=[1],
+        adapter_rank=1,
+        adapter_modules=["q_proj"],
+        records_experts=True,
     )
     given = {
         **engine_arguments(everything),
         **engine_arguments(VllmSettings("m", "float32", kv_bytes=9)),
     }
     assert given.keys() - {"speculative_config"} <= OWN_ARGUMENTS.keys() | FIXED_ARGUMENTS.keys()
-    known = {"system", "model", "lora"}
+    known = {"system", "model", "lora", "algorithm"}
     assert {key.partition(".")[0] for key in OWN_ARGUMENTS.values()} == known
     keys = settings(load_config(RLConfig, None, [*BASE])).keys()
     assert set(OWN_ARGUMENTS.values()) <= keys

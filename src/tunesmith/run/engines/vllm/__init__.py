@@ -28,6 +28,7 @@ KIND = EngineKind(
     spans_devices=True,
     speculates_elsewhere=True,
     fastest_on_gpus=True,
+    records_experts=True,
     install="pip install 'tunesmith[vllm]'",
     fixed_families={"gpt_oss": "its reload leaves experts and sinks as they were"},
     least_temperature=0.01,

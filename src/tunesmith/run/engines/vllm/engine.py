@@ -27,7 +27,7 @@ from tunesmith.run.engines.vllm import KIND
 from tunesmith.run.engines.vllm.new_weights import adapter_request, take_adapter, take_weights
 from tunesmith.run.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.run.weights.base import NamedTensors
-from tunesmith.types import Completion, FinishReason, Sampling
+from tunesmith.types import Completion, ExpertChoices, FinishReason, Sampling
 
 ANSWER = 10.0
 """Seconds that the processes of an engine's ranks have to answer after a failure."""
@@ -318,7 +318,8 @@ class VllmEngine:
             reason: FinishReason = (
                 new.finish_reason if new.finish_reason in ("stop", "length") else "abort"
             )
-            request.done.set_result(request.completion(reason))
+            done = request.completion(reason)
+            request.done.set_result(replace(done, experts=expert_choices(new.routed_experts)))
 
     def _fail(self, cause: Exception) -> None:
         failed = EngineError(f"vLLM failed: {type(cause).__name__}: {cause}")
@@ -339,6 +340,13 @@ class VllmEngine:
             if not request.done.done():
                 request.done.set_exception(error)
         self._vllm.abort_request(list(requests))
+
+
+def expert_choices(chosen: Any) -> ExpertChoices | None:
+    """vLLM's ``[tokens, decoder layers, chosen]`` of a whole request, prompt included."""
+    if chosen is None:
+        return None
+    return ExpertChoices(2 * chosen[0].size, chosen.astype("int16").tobytes())
 
 
 def _parameters(sampling: Sampling) -> Any:

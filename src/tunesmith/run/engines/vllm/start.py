@@ -56,6 +56,8 @@ class VllmSettings:
     """The highest rank of an adapter that it takes instead of whole weights; 0: it takes these."""
     adapter_modules: Sequence[str] = ()
     """The last names of the modules that the adapter changes; empty: of any."""
+    records_experts: bool = False
+    """Whether completions have the experts that routers chose, which needs a GPU."""
     sleeps: bool = False
     """Whether it can release its memory between rollouts, which needs a GPU."""
 
@@ -179,6 +181,7 @@ def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping
         "enable_lora": settings.adapter_rank > 0 or None,
         "max_lora_rank": settings.adapter_rank or None,
         "lora_target_modules": list(settings.adapter_modules) or None,
+        "enable_return_routed_experts": settings.records_experts or None,
         "cudagraph_capture_sizes": settings.cuda_graph_sizes and list(settings.cuda_graph_sizes),
         # Prefixes are cached in whole blocks: the default of 128 would miss most prompts.
         "block_size": BLOCK_TOKENS if on_cpu else None,
