@@ -241,11 +241,9 @@ class Devices:
         first GPUs, which are the ranks'. Of several machines, each may have other numbers of ranks
         and engines.
         """
-        apart = self.engine_process and self.on_gpu
-        ipc = self.weight_plane == "ipc"
-        alone = self.machines == 1 and (gpus < 2 or (ipc and self.trainer_ranks == 1))
-        if not apart or alone:
+        if not self.have_own_gpus(gpus):
             return None
+        ipc = self.weight_plane == "ipc"
         trainer = int(self.device.partition(":")[2] or 0)
         ranks = self.ranks_on(machine)
         free = [*range(trainer, gpus), *range(trainer)]
@@ -259,7 +257,9 @@ class Devices:
 
     def have_own_gpus(self, gpus: int) -> bool:
         """Whether engines have their own GPUs among this machine's ``gpus``."""
-        return self.own_gpus(gpus) is not None
+        one_trainer = self.weight_plane == "ipc" and self.trainer_ranks == 1
+        alone = self.machines == 1 and (gpus < 2 or one_trainer)
+        return self.engine_process and self.on_gpu and not alone
 
     def engines_elsewhere(self, gpus: int) -> bool:
         """Whether engines have GPUs on which nothing trains."""

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from tunesmith.run.trainers.passes import Passes
     from tunesmith.run.trainers.torch import TorchBackend
 
-STEPS = 2
-"""Optimizer steps to take; the first one allocates the optimizer's moments."""
 MICROBATCHES = 2
 """Micro-batches per optimizer step; the second one's gradients are added to the first one's."""
 
@@ -105,9 +103,14 @@ class DryRun:
 
     def _tokens(self, cap: int) -> int:
         """Tokens of as many samples as fill micro-batches of ``cap`` tokens."""
-        devices = self.plan.devices
         full = max(1, cap // self.longest) * self.longest
-        return MICROBATCHES * (devices.trainer_ranks // devices.sequence) * full
+        return MICROBATCHES * self.groups_of_ranks * full
+
+    @property
+    def groups_of_ranks(self) -> int:
+        """Groups of ranks that share sequences. One sample for each is enough for the first step,
+        which allocates the optimizer's moments; the second is measured."""
+        return self.plan.devices.trainer_ranks // self.plan.devices.sequence
 
     def supervised(self) -> None:
         items = items_of(self.plan.said, self.longest, self.tokens)
@@ -117,9 +120,9 @@ class DryRun:
             )
             self.name(parts.learner)
             self.name_gradients(parts.learner)
-        for _ in range(STEPS):
+        for some in (items[: self.groups_of_ranks], items):
             with self.phase("train"):
-                parts.learner.update(parts.prepare(items), parts.objective)
+                parts.learner.update(parts.prepare(some), parts.objective)
             self.name(parts.learner)
         scoring = self.plan.memory.scoring
         if scoring:
@@ -132,8 +135,12 @@ class DryRun:
         groups = groups_of(self.plan, self.longest, self.tokens)
         with self.phase("load"):
             parts = await self._load(groups)
-        for step in range(STEPS):
-            await self._step(parts, groups, step)
+        for step, some in enumerate((groups[: self.groups_of_ranks], groups)):
+            await self._step(parts, some, step)
+        scoring = self.plan.memory.scoring
+        if scoring:
+            with self.phase("score"):
+                self._score(parts, groups_of(self.plan, self.longest, self._tokens(scoring)))
         await parts.engine.close()
 
     async def _load(self, groups: Sequence[RolloutGroup]) -> RLParts:
@@ -174,10 +181,6 @@ class DryRun:
         with self.phase("train"):
             learn(parts, groups, step)
         self.name(*_learners(parts))
-        scoring = self.plan.memory.scoring
-        if scoring:
-            with self.phase("score"):
-                self._score(parts, groups_of(self.plan, self.longest, self._tokens(scoring)))
 
     def _score(self, parts: RLParts, groups: Sequence[RolloutGroup]) -> None:
         from tunesmith.run.loop.experience import make_experience

@@ -51,12 +51,18 @@ def bytes_per_token(model: ModelFacts, layout: Layout) -> int:
     return ceil((activation_bytes(model, layout) + backward_bytes(model, layout)) / layout.sequence)
 
 
-def layout_of(plan: AnyPlan) -> Layout:
-    """The layout of the trainer's device, or of the sampler's if nothing is trained."""
+def layout_of(plan: AnyPlan, tokens: int | None = None, kv_bytes: int = 0) -> Layout:
+    """The layout of the trainer's device, or of the sampler's if nothing is trained.
+
+    Args:
+        tokens: of a micro-batch; None: as the plan has them.
+        kv_bytes: the size of the engines' KV caches.
+    """
     said = plan.said
     kind = plan.kind
     devices = plan.devices
     memory = plan.memory
+    longest = plan.training.longest or LEAST_TOKENS
     frozen = plan.facts.frozen_parameters
     if not (kind.rl and kind.teacher):
         here = devices.shares_trainer_device("reward")
@@ -86,13 +92,14 @@ def layout_of(plan: AnyPlan) -> Layout:
         checkpointing=memory.share_again,
         selective=memory.selective,
         tower=tower_in_training(plan),
-        tokens=memory.microbatch or plan.training.longest or LEAST_TOKENS,
-        attends_to=(plan.training.longest or LEAST_TOKENS) if attends_without_kernel(plan) else 0,
+        tokens=memory.microbatch or longest if tokens is None else tokens,
+        attends_to=longest if attends_without_kernel(plan) else 0,
         sequence=devices.sequence,
         chunk=said.system.logprob_chunk,
         engines=plan.engines_here if devices.weights_apart else 0,
         ranks=devices.ranks_per_engine,
         prepared=plan.engines_here * _prepared(plan),
+        kv_bytes=kv_bytes,
         turns=devices.hybrid or kind.in_turn,
         keeps_base=kind.rl and kind.adapter and not devices.engine.third_party,
         reserved_rank=plan.reserved_rank,
@@ -182,14 +189,10 @@ def planned(plan: AnyPlan, *, least: bool = False) -> Price | None:
     memory = plan.memory
     if model is None or model.parameters is None:
         return None
-    layout = layout_of(plan)
-    if least:
-        layout = replace(
-            layout, tokens=(plan.training.longest or LEAST_TOKENS) if layout.trains else 0
-        )
-    if plan.engines_here:
-        kv = plan.engines_here * engine_kv(plan, model, least=least)
-        layout = replace(layout, kv_bytes=kv)
+    tokens = (plan.training.longest or LEAST_TOKENS) * plan.kind.trains if least else None
+    engines = plan.engines_here
+    kv = engines * engine_kv(plan, model, least=least) if engines else 0
+    layout = layout_of(plan, tokens, kv)
     found = price(model, layout)
     critic = layout.tokens if least else memory.critic
     scoring = layout.tokens if least else memory.scoring
@@ -198,11 +201,12 @@ def planned(plan: AnyPlan, *, least: bool = False) -> Price | None:
         own = price(model, replace(layout, tokens=critic, has_vocabulary_head=False))
         if own.training > found.training:
             found = replace(found, activations=own.activations, head=own.head, host=own.host)
+    passes: dict[str, int] = {}
     if layout.trains and plan.kind.scores and scoring:
-        found = replace(found, scored=scoring_bytes(model, replace(layout, tokens=scoring)))
+        passes["scored"] = scoring_bytes(model, layout, scoring)
     if rewarding and plan.kind.reward_models and plan.devices.shares_trainer_device("reward"):
-        found = replace(found, rewarded=rewarding_bytes(plan, rewarding))
-    return found
+        passes["rewarded"] = rewarding_bytes(plan, rewarding)
+    return replace(found, **passes) if passes else found
 
 
 def engine_kv(plan: AnyPlan, model: ModelFacts, *, least: bool = False) -> int:

@@ -95,8 +95,8 @@ def away_of_layer(model: ModelFacts, layout: Layout) -> int:
     """Bytes of one layer's rows that a rank keeps in host memory, in float32 if trained."""
     if not layout.offload_parameters:
         return 0
-    wide = replace(layout, bytes_per_number=4) if layout.lora_rank is None else layout
-    return layer_copy(model, wide) // layout.shards
+    number = 4 if layout.lora_rank is None else layout.bytes_per_number
+    return _layer_copy(model, number, layout.quantize) // layout.shards
 
 
 def _on_the_way(model: ModelFacts, layout: Layout, trained: int, blocks: int) -> int:
@@ -372,7 +372,11 @@ def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = 
 
 def layer_copy(model: ModelFacts, layout: Layout) -> int:
     """Bytes of one layer's weights in the format in which they are kept."""
-    each = layout.bytes_per_number if layout.quantize is None else QUANTISED_BYTES[layout.quantize]
+    return _layer_copy(model, layout.bytes_per_number, layout.quantize)
+
+
+def _layer_copy(model: ModelFacts, bytes_per_number: int, quantize: str | None) -> int:
+    each = bytes_per_number if quantize is None else QUANTISED_BYTES[quantize]
     return int(((model.parameters or 0) - model.outside_layers) // model.layers * each)
 
 
@@ -461,14 +465,14 @@ def prepared_bytes(numbers: int, memory_total: int, copied: int | None = None) -
     return needed if needed <= memory_total // 8 else 0
 
 
-def scoring_bytes(model: ModelFacts, layout: Layout) -> int:
-    """Bytes that a forward pass over ``layout.tokens`` needs besides the model, on each rank that
-    shares them.
+def scoring_bytes(model: ModelFacts, layout: Layout, tokens: int | None = None) -> int:
+    """Bytes that a forward pass over ``tokens``, or else ``layout.tokens``, needs besides the
+    model, on each rank that shares them.
 
     This is the maximum over attention, a feed-forward block and the head. A sharded model gathers
     one layer ahead, and briefly holds the first weights that it gathers twice.
     """
-    tokens = -(-layout.tokens // layout.sequence)
+    tokens = -(-(layout.tokens if tokens is None else tokens) // layout.sequence)
     size = layout.bytes_per_number
     attention = tokens * _attention(model, layout) + _weights_of_a_sample(model, layout)
     feed_forward = tokens * _feed_forward(model, layout)

@@ -53,9 +53,7 @@ def _scoring(plan: AnyPlan) -> tuple[int, str]:
         return tokens, f"as in training: {why}"
     layout = layout_of(plan)
     room = found.activations + found.head - found.scorer
-    fitting = _largest(
-        lambda n: scoring_bytes(model, replace(layout, tokens=n)), tokens, most, room
-    )
+    fitting = _largest(lambda n: scoring_bytes(model, layout, n), tokens, most, room)
     return fitting, f"in the {format_size(room)} of a training micro-batch, forward only"
 
 

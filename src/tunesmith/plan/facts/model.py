@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tunesmith.plan.facts.parameters import Sizes, count
 from tunesmith.plan.facts.towers import TowerSizes, tower_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelFacts:
     """Sizes of a decoder, from its ``config.json`` and the headers of its weight files.
 
@@ -71,7 +72,7 @@ class ModelFacts:
     """The sizes of an expert's matrices; empty: the model has no experts."""
     mixtures: Mixtures = NO_MIXTURES
 
-    @property
+    @cached_property
     def lean(self) -> bool:
         """Whether the model runs as a few large operations (``kernels.lean``)."""
         return family(self.family).lean and not self.rotates_in_part
