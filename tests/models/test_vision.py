@@ -19,7 +19,8 @@ from tests.support.vision import (
 )
 from tunesmith.errors import DataError, UserError
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.vision.rows import FIRST_ROW, ImageRows
+from tunesmith.models.vision.kept import KeptImages
+from tunesmith.models.vision.rows import FIRST_ROW, ImageRows, digest_of
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.types import Completion, Sample, Sampling
 
@@ -95,3 +96,25 @@ def test_rows_of_images_that_are_not_there_are_refused(tmp_path: Path) -> None:
             asyncio.run(ask(token))
     asyncio.run(ask(image.first, 1.2))
     asyncio.run(engine.close())
+
+
+def test_the_latest_images_of_clients_are_kept_up_to_a_size(tmp_path: Path) -> None:
+    _, vocabulary = load_vision_model(save_vision_model(tmp_path / "m"), [])
+    sent = [picture(number) for number in range(4)]
+    kept = tmp_path / "kept"
+    vocabulary.kept = KeptImages(kept, most=sum(map(len, sent[:3])))
+    first, second, third = (vocabulary.add("an image", data) for data in sent[:3])
+    assert vocabulary.add("again", sent[0]) is first
+    vocabulary.add("an image", sent[3])
+    assert {file.name for file in kept.iterdir()} == {
+        digest_of(sent[number]).hex() for number in (0, 2, 3)
+    }
+    assert first.read() == sent[0] and third.read() == sent[2]
+    with pytest.raises(DataError, match="cannot read the image"):
+        second.read()
+    assert vocabulary.add("again", sent[1]) is second  # with the same ids
+    assert second.read() == sent[1]
+    assert len(list(kept.iterdir())) == 3
+    again = KeptImages(kept, most=1)  # of a run that continues
+    again.put(digest_of(b"another"), b"another")
+    assert len(list(kept.iterdir())) == 1

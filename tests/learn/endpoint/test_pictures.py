@@ -14,6 +14,7 @@ from PIL import Image
 from tests.support import tiny
 from tests.support.episodes import check_tokens, load, made_task, ok, play
 from tests.support.vision import CHAT, TOKENS, picture
+from tunesmith.models.vision.kept import KeptImages
 from tunesmith.models.vision.processing import ImageVocabulary
 from tunesmith.models.vision.rows import FIRST_ROW
 from tunesmith.types import Rollout, Status
@@ -49,8 +50,8 @@ def seeing(tmp_path: Path) -> Any:
     }
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     pad = made.convert_tokens_to_ids(TOKENS[-1])
-    kept = tmp_path / "kept"
-    vars(made)["image_vocabulary"] = ImageVocabulary(str(tmp_path), pad, closed="", directory=kept)
+    kept = KeptImages(tmp_path / "kept")
+    vars(made)["image_vocabulary"] = ImageVocabulary(str(tmp_path), pad, closed="", kept=kept)
     return made
 
 

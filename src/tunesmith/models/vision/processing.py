@@ -14,7 +14,8 @@ from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tunesmith.errors import ConfigError, DataError, ModelError, StorageError, boundary
+from tunesmith.errors import ConfigError, DataError, ModelError, boundary
+from tunesmith.models.vision.kept import KeptImages
 from tunesmith.models.vision.rows import FIRST_ROW, Image, ImageRows, digest_of, rows_in
 from tunesmith.plan.facts.families import family
 
@@ -121,7 +122,7 @@ class ImageVocabulary:
     """Those that see the images; a policy and its reference share one."""
     closed: str = "only those of the data are, in this command"
     """Why an image that comes while the run goes on is not seen; empty: it is."""
-    directory: Path | None = None
+    kept: KeptImages | None = None
     """Keeps images whose bytes came with the data or a request; None: they stay in memory."""
     _pixels: Pixels | None = field(default=None, repr=False)
 
@@ -150,13 +151,12 @@ class ImageVocabulary:
         digest = digest_of(data)
         known = self.rows.known(digest)
         if known is not None:
+            if self.kept is not None and self.kept.has(known.source):
+                self.kept.put(digest, data)  # it may have made room for others
             return known
         grid = self.pixels.grid(picture_of(name, data))
-        if self.directory is not None and isinstance(source, bytes):
-            source = self.directory / digest.hex()
-            with boundary(StorageError, f"cannot keep {name} in {self.directory}", OSError):
-                self.directory.mkdir(parents=True, exist_ok=True)
-                source.write_bytes(data)
+        if self.kept is not None and isinstance(source, bytes):
+            source = self.kept.put(digest, data)
         return self.rows.add(name, source, digest, grid)
 
     def expanded(

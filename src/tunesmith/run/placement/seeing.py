@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import atexit
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from tunesmith.models.vision.kept import KeptImages
 from tunesmith.models.vision.processing import vocabulary_of
 from tunesmith.plan.plan import AnyPlan
 
 FOLDER = "images"
-"""Of a run directory: each image that its clients sent, by a digest of its bytes."""
+"""Of a run directory: the images that its clients sent, by a digest of their bytes."""
+SERVED_BYTES = 1 << 30
+"""Of the images that a server of a model keeps."""
 
 
 def see_requests(plan: AnyPlan, tokenizer: object, run_dir: Path | None = None) -> None:
-    """Let a model with a tower see the images of requests, or say why it does not."""
+    """Let a model with a tower see the images of requests, or say why it does not.
+
+    Args:
+        run_dir: keeps them; None: the latest are kept while the process runs.
+    """
     vocabulary = vocabulary_of(tokenizer)
     if vocabulary is None:
         return
     vocabulary.closed = _reason(plan)
-    vocabulary.directory = run_dir and run_dir / FOLDER
+    if run_dir is not None:
+        vocabulary.kept = KeptImages(run_dir / FOLDER)
+        return
+    directory = TemporaryDirectory(prefix="tunesmith-images-")
+    atexit.register(directory.cleanup)
+    vocabulary.kept = KeptImages(Path(directory.name), SERVED_BYTES)
 
 
 def _reason(plan: AnyPlan) -> str:
