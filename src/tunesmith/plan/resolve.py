@@ -39,6 +39,7 @@ from tunesmith.plan.plan import (
     open_plan,
 )
 from tunesmith.plan.rules.checks import check, contradictions, raise_all, unread_problems
+from tunesmith.plan.rules.devices import expert_parallelism
 from tunesmith.plan.rules.notes import notes
 from tunesmith.plan.rules.situation import Situation, resolved_algorithm
 from tunesmith.plan.rules.vllm import with_vllm
@@ -56,6 +57,8 @@ def resolve(said: C, facts: Facts) -> Plan[C]:
         CapacityError: the run needs more memory than its devices have.
     """
     check(said, installed=not facts.hardware.named)
+    # Before no layout is found with it, which would be said to lack memory.
+    raise_all([*expert_parallelism(Situation(said, facts))])
     reasons = Reasons()
     plan = _begin(said, facts, reasons)
     plan = with_episode(with_training(plan, reasons), reasons)

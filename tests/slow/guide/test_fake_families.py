@@ -57,3 +57,21 @@ def test_a_dry_run_takes_no_more_than_is_planned(number: str, family: str, tmp_p
     counted = dry_run(plan)[FIRST]["train"].total
     room = price.training - price.libraries
     assert 0.5 * room < counted <= room, (counted, room, price)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_that_divide_experts_take_no_more_than_is_planned(stage: int, tmp_path: Path) -> None:
+    """Tokens travel evenly. Experts are most of the model, so a rank has little more than its share
+    of it."""
+    own = SPECIAL["qwen3_moe"] | {"num_experts": 128, "moe_intermediate_size": 256}
+    config: Any = AutoConfig.for_model("qwen3_moe", **{**SHAPE, **own})
+    plan = resolved(
+        tmp_path, "sft", config.to_dict(), "4xH100-80GB", GIVEN[2],
+        "system.max_tokens_per_microbatch=4096", "system.compile=false", "data.max_tokens=4096",
+        f"system.zero_stage={stage}", "system.expert_parallel_size=4",
+    )  # fmt: skip
+    price = planned(plan)
+    assert price is not None
+    counted = dry_run(plan)[FIRST]["train"].total
+    room = price.training - price.libraries
+    assert 0.5 * room < counted <= room, (counted, room, price)

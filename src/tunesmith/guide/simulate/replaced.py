@@ -21,6 +21,7 @@ from tunesmith.guide.simulate.replacing import replacing
 from tunesmith.guide.simulate.sharded import shards_named
 from tunesmith.guide.simulate.threads import starts_here
 from tunesmith.models.kernels import attention
+from tunesmith.models.parallel.experts import ExpertGroup, Journey
 
 META = torch.device("meta")
 GROUPED = "_group_tensors_by_device_and_dtype"
@@ -103,6 +104,12 @@ def replaced(device: Device) -> Generator[None]:
         for memory in [*device.memories.values()]:
             memory.resized(storage)
 
+    def even_journey(_: object, sent: Tensor, __: Tensor, rows: int) -> Journey:
+        device.wait("tolist")
+        ranks = len(sent)
+        counts = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+        return Journey(counts, counts)
+
     def start_on(thread: Thread) -> None:
         starts_here(thread)
         start(thread)
@@ -123,6 +130,7 @@ def replaced(device: Device) -> Generator[None]:
     with ExitStack() as stack:
         for owner, attributes in ((FakeTensor, methods | kinds), (DTensor, of_rows | kinds)):
             stack.enter_context(replacing(owner, **attributes))
+        stack.enter_context(replacing(ExpertGroup, journey=even_journey))
         # A module that changes its parameters' dtype swaps them, unless one has a weak reference.
         stack.enter_context(replacing(torch.utils, weakref=_NoWeakReferences))
         stack.enter_context(replacing(Thread, run=run_inside, start=start_on))

@@ -67,31 +67,34 @@ class ExpertGroup:
         self._issued = issued
         self._waiting = waiting
 
-    def announce(self, counts: Tensor) -> tuple[Tensor, int]:
+    def announce(self, counts: Tensor, rows: int) -> tuple[Tensor, int]:
         """Tell each rank how many rows it will get for each of its experts.
 
         Args:
             counts: of this rank's rows, ``[s, L]``.
+            rows: their sum.
 
         Returns:
             The rows of each rank for this rank's experts, ``[s, L]``, and the number of the
             journey.
         """
 
-        def issue(counts: Tensor) -> Tensor:
+        def issue(counts: Tensor, rows: int) -> Tensor:
             taken = torch.empty_like(counts)
             with self._waiting():
                 self._group.alltoall_base(taken, counts, [], []).wait()
-            self._journeys.append(self.journey(counts, taken))
+            self._journeys.append(self.journey(counts, taken, rows))
             return taken
 
         zeros = partial(torch.zeros, counts.shape, dtype=counts.dtype, device=counts.device)
-        self._issued.append(lambda: issue(zeros()))
-        return issue(counts), len(self._journeys) - 1
+        self._issued.append(lambda: issue(zeros(), 0))
+        return issue(counts, rows), len(self._journeys) - 1
 
-    def journey(self, sent: Tensor, taken: Tensor) -> Journey:
+    def journey(self, sent: Tensor, taken: Tensor, rows: int) -> Journey:
         """The journey of rows counted by rank and expert; the host waits for the counts."""
-        return Journey(*torch.stack([sent.sum(1), taken.sum(1)]).tolist())
+        journey = Journey(*torch.stack([sent.sum(1), taken.sum(1)]).tolist())
+        assert sum(journey.sent) == rows, "each row is for one expert"
+        return journey
 
     def exchange(self, rows: Tensor, number: int, *, back: bool) -> Tensor:
         """Send ``rows [n, d]`` on a journey, or back from it; what the other ranks have sent."""
@@ -226,11 +229,13 @@ def _compute(
     order = flat.argsort(stable=True)  # by expert, so by rank
     counts = torch.zeros(ranks * own, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, flat.long(), counts.new_ones(len(flat)))
-    arrived, number = group.announce(counts.view(ranks, own))
+    arrived, number = group.announce(counts.view(ranks, own), len(flat))
     rows: Tensor = _Exchange.apply(hidden[order // each], group, number, False)
     results = _computed(module, computing, rows, arrived)
     returned: Tensor = _Exchange.apply(results, group, number, True)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)).to(order))
+    places = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
     weighted = returned[places] * weights.reshape(-1, 1)
     return weighted.view(tokens, each, -1).sum(1).to(hidden.dtype)
 

@@ -80,6 +80,8 @@ class Layout:
     """Ranks that shard the trained models and their references."""
     zero_stage: int = 0
     """The ZeRO stage; 0: nothing is sharded."""
+    divides: bool = False
+    """Whether these ranks divide the experts of mixtures."""
     has_vocabulary_head: bool = True
     checkpointing: float = 0
     """The share of layers whose activations are recomputed in the backward pass."""

@@ -88,6 +88,7 @@ def layout_of(plan: AnyPlan, tokens: int | None = None, kv_bytes: int = 0) -> La
         frozen_parameters=frozen,
         shards=devices.shards,
         zero_stage=devices.zero_stage or 3 * memory.offload_parameters,
+        divides=devices.expert_parallel > 1,
         has_vocabulary_head=not kind.score_model,
         checkpointing=memory.share_again,
         selective=memory.selective,
@@ -347,7 +348,12 @@ def _roles_apart(plan: AnyPlan) -> Iterator[tuple[str, Price]]:
     if plan.kind.reference and not plan.devices.shares_trainer_device("ref"):
         shards = plan.devices.scoring_shards("ref")
         alone = replace(
-            layout, zero_stage=3 if shards > 1 else 0, shards=shards, sequence=1, tokens=scoring
+            layout,
+            zero_stage=3 if shards > 1 else 0,
+            shards=shards,
+            divides=False,
+            sequence=1,
+            tokens=scoring,
         )
         frozen = copy_bytes(plan.facts.model, layout.bytes_per_number) // shards
         gathered = gathered_bytes(plan.facts.model, alone) if shards > 1 else 0

@@ -108,12 +108,42 @@ def _on_the_way(model: ModelFacts, layout: Layout, trained: int, blocks: int) ->
     return min(trained, numbers) * (4 if wide else layout.bytes_per_number)
 
 
+def shared_part(model: ModelFacts, layout: Layout) -> ModelFacts:
+    """What ranks that share a copy gather of a model: all, but not experts that they divide."""
+    if not layout.divides:
+        return model
+    numbers = max(0, (model.parameters or 0) - model.mixtures.parameters)
+    return replace(model, parameters=numbers, mixtures=replace(model.mixtures, parameters=0))
+
+
+def _with_own_experts(rest: Price, model: ModelFacts, layout: Layout) -> Price:
+    """The price of a rank with its experts, which are never gathered or summed: weights in the
+    dtype of the computation, float32 masters beside 16 bits, float32 gradients and two moments;
+    and one layer's gradients before they are added up."""
+    own = layout.models * model.mixtures.parameters // layout.shards
+    size = layout.bytes_per_number
+    average = 4 if layout.ema else 0
+    kept = (12 if size == 2 else 8) + average
+    arriving = size * own // model.mixtures.layers
+    away = layout.offload
+    return replace(
+        rest,
+        weights=rest.weights + size * own,
+        gradients=rest.gradients + (0 if away else 4 * own),
+        optimizer=rest.optimizer + (0 if away else kept * own),
+        host=rest.host + (int((16 + average + 4 * (PINNED - 1)) * own) if away else 0),
+        head=rest.head + arriving,
+    )
+
+
 def _sharded(model: ModelFacts, layout: Layout) -> Price:
     """Memory of a rank that shards a model: its rows, in float32 if trained, and weights gathered
     at once.
 
     Every rank holds a whole adapter.
     """
+    if layout.divides and model.mixtures.parameters:
+        return _with_own_experts(_sharded(shared_part(model, layout), layout), model, layout)
     numbers = model.parameters or 0
     size = layout.bytes_per_number
     outside = model.outside_layers
@@ -326,11 +356,17 @@ def backward_bytes(model: ModelFacts, layout: Layout) -> int:
     passed = max(vectors * size * model.intermediate_size, _back_at_the_heads(model, layout))
     again = layer_bytes(model, layout) if all(recomputed(model.layers, layout.checkpointing)) else 0
     scan = SCAN_BYTES * model.mixer.width if model.mixer.memory else 0
-    passed = max(passed, scan)
+    passed = max(passed, scan) + layout.divides * 2 * travelling_bytes(model, size)
     passed += 2 * size * model.hidden_size + (_back_at_once(model, layout) or again)
     if layout.tower is None or not layout.checkpointing:
         return passed
     return max(passed, 2 * layout.tower.block - sum(_kept(model, layout)))  # the tower's come last
+
+
+def travelling_bytes(model: ModelFacts, bytes_per_number: int) -> int:
+    """Bytes of a token's copies for its experts in one layer."""
+    width = model.expert_widths[0] if model.expert_widths else 0
+    return model.mixtures.chosen * width * bytes_per_number
 
 
 def _back_at_the_heads(model: ModelFacts, layout: Layout) -> int:
@@ -483,7 +519,7 @@ def scoring_bytes(model: ModelFacts, layout: Layout, tokens: int | None = None) 
         needed = max(needed, tokens * size * model.hidden_size + 2 * 4 * tile)
     if layout.zero_stage != 3:
         return needed
-    return layer_copy(model, layout) + max(
+    return layer_copy(shared_part(model, layout), layout) + max(
         needed, size * model.outside_layers + tokens * size * model.hidden_size
     )
 

@@ -22,6 +22,8 @@ from tunesmith.plan.cost.price import (
     of_modules,
     price,
     sent_bytes,
+    shared_part,
+    travelling_bytes,
 )
 from tunesmith.plan.cost.tower import image_operations, tower_in_training
 from tunesmith.plan.facts.model import ModelFacts
@@ -348,9 +350,12 @@ def _between_gpus(plan: AnyPlan, model: ModelFacts, step: StepSize) -> Amounts:
     }
     each = step.trained * step.tokens / devices.trainer_ranks
     sent["bytes between GPUs"] += each * _shared_sequences(plan, model)
-    passes = 2 + plan.memory.share_again
-    waits = 4 * passes * step.batches * step.micro * model.layers
-    return {**sent, "waits": waits * (devices.sequence > 1)}
+    for link, number in _travelling(plan, model).items():
+        sent[link] += each * number
+    passes = (2 + plan.memory.share_again) * step.batches * step.micro
+    waits = 4 * model.layers * (devices.sequence > 1)
+    waits += 2 * model.mixtures.layers * (devices.expert_parallel > 1)
+    return {**sent, "waits": passes * waits}
 
 
 def _new_weights(plan: AnyPlan, model: ModelFacts) -> Amounts:
@@ -369,12 +374,13 @@ def _new_weights(plan: AnyPlan, model: ModelFacts) -> Amounts:
     if plan.kind.adapter and devices.adapter_sync == "adapter":
         sent = 4 * adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
     through_host = plane == "nccl" and devices.weight_copy != "gpu"
+    gathers = devices.zero_stage == 3 or devices.expert_parallel > 1
     spread = devices.shards > (plan.gpus or devices.shards)
     links = "bytes between machines" if spread else "bytes between GPUs"
     return {
         f"bytes by {plane}": sent,
         # Ranks that shard the weights gather them first.
-        links: sent * (devices.shards - 1) / devices.shards * (devices.zero_stage == 3),
+        links: sent * (devices.shards - 1) / devices.shards * gathers,
         "bytes over PCIe": sent / devices.publishing_ranks * through_host + kept,
     }
 
@@ -411,8 +417,27 @@ def _read_again(plan: AnyPlan, model: ModelFacts, micro: int, tokens: float) -> 
     device = plan.devices.device.partition(":")[0]
     rows = said.system.logprob_chunk or chunk_rows(model.vocab_size, device)
     head = max(micro, ceil(tokens / rows)) * model.vocab_size * model.hidden_size * (number + 8)
-    weights = 3 * copy_bytes(model, number, said.model.quantize) + 8 * trained
+    own = _own_share(plan, model)
+    weights = own * (3 * copy_bytes(model, number, said.model.quantize) + 8 * trained)
     return micro * weights + head + 28 * trained / plan.devices.trainer_ranks
+
+
+def _own_share(plan: AnyPlan, model: ModelFacts) -> float:
+    """The share of the weights that a rank computes with: all, but of divided experts its own."""
+    divided = model.mixtures.parameters * (plan.devices.expert_parallel > 1)
+    return 1 - divided * (1 - 1 / plan.devices.shards) / max(1, model.parameters or 1)
+
+
+def _travelling(plan: AnyPlan, model: ModelFacts) -> dict[str, float]:
+    """Bytes that a rank sends for each of its tokens to other ranks with the token's experts, and
+    for the results, in forward and backward passes."""
+    devices = plan.devices
+    if devices.expert_parallel == 1:
+        return {}
+    each = 2 * model.mixtures.layers * travelling_bytes(model, devices.bytes_per_number)
+    sent = each * (2 + plan.memory.share_again) * (1 - 1 / devices.shards)
+    beyond = devices.shards > (plan.gpus or devices.shards)
+    return {"bytes between machines" if beyond else "bytes between GPUs": sent}
 
 
 def _exchanged(plan: AnyPlan, model: ModelFacts, micro: int) -> dict[str, float]:
@@ -427,8 +452,11 @@ def _exchanged(plan: AnyPlan, model: ModelFacts, micro: int) -> dict[str, float]
     stage = plan.devices.zero_stage
     shards = plan.devices.shards
     tower = tower_in_training(plan)
-    summed = 4 * ((model.parameters or 0) + (tower.trained if tower else 0))
-    gathered = copy_bytes(model, 2, plan.said.model.quantize) + (2 * tower.numbers if tower else 0)
+    shared = shared_part(model, layout_of(plan))
+    seen = tower.trained if tower else 0
+    every = 4 * ((model.parameters or 0) + seen)
+    summed = 4 * ((shared.parameters or 0) + seen)
+    gathered = copy_bytes(shared, 2, plan.said.model.quantize) + (2 * tower.numbers if tower else 0)
     among = 0.0
     within = 0.0
     if plan.kind.adapter:
@@ -437,7 +465,7 @@ def _exchanged(plan: AnyPlan, model: ModelFacts, micro: int) -> dict[str, float]
     elif stage == 0:
         among = 2 * summed * (ranks - 1) / ranks
     else:
-        among = 2 * summed / shards * (ranks - shards) / ranks
+        among = 2 * every / shards * (ranks - shards) / ranks
         within = {1: summed + micro * gathered, 2: micro * (summed + gathered)}.get(
             stage, micro * (summed + 2 * gathered)
         )
