@@ -439,6 +439,47 @@ def test_keys_values_and_prepared_weights_of_an_engine_that_multiplies_tiles(
     assert pairs is not None and pairs.engine == (8 if prepared else 2) * 5_000_000
 
 
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize(
+    ("weights", "dtype", "each"),
+    [("float16", "float32", 2), ("int8", "float32", 1), ("int8", "bfloat16", 1)],
+)
+def test_rounded_weights_of_an_engine_are_counted(
+    weights: str, dtype: str, each: int, tiles: bool
+) -> None:
+    """Of int8 with a scale of 4 bytes for each row of 256, beside the engine's copy of the model."""
+    facts = on(None, replace(SMALL, family="qwen3"))
+    facts = replace(facts, hardware=replace(facts.hardware, compiler="g++", tiles=tiles))
+    said = (f"system.engine_weights={weights}", f"model.dtype={dtype}")
+    scales = 5_000_000 // 64 if weights == "int8" else 0
+    own = planned(resolved(RLConfig, facts, *said))
+    assert own is not None and own.engine == each * 5_000_000 + scales
+    apart = ("system.engine_process=true", "system.engines=1")
+    with_copy = planned(resolved(RLConfig, facts, *said, *apart))
+    assert with_copy is not None
+    assert with_copy.engine - own.engine == (4 if dtype == "float32" else 2) * 5_000_000
+
+
+@pytest.mark.parametrize("kind", [RLConfig, DistillConfig])
+def test_int8_is_corrected(kind: Any) -> None:
+    facts = on(None, replace(SMALL, family="qwen3"))
+    facts = replace(facts, hardware=replace(facts.hardware, compiler="g++"))
+    found = {
+        weights: resolved(kind, facts, f"system.engine_weights={weights}", "model.dtype=float32")
+        for weights in ("model", "float16", "int8")
+    }
+    corrections = {
+        weights: (plan.algorithm.correction.name, plan.algorithm.decoupled)
+        for weights, plan in found.items()
+    }
+    usual = ("none", False)
+    assert corrections == {"model": usual, "float16": usual, "int8": ("token_truncate", True)}
+    reason = next(r for r in found["int8"].reasons if r.key == "algorithm.correction")
+    assert "system.engine_weights" in reason.reason
+    said = ["system.engine_weights=int8", "model.dtype=float32", "algorithm.correction=icepop"]
+    assert resolved(kind, facts, *said).algorithm.correction.name == "icepop"
+
+
 def test_a_head_of_another_width_is_copied_for_tiles() -> None:
     facts = on(None, replace(SMALL, family="qwen3", vocab_size=4097))
     facts = replace(facts, hardware=replace(facts.hardware, compiler="g++", tiles=True))

@@ -90,7 +90,7 @@ template <class X, class T> static void products(int64_t rows, int64_t N, int64_
     std::vector<T> panels((N + PANEL - 1) / PANEL * PANEL * K + 2 * W);
     std::vector<float> y(rows * N + W);
     pack_panels(N, K, together, weight.data(), panels.data(), 1);
-    multiply_panels(rows, N, K, panels.data(), bias.data(), x.data(), y.data(), 2);
+    multiply_panels(rows, N, K, panels.data(), {bias.data(), nullptr}, x.data(), y.data(), 2);
     std::vector<double> out(rows * N);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t n = 0; n < N; n++) {
@@ -98,6 +98,41 @@ template <class X, class T> static void products(int64_t rows, int64_t N, int64_
             for (int64_t k = 0; k < K; k++) out[r * N + n] += double(wide(x[r * K + k])) * wide(weight[n * K + k]);
         }
     check(sizeof(X) == 2 ? "product of pairs" : "product", y, out, 4);
+}
+
+// Rows of float32 times a weight rounded to float16 or to int8 with scales; `exact` says what its numbers are.
+template <class T, class Exact> static void rounded(const char* name, int64_t rows, int64_t N, int64_t K, Exact exact) {
+    const int64_t all = (N + PANEL - 1) / PANEL * PANEL;
+    const auto x = drawn<float>(rows * K), bias = drawn<float>(all), scale = drawn<float>(all);
+    std::vector<T> weight(N * K), panels(all * K + 2 * W);
+    std::uniform_int_distribution<int> bits(0, 0x7bff);
+    for (T& w : weight) { const uint16_t b = bits(generator) % 0x4800 | (bits(generator) & 1) << 15; std::memcpy(&w, &b, sizeof w); }
+    std::vector<float> y(rows * N + W);
+    pack_panels(N, K, 1, weight.data(), panels.data(), 1);
+    const bool scaled = sizeof(T) == 1;
+    multiply_panels(rows, N, K, panels.data(), {bias.data(), scaled ? scale.data() : nullptr}, x.data(), y.data(), 2);
+    std::vector<double> out(rows * N);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t n = 0; n < N; n++) {
+            for (int64_t k = 0; k < K; k++) out[r * N + n] += x[r * K + k] * exact(weight[n * K + k]);
+            out[r * N + n] = out[r * N + n] * (scaled ? scale[n] : 1) + bias[n];
+        }
+    check(name, y, out, 4);
+}
+
+static double exact_half(float16 h) {
+    const int exponent = h.bits >> 10 & 31, fraction = h.bits & 1023;
+    const double size = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
+    return exponent < 31 ? (h.bits >> 15 ? -size : size) : fraction ? NAN : h.bits >> 15 ? -INFINITY : INFINITY;
+}
+
+static void every_half() {
+    for (int b = 0; b < 1 << 16; b++) {
+        float16 h[W];
+        for (float16& one : h) one.bits = b;
+        const double found = load(h)[W - 1], exact = exact_half(h[0]);
+        if (std::isnan(exact) ? !std::isnan(found) : found != exact) std::printf("float16 %x is %g\n", b, found), failed = 1;
+    }
 }
 
 static void numbers() {
@@ -126,6 +161,12 @@ int main() {
             products<float, bfloat16>(rows, N, 46, 1);
             products<bfloat16, bfloat16>(rows, N, 46, 2);
         }
+    for (int64_t rows : {1, 4, 7, 12, 16, 17, 60})  // the last converts a panel once
+        for (int64_t N : {1, 40, 100}) {
+            rounded<float16>("product of float16", rows, N, 45, exact_half);
+            rounded<int8_t>("product of int8", rows, N, 45, [](int8_t w) { return double(w); });
+        }
+    every_half();
     numbers();
     std::printf("%d numbers in a vector\n", W);
     return failed;

@@ -19,11 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tunesmith.config.doors import Door
 from tunesmith.config.section import OneOf
 from tunesmith.errors import ConfigError
+
+RoundedWeights = Literal["float16", "int8"]
+EngineWeights = Literal["model", "float16", "int8"]
+"""Values of ``system.engine_weights``."""
+ROUNDED_BYTES: Mapping[RoundedWeights, int] = {"float16": 2, "int8": 1}
+"""Bytes of a weight; the scales of int8 come on top."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tunesmith.config.engines import OWN_ENGINE, EngineKind, EngineName, engine_kinds
+from tunesmith.config.engines import OWN_ENGINE, EngineKind, EngineName, EngineWeights, engine_kinds
 from tunesmith.config.section import Open, Section
 from tunesmith.config.values import Count, Part, PositiveInt, Size, Text, Url
 
@@ -161,6 +161,9 @@ class SystemSection(Section):
     engines then have processes of their own."""
     engines: Open[PositiveInt] = None
     """Number of engine processes, each with ``kv_memory`` and a copy of the weights."""
+    engine_weights: EngineWeights = "model"
+    """Weights with which Tunesmith's own engine samples on a CPU: the model's, or copies rounded to
+    ``float16``, or to ``int8`` with a scale for each output. It computes in float32."""
     engine_restarts: Count = 3
     """How often each engine may be replaced after it dies, counted over all together; the others go
     on."""

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from tests.support.tiny import save_model
 from tests.support.training import backend_of, learner_of
+from tunesmith.config.engines import EngineWeights
 from tunesmith.config.schema import ModelSection
 from tunesmith.errors import EngineError
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.cpu.products import compiled
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.engines.pool import EnginePool
-from tunesmith.run.loop.canary import TOLERANCES, Canary
+from tunesmith.run.loop.canary import OF_WEIGHTS, TOLERANCES, Canary
 from tunesmith.run.placement.planes import file_plane, read_offer
 from tunesmith.run.weights.base import Offer
 from tunesmith.types import Completion, Sampling
@@ -31,11 +33,17 @@ class Apart(LocalEngine):
     """A member of a pool with its own weights; it never updates those in ``keeps``."""
 
     def __init__(
-        self, name: str, path: Path, dtype: torch.dtype, keeps: Iterable[str] = ()
+        self,
+        name: str,
+        path: Path,
+        dtype: torch.dtype,
+        keeps: Iterable[str] = (),
+        rounded: EngineWeights = "model",
     ) -> None:
         self.name = name
         lm = CausalLM.load(path, dtype=dtype)
-        super().__init__(lm, kv_bytes=1 << 20, max_running=4, max_prefill_tokens=64)
+        sizes = {"kv_bytes": 1 << 20, "max_running": 4, "max_prefill_tokens": 64}
+        super().__init__(lm, **sizes, rounded=rounded)
         self._own: dict[str, Tensor] = lm.module.state_dict()
         self._keeps = set(keeps)
 
@@ -53,12 +61,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def bench(path: Path, dtype: str = "float32", *keeps: str) -> tuple[EnginePool, Canary, Any]:
+def bench(
+    path: Path, dtype: str = "float32", *keeps: str, rounded: EngineWeights = "model"
+) -> tuple[EnginePool, Canary, Any]:
     kind = getattr(torch, dtype)
     backend = backend_of(path, kind)
 
     async def start(number: int) -> Apart:
-        return Apart(f"engine {number}", path, kind, keeps if number == 1 else ())
+        return Apart(f"engine {number}", path, kind, keeps if number == 1 else (), rounded)
 
     pool = EnginePool(start, file_plane(backend.model.module.state_dict().items), size=2)
     learner = learner_of(backend)
@@ -69,7 +79,7 @@ def bench(path: Path, dtype: str = "float32", *keeps: str) -> tuple[EnginePool, 
             learner,
             PROMPT,
             SAMPLING,
-            TOLERANCES[dtype],
+            max(TOLERANCES[dtype], OF_WEIGHTS[rounded]),
             "by hand",
         ),
         backend.model,
@@ -103,6 +113,22 @@ async def test_a_head_that_stays_behind_is_caught(path: Path) -> None:
     with pytest.raises(
         EngineError, match=r"version 2 .* by hand, engine 1 .* 0\.001.* system\.canary"
     ):
+        await canary.check(2)
+    await pool.close()
+
+
+@pytest.mark.skipif(not compiled(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("rounded", ["float16", "int8"])
+async def test_rounded_weights_differ_little_and_a_head_that_stays_behind_is_caught(
+    path: Path, rounded: EngineWeights
+) -> None:
+    pool, canary, model = bench(path, "float32", "lm_head.weight", rounded=rounded)
+    await pool.load_weights(1)
+    first = (await canary.check(1))["canary"]
+    assert 1e-6 < first < canary.tolerance / 4
+    change(model)
+    await pool.load_weights(2)
+    with pytest.raises(EngineError, match=r"engine 1 .* on average"):
         await canary.check(2)
     await pool.close()
 

@@ -16,12 +16,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tunesmith.config.engines import RoundedWeights
 from tunesmith.models.cpu.native import OPERATIONS
 from tunesmith.models.cpu.products import (
     COMPILED,
     HEADS,
     LAYERS,
     PAIRS,
+    ROUNDED,
     Compiled,
     compiled,
     fastest,
@@ -68,6 +70,14 @@ class CpuDecoding:
             return None
         prepare = None if layer == "plain" else kind.prepare
         return PreparedProducts(prepare, kind.rows or weights, partial(_head, head))
+
+    def rounded(
+        self, to: RoundedWeights, weights: torch.dtype, device: torch.device
+    ) -> PreparedProducts | None:
+        if not self.fits(weights, device) or not compiled():
+            return None
+        prepare = ROUNDED[to].prepare
+        return PreparedProducts(prepare, torch.float32, prepare)
 
 
 def _head(name: str, weight: Tensor, bias: Tensor | None) -> Product:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tunesmith.config.engines import RoundedWeights
 from tunesmith.models.cpu.native import OPERATIONS, load
 from tunesmith.models.kernels.decoding import float32_head
 from tunesmith.models.kernels.functions import Prepare, Product
@@ -74,6 +75,7 @@ class Compiled:
         layout: of the weights.
         rows: dtype of the input.
         result: dtype of the output.
+        scale: ``[N]``, by which outputs are multiplied, of a weight in int8.
     """
 
     def __init__(
@@ -83,9 +85,10 @@ class Compiled:
         layout: WeightLayout,
         rows: torch.dtype,
         result: torch.dtype,
+        scale: Tensor | None = None,
     ) -> None:
         own_bias = None if bias is None else bias.detach()
-        self.prepared: Tensor = OPERATIONS.product(weight.detach(), own_bias, layout)
+        self.prepared: Tensor = OPERATIONS.product(weight.detach(), own_bias, scale, layout)
         """The product as compiled operations read it; it holds what it needs of the weights."""
         self._rows = rows
         self._narrow = result == torch.bfloat16
@@ -116,6 +119,20 @@ def _uncompiled(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> Pro
 def _panels(weight: Tensor, bias: Tensor | None) -> Product:
     """A product of float32 rows."""
     return Compiled(weight, bias, WeightLayout.PANELS, torch.float32, torch.float32)
+
+
+def _float16(weight: Tensor, bias: Tensor | None) -> Product:
+    """A product of float32 rows with the weight rounded to float16."""
+    return Compiled(weight.half(), bias, WeightLayout.PANELS, torch.float32, torch.float32)
+
+
+def _int8(weight: Tensor, bias: Tensor | None) -> Product:
+    """A product of float32 rows with the weight rounded to whole numbers of steps, each row with a
+    step of its own: its largest number is 127 steps."""
+    wide = weight.detach().float()
+    step = wide.abs().amax(1) / 127
+    whole = (wide / step.where(step > 0, 1)[:, None]).round_().to(torch.int8)
+    return Compiled(whole, bias, WeightLayout.PANELS, torch.float32, torch.float32, step)
 
 
 def _float32(weight: Tensor, bias: Tensor | None) -> Product:
@@ -166,6 +183,11 @@ HEADS: dict[torch.dtype, dict[str, Kind]] = {
     },
 }
 """The kinds for a head, whose result is float32, by the dtype of its weights."""
+ROUNDED: dict[RoundedWeights, Kind] = {
+    "float16": Kind(_float16, torch.float32, 2, in_cpp=True),
+    "int8": Kind(_int8, torch.float32, 1, in_cpp=True),
+}
+"""The kinds for layers and head that round the weights (``system.engine_weights``)."""
 
 
 def works(kind: Kind, weights: torch.dtype) -> bool:

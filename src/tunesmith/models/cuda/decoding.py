@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tunesmith.config.engines import RoundedWeights
 from tunesmith.models.cuda.triton import usable
 from tunesmith.models.kernels.decoding import (
     DecodeRows,
@@ -43,6 +44,12 @@ class CudaDecoding:
         self, weights: torch.dtype, numbers: int, device: torch.device, *, compiled: bool
     ) -> PreparedProducts | None:
         del weights, numbers, device, compiled
+        return None
+
+    def rounded(
+        self, to: RoundedWeights, weights: torch.dtype, device: torch.device
+    ) -> PreparedProducts | None:
+        del to, weights, device
         return None
 
 

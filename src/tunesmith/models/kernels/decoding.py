@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.config.doors import Door
+from tunesmith.config.engines import RoundedWeights
 from tunesmith.models.kernels.functions import Prepare, Product
 from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.kernels.precision import bfloat16_operands
@@ -124,6 +125,12 @@ class Decoding(Protocol):
             numbers: how many weights the model has.
             compiled: whether products may be compiled.
         """
+        ...
+
+    def rounded(
+        self, to: RoundedWeights, weights: torch.dtype, device: torch.device
+    ) -> PreparedProducts | None:
+        """Products with weights rounded to fewer bits; None where there are none."""
         ...
 
 

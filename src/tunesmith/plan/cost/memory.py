@@ -21,6 +21,7 @@ from tunesmith.plan.cost.price import (
     gathered_bytes,
     prepared_bytes,
     price,
+    rounded_bytes,
     scoring_bytes,
     sent_bytes,
 )
@@ -168,6 +169,9 @@ def _prepared(plan: AnyPlan) -> int:
         or model is None
     ):
         return 0
+    rounded = plan.said.system.engine_weights
+    if rounded != "model":
+        return rounded_bytes(model.parameters or 0, model.hidden_size, rounded)
     narrow = plan.devices.dtype == "bfloat16"
     whole = model.vocab_size % 16 == model.hidden_size % 32 == 0
     alike = narrow and not plan.kind.adapter and plan.decodes_compiled

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import ceil
 from typing import Any
 
+from tunesmith.config.engines import ROUNDED_BYTES, RoundedWeights
 from tunesmith.costs import chunk_rows, chunk_words
 from tunesmith.plan.cost.device import Layout, Price
 from tunesmith.plan.cost.tower import with_tower
@@ -499,6 +501,13 @@ def prepared_bytes(numbers: int, memory_total: int, copied: int | None = None) -
     """
     needed = (copied or (8 if numbers <= SMALL else 4)) * numbers
     return needed if needed <= memory_total // 8 else 0
+
+
+def rounded_bytes(numbers: int, hidden_size: int, to: RoundedWeights) -> int:
+    """An upper bound on the bytes of rounded weights (``system.engine_weights``), with the scale of
+    each row in int8."""
+    scale = 4 / hidden_size if to == "int8" else 0
+    return ceil(numbers * (ROUNDED_BYTES[to] + scale))
 
 
 def scoring_bytes(model: ModelFacts, layout: Layout, tokens: int | None = None) -> int:

@@ -27,6 +27,7 @@ def resolve_algorithm(
     max_new_tokens: int,
     max_staleness: int = 0,
     altered_by: Collection[str] = (),
+    rounded: bool = False,
 ) -> tuple[Algorithm, Reasons]:
     """The algorithm, and ``(key, value, reason)`` for each key that was left out.
 
@@ -34,6 +35,8 @@ def resolve_algorithm(
         max_staleness: above 0, truncated importance sampling is the default correction.
         altered_by: settings that alter the sampled distribution: the sampler's log-probabilities
             are then not the old log-probabilities of the distribution that is trained.
+        rounded: whether the sampler rounds the weights; truncated importance sampling is then the
+            default correction, too.
 
     Raises:
         ConfigError: a preset is incomplete, or settings contradict each other.
@@ -45,6 +48,9 @@ def resolve_algorithm(
     if max_staleness:
         correction = "token_truncate"
         why = "with rollout.max_staleness an older policy may have sampled"
+    elif rounded:
+        correction = "token_truncate"
+        why = "with system.engine_weights the sampler rounds the weights"
     defaults: dict[str, tuple[Any, str]] = {
         "kl": (NoKL(), "no KL to a reference"),
         "correction": (CorrectionChoice.typed(correction)(), why),

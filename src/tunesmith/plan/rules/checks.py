@@ -22,14 +22,24 @@ from tunesmith.plan.devices import device_problems
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.kind import kind_of
 from tunesmith.plan.plan import AnyPlan, C, Plan, devices_said
-from tunesmith.plan.rules import devices, engines, images, kernels, rl, sampling, training, vllm
+from tunesmith.plan.rules import (
+    devices,
+    engines,
+    images,
+    kernels,
+    rl,
+    rounded,
+    sampling,
+    training,
+    vllm,
+)
 from tunesmith.plan.rules.rule import RULES, UNREAD, rule
 from tunesmith.plan.rules.situation import Situation, resolved_algorithm
 from tunesmith.plan.rules.vllm import vllm_not_installed
 
 OTHERS = Door[object]("rules")
 """Rules of other packages; importing them registers them."""
-TOPICS = (training, rl, sampling, engines, devices, kernels, vllm, images)
+TOPICS = (training, rl, sampling, engines, devices, kernels, vllm, images, rounded)
 """The modules whose rules are registered."""
 MOST_ROLLOUTS = 10**6
 """Maximum rollouts per step; the largest published runs have a few thousand."""

@@ -239,10 +239,10 @@ def ray(s: Situation[RunConfig]) -> Iterator[Problem]:
 OF_SAMPLERS = unread(RunConfig,
        "system.critic_max_tokens system.reward_max_tokens system.engine system.engine_urls "
        "system.engine_directory system.engine_process system.engine_python system.engines "
-       "system.engine_restarts system.weight_plane system.weight_copy system.adapter_sync "
-       "system.cluster system.ray_address system.ray_runtime_env system.placement system.kv_memory "
-       "system.max_running system.max_prefill_tokens system.draft_model system.speculative_tokens "
-       "system.vllm.", lambda s: s.config.supervised,
+       "system.engine_restarts system.engine_weights system.weight_plane system.weight_copy "
+       "system.adapter_sync system.cluster system.ray_address system.ray_runtime_env "
+       "system.placement system.kv_memory system.max_running system.max_prefill_tokens "
+       "system.draft_model system.speculative_tokens system.vllm.", lambda s: s.config.supervised,
        "in supervised training, which samples nothing; leave it out")
 unread(RunConfig, "system.vllm.", lambda s: not s.engine_open and s.engine.name != "vllm",
        'with system.engine = {system.engine}; set "vllm", or leave it out')

@@ -43,7 +43,7 @@ TENSOR = "system.vllm.tensor_parallel_size"
 
 
 def resolved_algorithm(config: RLConfig, switch: int | None = None) -> tuple[Algorithm, Reasons]:
-    """``[algorithm]`` as it resolves with this ``[rollout]``; see ``resolve_algorithm``.
+    """``[algorithm]`` as it resolves with this run's sampling; see ``resolve_algorithm``.
 
     Args:
         switch: the length at which the model changes its rotary frequencies, if rollouts may exceed
@@ -62,6 +62,7 @@ def resolved_algorithm(config: RLConfig, switch: int | None = None) -> tuple[Alg
         max_new_tokens=rollout.max_new_tokens,
         max_staleness=rollout.max_staleness,
         altered_by=altered_by,
+        rounded=config.system.engine_weights == "int8",
     )
 
 

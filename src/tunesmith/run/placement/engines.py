@@ -10,6 +10,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, Self
 
 from tunesmith.config.commands import SamplingSection
+from tunesmith.config.engines import EngineWeights
 from tunesmith.config.schema import RolloutSection, RunConfig
 from tunesmith.config.system import Role
 from tunesmith.costs import PeakRates
@@ -58,6 +59,7 @@ def local_spec(plan: AnyPlan) -> LocalSpec:
         draft=None if draft is None else frozen_spec(plan, draft, "system.draft_model"),
         draft_tokens=said.system.speculative_tokens,
         records_experts=plan.replays_routing,
+        rounded=said.system.engine_weights,
         pool=_pool(plan),
         python=said.system.engine_python,
     )
@@ -111,6 +113,8 @@ class LocalSpec(EngineSpec):
     draft_tokens: int = 4
     records_experts: bool = False
     """Whether completions have the experts that their tokens chose."""
+    rounded: EngineWeights = "model"
+    """``system.engine_weights``."""
 
     @property
     def weights(self) -> str:
@@ -149,6 +153,7 @@ class LocalSpec(EngineSpec):
             max_prefill_tokens=self.max_prefill_tokens,
             compiled=self.compiled,
             records_experts=self.records_experts,
+            rounded=self.rounded,
             **options,
         )
 
@@ -290,6 +295,7 @@ def local_engine_for(model: CausalLM, plan: AnyPlan, longest: int, requests: int
         max_running=running,
         max_prefill_tokens=plan.said.system.max_prefill_tokens,
         compiled=compiled,
+        rounded=plan.said.system.engine_weights,
     )
 
 

@@ -15,7 +15,7 @@ from tunesmith.plan.length import critic_steps, optimizer_steps
 from tunesmith.plan.plan import AnyPlan, Plan
 from tunesmith.run.engines.base import RolloutEngine, Sampler
 from tunesmith.run.engines.pool import EnginePool
-from tunesmith.run.loop.canary import TOLERANCES, Canary
+from tunesmith.run.loop.canary import OF_WEIGHTS, TOLERANCES, Canary
 from tunesmith.run.loop.critic import Critic
 from tunesmith.run.loop.learner import Learner
 from tunesmith.run.placement.base import Report, Trained
@@ -149,6 +149,6 @@ def make_canary(
             return {member.name: member for member in engine.members}
         return {"the engine": engine}
 
-    tolerance = TOLERANCES[devices.dtype]
+    tolerance = max(TOLERANCES[devices.dtype], OF_WEIGHTS[system.engine_weights])
     quiet = (lambda: engine.moving) if isinstance(engine, EnginePool) else nullcontext
     return Canary(engines, learner, prompt_ids[:40], sampling, tolerance, way, quiet)

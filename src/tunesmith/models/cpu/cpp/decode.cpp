@@ -151,15 +151,24 @@ struct Step : Kept {
 
 enum Weights {
     AS_IT_IS,      // weight [N, K] of bfloat16, for rows of bfloat16; the others are panels
-    PANELS,        // of float32 or bfloat16, for rows of float32
+    PANELS,        // of any type, for rows of float32
     PAIRS,         // of bfloat16, pairs of inputs side by side, for rows of bfloat16
 };
 
 struct Product : Kept {
     const void *weight, *bias;
+    const float* scale;               // of outputs, where the weight is int8
     int64_t outputs, inputs, layout;  // a Weights
-    bool narrow_weight;
+    ScalarType type;                  // of the weight
 };
+
+// f(a number of the weight's type)
+template <class F> static void by_weight(ScalarType type, F f) {
+    if (type == ScalarType::BFloat16) f(bfloat16());
+    else if (type == ScalarType::Half) f(float16());
+    else if (type == ScalarType::Char) f(int8_t());
+    else f(float());
+}
 
 struct Layer : Kept {
     int64_t plane, heads, window;  // window 0: none
@@ -385,7 +394,7 @@ template <class Y> static void multiply_tiles(int64_t rows, const Product& p, co
 // Rows of bfloat16, x [rows, K], times the weight, to [rows, N], where K is a multiple of 2 W and N of W.
 template <class Y> static void multiply(int64_t rows, const Product& p, const bfloat16* x, Y* out, int64_t threads) {
     if (p.layout == PAIRS)
-        return multiply_panels(rows, p.outputs, p.inputs, (const bfloat16*)p.weight, (const float*)p.bias, x, out, threads);
+        return multiply_panels(rows, p.outputs, p.inputs, (const bfloat16*)p.weight, {(const float*)p.bias, nullptr}, x, out, threads);
     constexpr int64_t PART = 64;
     const int64_t N = p.outputs, K = p.inputs, parts = (N + PART - 1) / PART;
     const bfloat16 *weight = (const bfloat16*)p.weight, *bias = (const bfloat16*)p.bias;
@@ -410,8 +419,9 @@ template <class Y> static void multiply(int64_t rows, const Product& p, const bf
 
 // Rows of float32 times a weight in panels.
 static void multiply(int64_t rows, const Product& p, const float* x, float* out, int64_t threads) {
-    if (p.narrow_weight) multiply_panels(rows, p.outputs, p.inputs, (const bfloat16*)p.weight, (const float*)p.bias, x, out, threads);
-    else multiply_panels(rows, p.outputs, p.inputs, (const float*)p.weight, (const float*)p.bias, x, out, threads);
+    by_weight(p.type, [&](auto number) {
+        multiply_panels(rows, p.outputs, p.inputs, (const decltype(number)*)p.weight, {(const float*)p.bias, p.scale}, x, out, threads);
+    });
 }
 
 // All layers: x [B, d] is the embedded tokens; out the normed states after the last layer.
@@ -557,30 +567,32 @@ static Tensor layers(Tensor step, std::vector<Tensor> layers, Tensor x, Tensor n
     return out;
 }
 
-// A weight [N, K] in panels [N / PANEL, K, PANEL], the last one filled up with zeros like the bias, or as it is.
-static Tensor product(Tensor weight, Maybe bias, int64_t layout) {
+// Numbers [N] in float32, filled up with zeros to whole panels.
+static Tensor whole_panels(const Tensor& from, int64_t N) {
+    const Tensor padded = torch::stable::new_zeros(from, {(N + PANEL - 1) / PANEL * PANEL}, ScalarType::Float);
+    by_type(narrow(from), [&](auto number) {
+        for (int64_t i = 0; i < N; i++) numbers<float>(padded)[i] = as_float(numbers<decltype(number)>(from)[i]);
+    });
+    return padded;
+}
+
+// A weight [N, K] in panels [N / PANEL, K, PANEL], the last one filled up with zeros like bias and scale, or as it is.
+static Tensor product(Tensor weight, Maybe bias, Maybe scale, int64_t layout) {
     Product* p = new Product();
-    p->outputs = weight.size(0), p->inputs = weight.size(1), p->layout = layout, p->narrow_weight = narrow(weight);
+    p->outputs = weight.size(0), p->inputs = weight.size(1), p->layout = layout, p->type = weight.scalar_type();
     weight = whole(weight);
     if (layout == AS_IT_IS) {
         p->weight = p->keep<void>(weight), p->bias = p->keep<void>(bias);
         return tensor_of(p);
     }
-    const int64_t all = (p->outputs + PANEL - 1) / PANEL * PANEL;
-    const Tensor packed = empty(weight, {all * p->inputs});
-    by_type(p->narrow_weight, [&](auto number) {
+    const Tensor packed = empty(weight, {(p->outputs + PANEL - 1) / PANEL * PANEL * p->inputs});
+    by_weight(p->type, [&](auto number) {
         using T = decltype(number);
         pack_panels(p->outputs, p->inputs, layout == PAIRS ? 2 : 1, numbers<T>(weight), numbers<T>(packed), threads());
     });
     p->weight = p->keep<void>(packed);
-    if (bias) {
-        const Tensor padded = torch::stable::new_zeros(*bias, {all}, ScalarType::Float);
-        by_type(narrow(*bias), [&](auto number) {
-            const auto* from = numbers<decltype(number)>(*bias);
-            for (int64_t i = 0; i < p->outputs; i++) numbers<float>(padded)[i] = as_float(from[i]);
-        });
-        p->bias = p->keep<void>(padded);
-    }
+    if (bias) p->bias = p->keep<void>(whole_panels(*bias, p->outputs));
+    if (scale) p->scale = p->keep<float>(whole_panels(*scale, p->outputs));
     return tensor_of(p);
 }
 
@@ -633,7 +645,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tunesmith, m) {
     m.def("attend(Tensor step, Tensor layer, Tensor qkv) -> Tensor");
     m.def("add_norm(Tensor(a!) x, Tensor? y, Tensor? inner, Tensor weight, float eps, bool narrow) -> Tensor");
     m.def("gated(Tensor x, int activation) -> Tensor");
-    m.def("product(Tensor weight, Tensor? bias, int layout) -> Tensor");
+    m.def("product(Tensor weight, Tensor? bias, Tensor? scale, int layout) -> Tensor");
     m.def("multiply(Tensor product, Tensor x, bool narrow) -> Tensor");
     m.def("draw(Tensor logits, Tensor temperatures, Tensor uniforms) -> (Tensor, Tensor)");
 }

@@ -7,10 +7,20 @@
 
 constexpr int64_t PANEL = 2 * W;
 constexpr int TALL = W == 16 ? 12 : 6;  // rows whose sums of a panel fit into the registers
+constexpr int64_t AHEAD = 2048;         // bytes of a panel that are asked for before they are used
+template <class T> constexpr bool ASKS = W == 8 || sizeof(T) < sizeof(float);  // faster where a step computes more than it reads
+
+// Rows above which a panel is widened once: converting it again for each block of rows is more work then.
+template <class T> constexpr int64_t WIDENS = std::is_same_v<T, bfloat16> ? 2 * TALL : 48;
+
+struct Ends { const float *bias, *scale; };  // of the outputs, or null: x -> x scale + bias
 
 // a [R, PANEL] += R rows x [R, K] times a panel [K, PANEL]
-template <int R, class T> static inline void add_panel(Vec (&a)[R][2], const float* x, int64_t K, const T* panel) {
+template <int R, bool First, class T> static inline void add_panel(Vec (&a)[R][2], const float* x, int64_t K, const T* panel) {
     for (int64_t k = 0; k < K; k++) {
+        if constexpr (First && ASKS<T>)
+            for (int64_t line = 0; line < PANEL * (int64_t)sizeof(T); line += 64)
+                __builtin_prefetch((const char*)(panel + k * PANEL) + AHEAD + line);
         const Vec low = load(panel + k * PANEL), high = load(panel + k * PANEL + W);
         for (int r = 0; r < R; r++) {
             a[r][0] += x[r * K + k] * low;
@@ -20,60 +30,64 @@ template <int R, class T> static inline void add_panel(Vec (&a)[R][2], const flo
 }
 
 // The same of rows of bfloat16 and a panel [K / 2, PANEL, 2]
-template <int R> static inline void add_panel(Vec (&a)[R][2], const bfloat16* x, int64_t K, const bfloat16* panel) {
+template <int R, bool First> static inline void add_panel(Vec (&a)[R][2], const bfloat16* x, int64_t K, const bfloat16* panel) {
     for (int64_t k = 0; k < K; k += 2)
         for (int r = 0; r < R; r++)
             for (int h = 0; h < 2; h++) a[r][h] = add_pair(a[r][h], x + r * K + k, panel + k * PANEL + h * 2 * W);
 }
 
-// out [R, n] of R rows x and a panel, of which n outputs are there.
-template <int R, class X, class T, class Y>
-static void multiply_panel(const X* x, int64_t K, const T* panel, const float* bias, Y* out, int64_t out_step, int64_t n) {
+// out [R, n] of R rows x and a panel, of which n outputs are there. First: of the rows that read this panel.
+template <int R, bool First, class X, class T, class Y>
+static void multiply_panel(const X* x, int64_t K, const T* panel, Ends ends, Y* out, int64_t out_step, int64_t n) {
     Vec a[R][2];
     for (int r = 0; r < R; r++)
-        for (int h = 0; h < 2; h++) a[r][h] = bias ? load(bias + h * W) : Vec{};
-    add_panel<R>(a, x, K, panel);
+        for (int h = 0; h < 2; h++) a[r][h] = ends.bias && !ends.scale ? load(ends.bias + h * W) : Vec{};
+    add_panel<R, First>(a, x, K, panel);
+    for (int r = 0; ends.scale && r < R; r++)
+        for (int h = 0; h < 2; h++) a[r][h] = a[r][h] * load(ends.scale + h * W) + (ends.bias ? load(ends.bias + h * W) : Vec{});
     for (int r = 0; r < R; r++) {
         store(out + r * out_step, a[r][0], n);
         if (n > W) store(out + r * out_step + W, a[r][1], n - W);
     }
 }
 
-template <class X, class T, class Y> using PanelProduct = void (*)(const X*, int64_t, const T*, const float*, Y*, int64_t, int64_t);
+template <class X, class T, class Y> using PanelProduct = void (*)(const X*, int64_t, const T*, Ends, Y*, int64_t, int64_t);
 
-template <class X, class T, class Y, int... R>
+template <bool First, class X, class T, class Y, int... R>
 static PanelProduct<X, T, Y> panel_product(int64_t rows, std::integer_sequence<int, R...>) {
-    static const PanelProduct<X, T, Y> by_rows[] = {multiply_panel<R + 1, X, T, Y>...};
+    static const PanelProduct<X, T, Y> by_rows[] = {multiply_panel<R + 1, First, X, T, Y>...};
     return by_rows[rows - 1];
 }
 
 // Rows x times a panel, of which n outputs are there.
 template <class X, class T, class Y>
-static void multiply_rows(int64_t rows, int64_t K, const T* panel, const float* bias, const X* x, Y* out, int64_t out_step, int64_t n) {
+static void multiply_rows(int64_t rows, int64_t K, const T* panel, Ends ends, const X* x, Y* out, int64_t out_step, int64_t n) {
     const int64_t blocks = (rows + TALL - 1) / TALL;
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t row = b * rows / blocks, count = (b + 1) * rows / blocks - row;
-        panel_product<X, T, Y>(count, std::make_integer_sequence<int, TALL>())(x + row * K, K, panel, bias, out + row * out_step, out_step, n);
+        const std::make_integer_sequence<int, TALL> sizes;
+        (b ? panel_product<false, X, T, Y>(count, sizes) : panel_product<true, X, T, Y>(count, sizes))(
+            x + row * K, K, panel, ends, out + row * out_step, out_step, n);
     }
 }
 
-// x [rows, K] times the weight, to [rows, N]; bias is null or filled up with zeros to whole panels.
+// x [rows, K] times the weight, to [rows, N]; bias and scale are null or filled up to whole panels.
 template <class X, class T, class Y>
-static void multiply_panels(int64_t rows, int64_t N, int64_t K, const T* weight, const float* bias, const X* x, Y* out, int64_t threads) {
+static void multiply_panels(int64_t rows, int64_t N, int64_t K, const T* weight, Ends ends, const X* x, Y* out, int64_t threads) {
     constexpr bool widens = std::is_same_v<X, float> && !std::is_same_v<T, float>;
     const int64_t panels = (N + PANEL - 1) / PANEL;
 #pragma omp parallel for num_threads(threads) if (rows * N * K > ALONE)
     for (int64_t p = 0; p < panels; p++) {
         const int64_t from = p * PANEL, n = std::min(PANEL, N - from);
         const T* panel = weight + from * K;
-        const float* own_bias = bias ? bias + from : nullptr;
-        if (widens && rows > 2 * TALL) {  // three blocks of rows and more read it: to float32 once is less work
+        const Ends own = {ends.bias ? ends.bias + from : nullptr, ends.scale ? ends.scale + from : nullptr};
+        if (widens && rows > WIDENS<T>) {
             static thread_local std::vector<float> wide;
             wide.resize(K * PANEL);
             for (int64_t i = 0; i < K * PANEL; i += W) store(wide.data() + i, load(panel + i));
-            multiply_rows(rows, K, wide.data(), own_bias, (const float*)x, out + from, N, n);
+            multiply_rows(rows, K, wide.data(), own, (const float*)x, out + from, N, n);
         } else
-            multiply_rows(rows, K, panel, own_bias, x, out + from, N, n);
+            multiply_rows(rows, K, panel, own, x, out + from, N, n);
     }
 }
 

@@ -1,4 +1,4 @@
-// Vectors of W numbers, in float32 or bfloat16 memory, and AMX's tiles.
+// Vectors of W numbers, in memory of 32, 16 or 8 bits, and AMX's tiles.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -6,7 +6,7 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
-#ifdef __AVX512BF16__
+#if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 #ifdef __AMX_BF16__
@@ -25,6 +25,7 @@ typedef int32_t Int __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Half __attribute__((vector_size(2 * WIDTH)));
 struct bfloat16 { uint16_t bits; };
+struct float16 { uint16_t bits; };
 constexpr int64_t ALONE = 1 << 15;   // multiplications that one thread does as fast as a team
 constexpr float LEAST = -87.3f;      // below it, exp is 0
 
@@ -38,6 +39,33 @@ static inline Vec load(const float* p) { Vec v; std::memcpy(&v, p, sizeof v); re
 static inline Vec load(const bfloat16* p) {
     Half h; std::memcpy(&h, p, sizeof h);
     return (Vec)(__builtin_convertvector(h, Bits) << 16);
+}
+static inline Vec load(const float16* p) {
+#if WIDTH == 16
+    return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__) && defined(__AVX2__)
+    return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__ARM_FP16_FORMAT_IEEE)
+    typedef __fp16 Sixteen __attribute__((vector_size(2 * WIDTH)));
+    Sixteen h; std::memcpy(&h, p, sizeof h);
+    return __builtin_convertvector(h, Vec);
+#else
+    Half h; std::memcpy(&h, p, sizeof h);
+    const Bits u = __builtin_convertvector(h, Bits);
+    const Bits value = (Bits)((Vec)((u & 0x7fff) << 13) * 0x1p112f), no_number = (u & 0x7fff) << 13 | 0x7f800000;
+    return (Vec)(((u & 0x7c00) == 0x7c00 ? no_number : value) | (u & 0x8000) << 16);
+#endif
+}
+static inline Vec load(const int8_t* p) {
+#if WIDTH == 16
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+    Bytes b; std::memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(b, Vec);
+#endif
 }
 static inline Half narrow(Vec v) {  // to the nearest, ties to even; NaN stays NaN
 #ifdef __AVX512BF16__

@@ -9,10 +9,13 @@ more exact. An adapter on a small model is merged into a float32 copy first.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from tunesmith.config.engines import EngineWeights, RoundedWeights
+from tunesmith.errors import UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.decoding import DECODING, Decoding, PreparedProducts, float32_head
 from tunesmith.models.kernels.functions import Product
@@ -29,8 +32,16 @@ def decoding(model: CausalLM) -> Decoding | None:
 class DecodeModel:
     """The model that decodes, and its output head."""
 
-    def __init__(self, model: CausalLM, *, compiled: bool) -> None:
+    def __init__(
+        self, model: CausalLM, *, compiled: bool, weights: EngineWeights = "model"
+    ) -> None:
+        """Args: weights: their format in every pass: the model's own, or rounded copies.
+
+        Raises:
+            UserError: this model's weights cannot be rounded here.
+        """
         self._model = model
+        self.weights = weights
         numbers = sum(p.numel() for p in model.module.parameters())
         whole = not is_quantised(model.module)
         # In larger models, the two small products that an adapter adds to each large one matter
@@ -42,8 +53,24 @@ class DecodeModel:
             room.products(dtype, numbers, model.device, compiled=compiled)
             for room in (DECODING.rooms if whole else ())
         )
+        if weights != "model":
+            self._merges = False
+            products = self._rounded(weights, compiled=compiled and whole)
         self._products = next(filter(None, products), None)
+        if weights != "model" and self._fitting(model) is None:
+            raise UserError(
+                f'system.engine_weights = "{weights}" is for plain decoder layers in float32 or '
+                "bfloat16 on a CPU with a C++ compiler, without an adapter: leave it out",
+                keys=("system.engine_weights",),
+            )
         self.refresh()
+
+    def _rounded(
+        self, weights: RoundedWeights, *, compiled: bool
+    ) -> Iterator[PreparedProducts | None]:
+        model = self._model
+        rooms = DECODING.rooms if compiled else ()
+        return (room.rounded(weights, model.module.dtype, model.device) for room in rooms)
 
     def refresh(self) -> None:
         """Drop prepared weights: the trainer's weights have changed, or the memory is needed

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from tunesmith.config.engines import BLOCK_TOKENS
-from tunesmith.costs import PeakRates
+from tunesmith.config.engines import BLOCK_TOKENS, ROUNDED_BYTES, EngineWeights
+from tunesmith.costs import ForwardCost, PeakRates
 from tunesmith.errors import EngineError, UserError
 from tunesmith.learn.data.tokens import decode
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.host_weights import HostWeights
 from tunesmith.run.engines.base import EngineStats, TokenScore, check_sampling
 from tunesmith.run.engines.local.metering import Meter
-from tunesmith.run.engines.local.pool import KVPool
+from tunesmith.run.engines.local.pool import KVLayout, KVPool
 from tunesmith.run.engines.local.requests import LocalRequest, Uniforms
 from tunesmith.run.engines.local.runner import Runner, probe, text_config
 from tunesmith.run.engines.local.scheduler import Scheduler
@@ -54,6 +54,7 @@ class LocalEngine:
         records_experts: completions have the experts that their tokens chose.
         update: writes new weights into the model between steps; None: the trainer has done so.
         weights: the model's, if nothing else uses them; ``sleep`` at level 2 offloads them.
+        rounded: the format of the weights with which it samples (``system.engine_weights``).
 
     Raises:
         UserError: the budget is too small for a single request, or the assistant does not fit the
@@ -76,6 +77,7 @@ class LocalEngine:
         records_experts: bool = False,
         update: Callable[[], None] | None = None,
         weights: HostWeights | None = None,
+        rounded: EngineWeights = "model",
     ) -> None:
         self._model = model
         self._kv_bytes = kv_bytes
@@ -96,26 +98,17 @@ class LocalEngine:
             check_assistant(assistant, model, speculative_tokens)
         models = [model, assistant] if assistant else [model]
         layouts, costs = zip(*(probe(each, compiled=compiled) for each in models), strict=True)
-        if assistant is not None and model.vision is not None:
-            raise UserError(
-                "a draft model does not see the images of prompts: omit system.draft_model",
-                keys=("system.draft_model",),
-            )
-        if assistant is not None and any(layout.states for layout in layouts):
-            raise UserError(
-                "layers of the model or of its assistant carry a state, out of which rejected "
-                "guesses cannot be taken: "
-                "omit system.draft_model",
-                keys=("system.draft_model",),
-            )
-        self._meter = Meter(costs[0], limits)
+        if assistant is not None:
+            _check_speculation(model, layouts)
+        self._meter = Meter(_reading(rounded, costs[0]), limits)
         # Each running request has a prompt at most.
         slots = 2 * max_running
         self._pool = KVPool(layouts, kv_bytes, block_size=block_size, slots=slots)
         self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
+        formats: tuple[EngineWeights, ...] = (rounded, "model")  # the assistant's is its own
         self._runner, *others = (
-            Runner(each, memory, max_prefill_tokens, compiled=compiled)
-            for each, memory in zip(models, self._pool.memories, strict=True)
+            Runner(each, memory, max_prefill_tokens, compiled=compiled, weights=weights_of)
+            for each, memory, weights_of in zip(models, self._pool.memories, formats, strict=False)
         )
         self._runner.records_experts = records_experts
         self._speculation: Speculation | None = None
@@ -301,6 +294,33 @@ class LocalEngine:
         except Exception as error:  # nothing can run: the next request tries to allocate again
             _fail(self._scheduler.waiting, error)
             self._scheduler.waiting.clear()
+
+
+def _check_speculation(model: CausalLM, layouts: Sequence[KVLayout]) -> None:
+    """Raise UserError if nothing can be drafted for the model.
+
+    Args:
+        layouts: the model's and its assistant's.
+    """
+    if model.vision is not None:
+        raise UserError(
+            "a draft model does not see the images of prompts: omit system.draft_model",
+            keys=("system.draft_model",),
+        )
+    if any(layout.states for layout in layouts):
+        raise UserError(
+            "layers of the model or of its assistant carry a state, out of which rejected "
+            "guesses cannot be taken: "
+            "omit system.draft_model",
+            keys=("system.draft_model",),
+        )
+
+
+def _reading(rounded: EngineWeights, cost: ForwardCost) -> ForwardCost:
+    """A pass that reads weights of this format."""
+    if rounded == "model":
+        return cost
+    return replace(cost, weight_bytes=ROUNDED_BYTES[rounded] * cost.weights)
 
 
 def _deliver(ended: dict[LocalRequest, FinishReason]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tunesmith.config.engines import EngineWeights
 from tunesmith.costs import ForwardCost
 from tunesmith.errors import EngineError, ModelError
 from tunesmith.learn.data.batch import Batch
@@ -123,7 +124,13 @@ class Runner:
     """Runs the model on the spans of the pool."""
 
     def __init__(
-        self, model: CausalLM, memory: KVMemory, max_prefill_tokens: int, *, compiled: bool
+        self,
+        model: CausalLM,
+        memory: KVMemory,
+        max_prefill_tokens: int,
+        *,
+        compiled: bool,
+        weights: EngineWeights = "model",
     ) -> None:
         self.model = model
         self._memory = memory
@@ -132,7 +139,7 @@ class Runner:
         """Whether requests keep the experts that their tokens choose."""
         self._softcap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
         self._scale = logit_scale(text_config(model))
-        self._decode_model = DecodeModel(model, compiled=compiled)
+        self._decode_model = DecodeModel(model, compiled=compiled, weights=weights)
         functions = decoding(model) if compiled else None
         self._steps = None if functions is None else functions.steps()
         self._plan: tuple[list[LocalRequest], SamplingPlan] | None = None
@@ -158,9 +165,14 @@ class Runner:
         whole = vision is not None and vision.tower.both_ways
         for batch in split_pieces(pieces, self._max_prefill_tokens, whole_images=whole):
             lengths = torch.tensor([len(piece) for piece in batch], device=self.model.device)
-            ends = self._read(batch, self.model).index_select(0, lengths.cumsum(0) - 1)
+            ends = self._read(batch, self._prefill_model()).index_select(0, lengths.cumsum(0) - 1)
             for piece, end in zip(batch, ends, strict=True):
                 yield piece.owner, end
+
+    def _prefill_model(self) -> CausalLM:
+        """One policy reads and writes: where decode steps round the weights, prefill does too."""
+        exact = self._decode_model.weights == "model"
+        return self.model if exact else self._decode_model.decoder()
 
     def read(self, pieces: Sequence[Piece]) -> Tensor:
         """The hidden states ``[N, d]`` of a few tokens of each piece, in one pass."""
