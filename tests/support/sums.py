@@ -3,6 +3,8 @@ alone to add."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,19 @@ def taught(folder: Path, seed: int, head_dim: int = 16, steps: int = 600) -> Pat
         "train.steps": steps,
     }
     return placement.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
+
+
+def taught_once(factory: pytest.TempPathFactory, seed: int) -> tuple[Path, Path]:
+    """The folder and the model of ``taught``, which the workers of a session make once."""
+    own = factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / f"taught-{seed}"
+    folder.mkdir(exist_ok=True)
+    made = folder / "checkpoint.txt"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            made.write_text(str(taught(folder, seed)))
+    return folder, Path(made.read_text())
 
 
 def learned(folder: Path, model: Path, run: str, seed: int, changed: dict[str, Any]) -> RunResult:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.support.forks import popen
-from tests.support.sums import COMMON, RL, overrides, taught
+from tests.support.sums import COMMON, RL, overrides, taught_once
 from tunesmith.records.metrics import read_metrics
 
 STEPS = 60
@@ -136,8 +136,7 @@ def trained_on(run: Run) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("chaos")
-    return folder, taught(folder, 0)
+    return taught_once(tmp_path_factory, 0)
 
 
 PLACES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.sums import check_learned_as, learned, taught
+from tests.support.sums import check_learned_as, learned, taught_once
 from tunesmith.run.placement.session import RunResult
 
 # One after the other: those of a seed share what it starts from.
@@ -54,9 +54,9 @@ def start(
 
     @cache
     def made(seed: int) -> tuple[Path, Path, RunResult]:
-        folder = tmp_path_factory.mktemp("sums")
-        model = taught(folder, seed)
-        return folder, model, learned(folder, model, "local", seed, {})
+        folder, model = taught_once(tmp_path_factory, seed)
+        local = str(tmp_path_factory.mktemp("local") / "run")
+        return folder, model, learned(folder, model, local, seed, {})
 
     return made
 
