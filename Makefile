@@ -5,13 +5,15 @@ RUN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEERS := .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed
+PACKAGES := .venv-packages
+PACKAGES_INSTALLED := $(PACKAGES)/.installed
 VLLM := .venv-vllm
 VLLM_RELEASE := 0.32.0
 VLLM_INSTALLED := $(VLLM)/.installed
 # Keep compiled modules, also where an image says not to: every worker and child would compile tests and package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install vllm demo test test-slow test-long test-devices test-gpu test-peers test-vllm test-tries test-kinds test-real docs lint bench bench-quick bench-gpu clean
+.PHONY: install vllm demo test test-slow test-long test-devices test-gpu test-packages test-peers test-vllm test-tries test-kinds test-real docs lint bench bench-quick bench-gpu clean
 
 install: $(INSTALLED)
 
@@ -77,6 +79,18 @@ $(PEERS_INSTALLED): pyproject.toml constraints.txt tests/peers/requirements.txt 
 test-peers: $(PEERS_INSTALLED)
 	OMP_NUM_THREADS=1 $(PEERS)/bin/python -m pytest -c tests/peers/pytest.ini tests/peers
 
+$(PACKAGES_INSTALLED): pyproject.toml constraints.txt tests/support/packages.txt
+	$(PYTHON) -m venv $(PACKAGES)
+	$(PACKAGES)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
+		--requirement tests/support/packages.txt --editable '.[images,gguf,tinker,reasoning-gym,textarena,openenv]' \
+		pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+# Environments, agents, clients and evaluations of others, which cannot all be installed beside our own tools.
+test-packages: $(PACKAGES_INSTALLED)
+	OMP_NUM_THREADS=1 $(PACKAGES)/bin/python -m pytest -rs -n 2 tests/learn/packages tests/slow/learn/test_commands.py \
+		tests/slow/learn/test_real_agents.py tests/slow/run/test_serve.py tests/slow/run/test_serve_training.py
+
 vllm: $(VLLM_INSTALLED)
 
 $(VLLM_INSTALLED): pyproject.toml constraints.txt
@@ -109,4 +123,4 @@ bench-quick: $(INSTALLED)
 	$(RUN)/python -m benchmarks.run quick
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(VLLM) build dist runs
+	rm -rf $(VENV) $(PACKAGES) $(PEERS) $(VLLM) build dist runs

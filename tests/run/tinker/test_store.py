@@ -63,6 +63,23 @@ def test_it_is_kept_as_long_as_was_said(tmp_path: Path, monkeypatch: pytest.Monk
     assert store.find(long)
 
 
+def test_it_is_removed_or_kept_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.time", lambda: now)
+    store = Store(tmp_path)
+    one, two = (store.write("m", "weights", name, facts(ttl=10), save) for name in ("one", "two"))
+    other = store.write("n", "sampler_weights", "three", facts(), save)
+    assert store.models() == ["m", "n"]
+    store.keep(one, None)
+    store.keep(other, 5)
+    store.remove(two)
+    with pytest.raises(UserError, match="two"):
+        store.remove(two)
+    now = 1011.0
+    assert store.models() == ["m"] and store.find(one)[1].expires is None
+    assert not list(store.of_model("../m"))
+
+
 @pytest.mark.parametrize(
     "address", ["m/weights/one", "tinker://m/weights", "tinker://m/../m", "tinker:///etc/x"]
 )

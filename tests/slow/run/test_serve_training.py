@@ -134,6 +134,37 @@ def test_supervised_training_lowers_the_loss(service: Any, model: Path) -> None:
     assert forwarded.metrics["loss:sum"] < losses[-1]
 
 
+def test_what_was_trained_and_saved_is_listed(base: FrozenBase, tmp_path: Path) -> None:
+    with serving(base, tmp_path) as address:
+        service = tinker.ServiceClient(base_url=address, api_key=KEY)
+        clients = [trainer(service, rank) for rank in (2, 4)]
+        state, kept = (clients[0].save_state(name).result().path for name in ("one", "two"))
+        sampler = clients[0].save_weights_for_sampler("three").result().path
+        rest = tinker.RestClient(base_url=address, api_key=KEY)
+        listed = rest.list_training_runs().result()
+        assert {run.training_run_id: run.lora_rank for run in listed.training_runs} == {
+            client.model_id: rank for client, rank in zip(clients, (2, 4), strict=True)
+        }
+        assert listed.cursor.total_count == 2
+        assert len(rest.list_training_runs(limit=1, offset=1).result().training_runs) == 1
+        run = rest.get_training_run_by_tinker_path(state).result()
+        assert run.base_model == "model"
+        assert run.last_checkpoint.tinker_path == kept
+        assert run.last_sampler_checkpoint.tinker_path == sampler
+        rest.delete_checkpoint_from_tinker_path(state).result()
+        rest.set_checkpoint_ttl_from_tinker_path(sampler, 3600).result()
+        found = rest.list_user_checkpoints().result().checkpoints
+        assert {each.tinker_path: each.expires_at is None for each in found} == {
+            kept: True,
+            sampler: False,
+        }
+        (session,) = rest.list_sessions().result().sessions
+        runs = rest.get_session(session).result().training_run_ids
+        assert runs == sorted(client.model_id for client in clients)
+        with pytest.raises(tinker.NotFoundError):
+            rest.get_training_run("another").result()
+
+
 def weights(client: Any, saved: Path, name: str) -> dict[str, torch.Tensor]:
     """The adapter's weights."""
     address = client.save_weights_for_sampler(name).result().path

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tunesmith.errors import UserError, shortened
+from tunesmith.records.plain import JsonObject
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
 """Of a checkpoint: it becomes a directory's."""
@@ -85,6 +87,10 @@ class SaveForSampler(OfModel):
     user_metadata: Mapping[str, str] | None = None
 
 
+class KeepFor(TinkerRequest):
+    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+
+
 class Load(TinkerRequest):
     """Of a model (``model_id``), or as the first request of a new one (``session_id``)."""
 
@@ -148,12 +154,29 @@ class SampleAsk(TinkerRequest):
 A = TypeVar("A", bound=TinkerRequest)
 
 
-def parse(kind: type[A], body: bytes) -> A:
-    """Raises UserError: the body is no such request; names the field."""
+def parse(kind: type[A], body: bytes | Mapping[str, str]) -> A:
+    """A request of its JSON, or of the words of a query.
+
+    Raises:
+        UserError: it is no such request; names the field.
+    """
     try:
-        return kind.model_validate_json(body)
+        if isinstance(body, bytes):
+            return kind.model_validate_json(body)
+        return kind.model_validate(body)
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"])) or "request"
         value = shortened(repr(problem["input"]))
         raise UserError(f"'{place}' = {value}: {problem['msg']}") from None
+
+
+def parse_object(body: bytes) -> JsonObject:
+    """Raises UserError: the body is no JSON object."""
+    try:
+        said = json.loads(body)
+    except ValueError as error:
+        raise UserError(f"the request is not JSON: {error}") from None
+    if not isinstance(said, dict):
+        raise UserError("the request is not a JSON object")
+    return said

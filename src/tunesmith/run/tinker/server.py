@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 
 from aiohttp import web
 
@@ -19,6 +17,7 @@ from tunesmith.records.http_server import (
     is_token,
 )
 from tunesmith.records.plain import JsonObject
+from tunesmith.run.tinker.listing import listing_routes
 from tunesmith.run.tinker.messages import ForwardRequest
 from tunesmith.run.tinker.requests import (
     CreateModel,
@@ -29,6 +28,7 @@ from tunesmith.run.tinker.requests import (
     Save,
     SaveForSampler,
     parse,
+    parse_object,
 )
 from tunesmith.run.tinker.service import TinkerService, UnknownNameError
 
@@ -59,7 +59,6 @@ def make_app(service: TinkerService, host: str, token: str | None) -> web.Applic
         "healthz": _constant({"status": "ok"}),
         "get_server_capabilities": routes.capabilities,
         "samplers/{name}": routes.sampler,
-        "training_runs/{name}/checkpoints": routes.checkpoints,
     }
     post = {
         "client/config": _constant({"use_pyqwest_transport": False}),
@@ -82,6 +81,7 @@ def make_app(service: TinkerService, host: str, token: str | None) -> web.Applic
     }
     app.add_routes([web.get(f"{ROOT}/{path}", handler) for path, handler in get.items()])
     app.add_routes([web.post(f"{ROOT}/{path}", handler) for path, handler in post.items()])
+    app.add_routes(listing_routes(service, ROOT))
     return app
 
 
@@ -136,7 +136,7 @@ class Routes:
 
     async def heartbeat(self, request: web.Request) -> web.Response:
         try:
-            self._service.beat(_text(await _json(request), "session_id"))
+            self._service.beat(_text(parse_object(await request.read()), "session_id"))
         except UnknownNameError as error:
             return web.json_response({"error": str(error)}, status=410)
         return web.json_response({"type": "session_heartbeat"})
@@ -191,7 +191,7 @@ class Routes:
         return web.json_response(reply)
 
     async def info(self, request: web.Request) -> web.Response:
-        name = _text(await _json(request), "model_id")
+        name = _text(parse_object(await request.read()), "model_id")
         base = self._service.base
         lora = self._service.model(name).lora
         data = {"model_name": base.name, "tokenizer_id": base.tokenizer_name}
@@ -200,29 +200,17 @@ class Routes:
         return web.json_response(reply)
 
     async def weights_info(self, request: web.Request) -> web.Response:
-        _, facts = self._service.store.find(_text(await _json(request), "tinker_path"))
+        _, facts = self._service.store.find(
+            _text(parse_object(await request.read()), "tinker_path")
+        )
         lora = facts.lora()
         reply: Reply = {"base_model": facts.base_model, "is_lora": True, "lora_rank": lora.rank}
         reply |= lora.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
         return web.json_response(reply)
 
-    async def checkpoints(self, request: web.Request) -> web.Response:
-        model = request.match_info["name"]
-        types = {"weights": "training", "sampler_weights": "sampler"}
-        rows = [
-            {
-                "checkpoint_id": f"{kind}/{name}",
-                "checkpoint_type": types[kind],
-                "time": datetime.fromtimestamp(facts.time, UTC).isoformat(),
-                "tinker_path": f"tinker://{model}/{kind}/{name}",
-            }
-            for kind, name, facts in self._service.store.of_model(model)
-        ]
-        return web.json_response({"checkpoints": rows})
-
     async def retrieve(self, request: web.Request) -> web.Response:
         """The result of a future; 408 if it is not there yet, 410 if there is no such future."""
-        name = _text(await _json(request), "request_id")
+        name = _text(parse_object(await request.read()), "request_id")
         futures = self._service.futures
         if name not in futures:
             return web.json_response({"error": f"there is no request '{name}'"}, status=410)
@@ -242,7 +230,7 @@ class Routes:
         except UnknownNameError:
             raise
         except UserError as error:
-            said = await _json(request)
+            said = parse_object(await request.read())
             name = said.get("model_id")
             number = said.get("seq_id")
             if not isinstance(name, str) or not isinstance(number, int):
@@ -252,16 +240,6 @@ class Routes:
 
 def _promise(name: str) -> web.Response:
     return web.json_response({"request_id": name})
-
-
-async def _json(request: web.Request) -> JsonObject:
-    try:
-        said = json.loads(await request.read())
-    except ValueError as error:
-        raise UserError(f"the request is not JSON: {error}") from None
-    if not isinstance(said, dict):
-        raise UserError("the request is not a JSON object")
-    return said
 
 
 def _text(said: JsonObject, name: str) -> str:

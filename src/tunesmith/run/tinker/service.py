@@ -51,6 +51,8 @@ class TrainingModel:
     """A training client's model. It has no adapter until its first request made one."""
 
     line: RequestLine
+    asked: float = field(default_factory=time.time)
+    """When its last request came."""
     lora: LoraAsk | None = None
     adapter: TrainedAdapter | None = None
 
@@ -72,8 +74,8 @@ class TinkerService:
         self.store = store
         self.futures = Futures()
         self.samplers = Samplers(self._make_engine, base.context)
-        self._sessions: dict[str, ClientSession] = {}
-        self._models: dict[str, TrainingModel] = {}
+        self.sessions: dict[str, ClientSession] = {}
+        self.models: dict[str, TrainingModel] = {}
         self._samplers: dict[str, ClientSampler] = {}
         self._thread = ThreadPoolExecutor(1, "training")
 
@@ -84,23 +86,23 @@ class TinkerService:
     def open_session(self) -> str:
         self._drop_silent()
         name = str(uuid.uuid4())
-        self._sessions[name] = ClientSession()
+        self.sessions[name] = ClientSession()
         return name
 
     def beat(self, session_id: str) -> None:
-        self._session(session_id).beat = time.monotonic()
+        self.session(session_id).beat = time.monotonic()
 
     def finish(self, session_id: str) -> None:
         """Forget a session, its models and its samplers; what they saved stays."""
-        session = self._sessions.pop(session_id, ClientSession())
+        session = self.sessions.pop(session_id, ClientSession())
         for name in session.models:
-            self._models.pop(name, None)
+            self.models.pop(name, None)
         for name in session.samplers:
             self._samplers.pop(name, None)
 
     def _drop_silent(self) -> None:
         now = time.monotonic()
-        for name, session in list(self._sessions.items()):
+        for name, session in list(self.sessions.items()):
             if now - session.beat > SILENT_SECONDS:
                 self.finish(name)
 
@@ -225,25 +227,27 @@ class TinkerService:
         return name
 
     def model(self, name: str) -> TrainingModel:
-        return _known(self._models, name, "model")
+        model = _known(self.models, name, "model")
+        model.asked = time.time()
+        return model
 
-    def _session(self, name: str) -> ClientSession:
-        return _known(self._sessions, name, "session")
+    def session(self, name: str) -> ClientSession:
+        return _known(self.sessions, name, "session")
 
     def _check_base(self, name: str) -> None:
         if name != self.base.name:
             raise UserError(f"base_model = '{name}' is not served: use '{self.base.name}'")
 
     def _new_model(self, session_id: str, number: int) -> tuple[TrainingModel, str]:
-        session = self._session(session_id)
+        session = self.session(session_id)
         name = f"{session_id}:train:{number}"
-        model = self._models.get(name) or TrainingModel(RequestLine(name, self.futures))
-        self._models[name] = model
+        model = self.models.get(name) or TrainingModel(RequestLine(name, self.futures))
+        self.models[name] = model
         session.models.add(name)
         return model, name
 
     def _new_sampler(self, session_id: str, number: int, address: str | None) -> str:
-        session = self._session(session_id)
+        session = self.session(session_id)
         name = f"{session_id}:sample:{number}"
         path = None
         if address is not None:

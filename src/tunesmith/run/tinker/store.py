@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -93,7 +93,7 @@ class Store:
         """The directory of an address, and what it holds. Raises UserError: there is none."""
         self._remove_expired()
         parts = address.removeprefix(SCHEME).split("/")
-        plain = len(parts) == 3 and all(part and part[0] != "." for part in parts)
+        plain = len(parts) == 3 and all(map(_is_plain, parts))
         path = self.directory.joinpath(*parts)
         if not (address.startswith(SCHEME) and plain and (path / FACTS).is_file()):
             raise UserError(f"'{address}' is not saved here")
@@ -101,10 +101,34 @@ class Store:
 
     def of_model(self, model_id: str) -> Iterator[tuple[Kind, str, StoredWeights]]:
         """All that a model has saved."""
+        if not _is_plain(model_id):
+            return
         kinds: tuple[Kind, ...] = ("weights", "sampler_weights")
         for kind in kinds:
             for facts in sorted((self.directory / model_id / kind).glob(f"[!.]*/{FACTS}")):
                 yield kind, facts.parent.name, _facts(facts.parent)
+
+    def models(self) -> list[str]:
+        """The models of which anything is saved."""
+        self._remove_expired()
+        return sorted({file.parts[-4] for file in self.directory.glob(f"*/*/[!.]*/{FACTS}")})
+
+    def remove(self, address: str) -> None:
+        """Raises UserError: there is no such address."""
+        path, _ = self.find(address)
+        with boundary(StorageError, f"cannot remove {path}", OSError):
+            shutil.rmtree(path)
+
+    def keep(self, address: str, seconds: int | None) -> None:
+        """Keep it so long from now; None: as long as the directory. Raises UserError, as
+        ``find``."""
+        path, facts = self.find(address)
+        expires = None if seconds is None else time.time() + seconds
+        with (
+            boundary(StorageError, f"cannot write {path / FACTS}", OSError),
+            replacing(path / FACTS) as file,
+        ):
+            file.write_text(json.dumps(asdict(replace(facts, expires=expires))), encoding="utf-8")
 
     def _remove_expired(self) -> None:
         now = time.time()
@@ -112,6 +136,11 @@ class Store:
             expires = _facts(file.parent).expires
             if expires is not None and expires < now:
                 shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it is the name of a directory that clients see, and of no other place."""
+    return name != "" and name[0] != "." and "/" not in name
 
 
 def _facts(path: Path) -> StoredWeights:
