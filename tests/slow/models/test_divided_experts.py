@@ -25,7 +25,16 @@ from tunesmith.run.trainers.torch import TorchBackend
 
 SAMPLES = training.weighed(training.samples_of(groups=4))
 BATCH = Packing.of(SAMPLES, 40)
-FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h")
+OTHERS = (
+    "mixtral", "qwen2_moe", "granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa",
+    "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "lfm2_moe", "qwen3_next",
+    "qwen3_5_moe_text", "deepseek_v2", "kimi_linear", "gemma4_text",
+)  # fmt: skip
+FAMILIES = (
+    *("qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h"),
+    *(pytest.param(family, marks=pytest.mark.long) for family in OTHERS),
+)
+GEMMA = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
 DIVIDED: dict[str, Any] = {
     "system__trainer_ranks": 2,
     "system__zero_stage": 3,
@@ -43,7 +52,8 @@ def divided(path: Path, stage: int, world: int = 2, **options: Any) -> Generator
 
 
 def saved(folder: Path, family: str) -> Path:
-    return save_model(folder / "model", family, **SPECIAL[family])
+    more = GEMMA | {"moe_intermediate_size": 32} if family == "gemma4_text" else {}
+    return save_model(folder / "model", family, **SPECIAL[family], **more)
 
 
 def alone(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> TorchBackend[CausalLM]:
@@ -54,7 +64,8 @@ def alone(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Tor
 def check_gradients(found: Any, one: TorchBackend[CausalLM], most: float = 1e-5) -> None:
     """Of each parameter by itself; and of the loss, of which each rank has its part."""
     loss = one.forward_backward(BATCH, SFTObjective())["loss"]
-    assert sum(metrics["loss"] for metrics, _ in found) == pytest.approx(loss, rel=most)
+    parts = {metrics["loss"] for metrics, _ in found}  # ranks that share a sequence have the same
+    assert sum(parts) == pytest.approx(loss, rel=most)
     theirs = found[0][1]
     masters = one.optimizer.masters.items()
     ours = {name: m.grad for name, m in masters if m.grad is not None}
@@ -79,6 +90,12 @@ def check_steps(found: Any, one: TorchBackend[CausalLM]) -> None:
 def test_loss_and_gradients_are_those_of_one_process(tmp_path: Path, family: str) -> None:
     path = saved(tmp_path, family)
     with divided(path, 3) as ranks:
+        check_gradients(ranks("gradient", BATCH), alone(path))
+
+
+def test_ranks_that_share_sequences_divide_experts_too(tmp_path: Path) -> None:
+    path = saved(tmp_path, "qwen3_moe")
+    with divided(path, 3, sequence=2) as ranks:
         check_gradients(ranks("gradient", BATCH), alone(path))
 
 
