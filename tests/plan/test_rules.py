@@ -66,6 +66,7 @@ FACTS = {
     ),
     "at once": Facts(CPU, replace(USUAL, family="llama4_text")),
     "images": Facts(CPU, USUAL, train_size=1000, longest=100, images=3),
+    "both": Facts(CPU, replace(SEEING, family="gemma3_text"), longest=100, images=3),
     "seeing": Facts(CPU, SEEING, train_size=1000, longest=100, images=3),
     "unseeing": Facts(CPU, SEEING, train_size=1000, longest=100),
     "odd": Facts(

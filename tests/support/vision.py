@@ -23,6 +23,8 @@ from tunesmith.models.vision.rows import FIRST_ROW
 from tunesmith.types import Sample, VisionTower
 
 TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+VIDEO = "<|video_pad|>"
+"""Which vLLM asks for."""
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
@@ -48,7 +50,7 @@ def save_vision_model(path: Path, model_type: str = "qwen3_vl", **overrides: Any
     square = model_type == "gemma3"
     tokens: list[str] = list(SQUARE_TOKENS if square else TOKENS)
     tokenizer = tiny.tokenizer(SQUARE_CHAT if square else CHAT)
-    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*tokens, VIDEO]})
     ids: Any = tokenizer.convert_tokens_to_ids(tokens)
     start, end, pad = ids
     module = module_of(model_type, vocab_size=VOCABULARY, **overrides)
@@ -59,6 +61,7 @@ def save_vision_model(path: Path, model_type: str = "qwen3_vl", **overrides: Any
     else:
         module.config.vision_start_token_id = start
         module.config.vision_end_token_id = end
+        module.config.video_token_id = tokenizer.convert_tokens_to_ids(VIDEO)
     module.save_pretrained(path)
     tokenizer.save_pretrained(path)
     processor = _square_processor if square else _patch_processor

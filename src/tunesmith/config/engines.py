@@ -85,6 +85,8 @@ class EngineKind:
     """It also decodes speculatively outside the trainer's process."""
     fastest_on_gpus: bool = False
     """It samples fastest on GPUs, and is derived there where it can be used."""
+    seeing: tuple[str, ...] = ()
+    """Families to which it shows the images of prompts, as the trainer does."""
     records_experts: bool = False
     """Its completions may have the experts that routers chose for their tokens."""
     install: str = ""
@@ -99,6 +101,10 @@ class EngineKind:
     """Why sampling must not be altered (``top_p``, ``min_new_tokens``, ...); empty if it may be."""
     launch: str = ""
     """The command that starts a server of ``{path}`` on ``{port}``."""
+
+    def sees(self, family: str | None) -> bool:
+        """Args: family: of a model or of its text decoder."""
+        return not self.third_party or str(family).removesuffix("_text") in self.seeing
 
 
 OWN_ENGINE = "local"

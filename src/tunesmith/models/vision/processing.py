@@ -40,6 +40,10 @@ class Pixels(Protocol):
         """The tower's arguments."""
         ...
 
+    def scaled(self, picture: Picture) -> Picture:
+        """A picture in the size of the tower's arguments."""
+        ...
+
 
 class Patches:
     """The patches of a picture at its own resolution (Qwen)."""
@@ -67,6 +71,12 @@ class Patches:
         made = self._processor(images=[picture], return_tensors="pt")
         return made["pixel_values"], made["image_grid_thw"]
 
+    def scaled(self, picture: Picture) -> Picture:
+        """See ``Pixels``."""
+        unit = self._processor.patch_size * self._processor.merge_size
+        down, across = self.grid(picture)
+        return picture.resize((across * unit, down * unit), self._processor.resample)
+
 
 class Squares:
     """Pictures scaled to one square (Gemma 3).
@@ -91,6 +101,11 @@ class Squares:
     def of(self, picture: Picture) -> tuple[Tensor, ...]:
         """See ``Pixels``."""
         return (self._processor(images=[picture], return_tensors="pt")["pixel_values"],)
+
+    def scaled(self, picture: Picture) -> Picture:
+        """See ``Pixels``."""
+        size = self._processor.size
+        return picture.resize((size["width"], size["height"]), self._processor.resample)
 
 
 def _processor_of(path: str) -> Any:
@@ -199,6 +214,10 @@ class ImageVocabulary:
             for _ in range(len(self.rows.at(token)) - 1):
                 next(left, None)
         return shown
+
+    def scaled(self, image: Image) -> Picture:
+        """An image in the size in which the tower sees it."""
+        return self.pixels.scaled(picture_of(image.name, image.read()))
 
     def arguments(self, image: Image) -> tuple[Tensor, ...]:
         """What the tower takes of an image."""

@@ -65,8 +65,8 @@ def trained_tower_of_rollouts(s: Situation[RLConfig]) -> Iterator[Problem]:
         return
     if not s.config.environment.used:  # its agents may send some
         yield from _without_images(s)
-    if s.devices.engine.third_party:
-        why = ": only the embedded engine takes new weights of a tower; set system.engine = 'local'"
+    if not s.devices.engine.sees(s.model and s.model.family):
+        why = f": {s.devices.engine.title} is not shown images; set system.engine = 'local'"
         yield s.clash(TOWER, why, ENGINE)
     if s.kind and s.kind.critic:
         why = ": a critic of its own does not see images; set critic.shared_trunk"
@@ -84,8 +84,12 @@ def images_of_rollouts(s: Situation[RLConfig]) -> Iterator[Problem]:
         return
     config = s.config
     devices = s.devices
-    if devices.engine.third_party:
-        yield s.clash(ENGINE, _alone("the embedded engine: set system.engine = 'local'"))
+    engine = devices.engine
+    family = s.model and s.model.family
+    if not engine.sees(family):
+        whose = f", and {engine.title} is shown those of {', '.join(engine.seeing)}"
+        whose = whose if engine.seeing else ""
+        yield s.clash(ENGINE, _alone(f"the embedded engine{whose}: set system.engine = 'local'"))
     if config.system.draft_model is not None:
         yield s.clash("system.draft_model", ": the data has images, which a draft does not see")
     if config.environment.used:

@@ -16,6 +16,7 @@ from tunesmith.config.system import Role
 from tunesmith.costs import PeakRates
 from tunesmith.learn.data.chat import end_of_turn_id
 from tunesmith.models.openmp import to_thread
+from tunesmith.plan.cost.tower import trains_on_images
 from tunesmith.plan.derive.sizes import LEAST_KV_BYTES
 from tunesmith.plan.devices import Devices, device_problems, visible_names
 from tunesmith.plan.facts.hardware import read_hardware
@@ -25,9 +26,9 @@ from tunesmith.records.timeline import Timeline
 from tunesmith.records.waits import long_wait
 from tunesmith.run.engines.timed import TimedEngine
 from tunesmith.run.placement.base import EngineSpec, PoolSize, Report, WeightSource
-from tunesmith.run.placement.models import ModelSpec
+from tunesmith.run.placement.models import ModelSpec, TokenizerSpec
 from tunesmith.run.placement.planes import published, read_offer, streams
-from tunesmith.run.placement.specs import frozen_spec
+from tunesmith.run.placement.specs import frozen_spec, tokenizer_spec
 from tunesmith.run.weights.base import Offer
 from tunesmith.types import Sampling
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from tunesmith.models.causal_lm import CausalLM
     from tunesmith.run.engines.base import RolloutEngine
     from tunesmith.run.engines.far import EngineHost
+    from tunesmith.run.engines.vllm.images import ImagePrompts
 
 
 def local_spec(plan: AnyPlan) -> LocalSpec:
@@ -69,6 +71,7 @@ def vllm_spec(plan: AnyPlan) -> VllmSpec:
     said: RunConfig = plan.said
     system = said.system
     devices = plan.devices
+    model = plan.facts.model
     settings = {
         "model": said.model.path,
         "dtype": devices.dtype,
@@ -86,9 +89,15 @@ def vllm_spec(plan: AnyPlan) -> VllmSpec:
         "max_model_len": plan.vllm.max_length,
         "adapter_rank": plan.vllm.adapter_rank,
         "adapter_modules": plan.vllm.adapter_modules,
+        "images": trains_on_images(plan) and devices.engine.sees(model and model.family),
         "records_experts": plan.replays_routing,
     }
-    return VllmSpec(settings, pool=_pool(plan), python=system.engine_python)
+    return VllmSpec(
+        settings,
+        tokenizer_spec(said) if settings["images"] else None,
+        pool=_pool(plan),
+        python=system.engine_python,
+    )
 
 
 def _pool(plan: AnyPlan) -> PoolSize:
@@ -212,6 +221,8 @@ class VllmSpec(EngineSpec):
 
     settings: Mapping[str, Any]
     """See ``engines.vllm.start.VllmSettings``."""
+    sees: TokenizerSpec | None = None
+    """The run's tokenizer, if prompts have images."""
 
     @property
     def weights(self) -> str:
@@ -245,7 +256,7 @@ class VllmSpec(EngineSpec):
         if source.model:
             weights = published(source.model, merged=merged, as_stored=True)
         with long_wait("starting vLLM", report):
-            engine = VllmEngine(VllmSettings(**self.settings), weights)
+            engine = VllmEngine(VllmSettings(**self.settings), weights, self._images(source.model))
         return TimedEngine(engine, timeline) if timeline else engine
 
     def build(self) -> EngineHost:
@@ -262,8 +273,22 @@ class VllmSpec(EngineSpec):
             newest.clear()
             newest.update(offer)
 
-        engine = VllmEngine(VllmSettings(**self.settings), lambda: read_offer(newest))
-        return EngineHost(engine, take)
+        images = self._images()
+        settings = VllmSettings(**self.settings)
+        engine = VllmEngine(settings, lambda: read_offer(newest), images)
+        if images is None:
+            return EngineHost(engine, take)
+        return EngineHost(engine, take, images.vocabulary.rows.extend)
+
+    def _images(self, model: CausalLM | None = None) -> ImagePrompts | None:
+        """Args: model: whose tokenizer knows the images; None: they will come."""
+        from tunesmith.models.vision.processing import vocabulary_of
+        from tunesmith.run.engines.vllm.images import ImagePrompts
+
+        if self.sees is None:
+            return None
+        vocabulary = vocabulary_of(self.sees.build() if model is None else model.tokenizer)
+        return vocabulary and ImagePrompts(vocabulary)
 
 
 def _limits(model: ModelSpec) -> PeakRates:

@@ -36,7 +36,9 @@ def see_requests(plan: AnyPlan, tokenizer: object, run_dir: Path | None = None) 
 
 def _reason(plan: AnyPlan) -> str:
     devices = plan.devices
-    if devices.engine.third_party:
+    model = plan.facts.model
+    sees = devices.engine.sees(model and model.family)
+    if devices.engine.third_party and not (sees and plan.kind.trains):
         return f"system.engine = '{devices.engine.name}' is not shown images"
     if plan.said.system.draft_model is not None:
         return "the draft model (system.draft_model) does not see it"

@@ -29,6 +29,7 @@ KIND = EngineKind(
     speculates_elsewhere=True,
     fastest_on_gpus=True,
     records_experts=True,
+    seeing=("qwen2_5_vl", "qwen3_vl"),
     install="pip install 'tunesmith[vllm]'",
     fixed_families={"gpt_oss": "its reload leaves experts and sinks as they were"},
     least_temperature=0.01,

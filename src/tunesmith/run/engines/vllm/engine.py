@@ -24,6 +24,7 @@ from tunesmith.run.engines.base import EngineStats, add_stats, check_sampling
 from tunesmith.run.engines.partial import PartialCompletion, StopStrings, follow, stop_strings
 from tunesmith.run.engines.step_thread import StepThread, promise
 from tunesmith.run.engines.vllm import KIND
+from tunesmith.run.engines.vllm.images import ImagePrompts
 from tunesmith.run.engines.vllm.new_weights import adapter_request, take_adapter, take_weights
 from tunesmith.run.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.run.weights.base import NamedTensors
@@ -40,6 +41,8 @@ class _Request(PartialCompletion):
 
     across: StopStrings | None
     """For a continued request: stop strings that may begin before its first token."""
+    sees: bool
+    """Whether its prompt has images, whose features new weights forget before they are read."""
     done: Future[Completion] = field(default_factory=promise, init=False)
 
 
@@ -87,8 +90,11 @@ class VllmEngine:
         EngineError: it cannot start, for example because memory is short.
     """
 
-    def __init__(self, settings: VllmSettings, weights: NamedTensors) -> None:
+    def __init__(
+        self, settings: VllmSettings, weights: NamedTensors, images: ImagePrompts | None = None
+    ) -> None:
         self._weights = weights
+        self._images = images
         self._sleeps = settings.sleeps
         self._keeps_base = settings.adapter_rank > 0
         self._take = take_adapter if self._keeps_base else take_weights
@@ -121,19 +127,24 @@ class VllmEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self._check(len(prompt_ids), sampling)
-        across = stop_strings(prompt_ids, sampling, self._decode) if sampling.continued else None
+        images = self._images
+        words = prompt_ids if images is None else images.shown(prompt_ids)
+        across = stop_strings(words, sampling, self._decode) if sampling.continued else None
+        prompt = images.prompt(prompt_ids) if images else {"prompt_token_ids": list(prompt_ids)}
         name = str(next(self._numbers))
-        request = _Request(across)
+        request = _Request(across, "multi_modal_data" in prompt)
         follow(request)
         self._requests[name] = request
         self._peak = max(self._peak, len(self._requests))
-        prompt = list(prompt_ids)
         parameters = _parameters(sampling)
 
         def add() -> None:
-            salted = {"prompt_token_ids": prompt, "cache_salt": str(self._loads)}
+            salted = {**prompt, "cache_salt": str(self._loads)}
             with boundary(EngineError, "vLLM refuses the request", Exception):
-                self._vllm.add_request(name, salted, parameters, lora_request=self._adapter)
+                own = self._vllm.add_request(name, salted, parameters, lora_request=self._adapter)
+            if images is not None:
+                state = self._vllm.output_processor.request_states[own or name]
+                images.check(prompt_ids, state.prompt_token_ids)
 
         try:
             await self._thread.call(add)
@@ -155,7 +166,10 @@ class VllmEngine:
             if self._away:
                 self._fetch(["weights"])  # the trainer may keep the KV memory for now
             self._whole = False
+            self._interrupt({n: r for n, r in self._requests.items() if r.sees and not r.token_ids})
             self._vllm.collective_rpc(partial(self._take, weights=self._weights))
+            if self._images is not None:  # its ranks have forgotten all features of images
+                self._vllm.reset_encoder_cache()
             if self._keeps_base and not self._adapter:
                 self._interrupt(dict(self._requests))  # they would go on without the adapter
                 self._adapter = adapter_request()
@@ -166,7 +180,8 @@ class VllmEngine:
         await self._between_steps(load)
 
     async def sleep(self, level: int = 1) -> None:
-        level = 1 if self._keeps_base else level  # an adapter does not bring the base back
+        if self._keeps_base or self._images is not None:
+            level = 1  # an adapter does not bring the base back, nor a decoder its tower
         if self._requests:
             raise EngineError(
                 f"{len(self._requests)} requests are in flight: an engine sleeps when they have "

@@ -58,6 +58,8 @@ class VllmSettings:
     """The last names of the modules that the adapter changes; empty: of any."""
     records_experts: bool = False
     """Whether completions have the experts that routers chose, which needs a GPU."""
+    images: bool = False
+    """Whether prompts may have images."""
     sleeps: bool = False
     """Whether it can release its memory between rollouts, which needs a GPU."""
 
@@ -182,6 +184,7 @@ def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping
         "max_lora_rank": settings.adapter_rank or None,
         "lora_target_modules": list(settings.adapter_modules) or None,
         "enable_return_routed_experts": settings.records_experts or None,
+        "limit_mm_per_prompt": {"video": 0} if settings.images else None,
         "cudagraph_capture_sizes": settings.cuda_graph_sizes and list(settings.cuda_graph_sizes),
         # Prefixes are cached in whole blocks: the default of 128 would miss most prompts.
         "block_size": BLOCK_TOKENS if on_cpu else None,
