@@ -42,7 +42,7 @@ class Apart(LocalEngine):
     ) -> None:
         self.name = name
         lm = CausalLM.load(path, dtype=dtype)
-        sizes = {"kv_bytes": 1 << 20, "max_running": 4, "max_prefill_tokens": 64}
+        sizes: dict[str, Any] = {"kv_bytes": 1 << 20, "max_running": 4, "max_prefill_tokens": 64}
         super().__init__(lm, **sizes, rounded=rounded)
         self._own: dict[str, Tensor] = lm.module.state_dict()
         self._keeps = set(keeps)

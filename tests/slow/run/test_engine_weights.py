@@ -29,7 +29,7 @@ def test_a_run_learns_from_samples_of_rounded_weights(tmp_path: Path, weights: s
     """The loss starts at a ratio of 1: but for the rounding of float16, and since int8 is
     corrected. The canary sees how far int8 is from what is trained, at every version."""
     model = save_model(tmp_path / "model")
-    settings = {
+    settings: dict[str, Any] = {
         "system__engine_weights": weights,
         "system__engine_process": weights == "int8",
     }
