@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.support import forks
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sft_settings, write_lines
 from tunesmith.records.metrics import read_metrics
@@ -45,10 +46,8 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "OMP_NUM_TH
 
 
 def limited(folder: Path, settings: list[str], room: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", LIMITED, str(room), *settings],
-        cwd=folder, capture_output=True, text=True, timeout=600, env=ENVIRONMENT,
-    )  # fmt: skip
+    command = [sys.executable, "-c", LIMITED, str(room), *settings]
+    return forks.run(command, cwd=folder, timeout=600, env=ENVIRONMENT)
 
 
 def test_a_run_whose_micro_batches_do_not_fit_finishes_with_the_same_losses(tmp_path: Path) -> None:
@@ -121,10 +120,8 @@ def small_disk(tmp_path: Path) -> Generator[Path]:
 def rl(folder: Path, settings: list[str], before: str = "") -> subprocess.CompletedProcess[str]:
     (folder / "none.toml").touch()
     code = f"{before}\nfrom tunesmith.cli.main import main\nmain()\n"
-    return subprocess.run(
-        [sys.executable, "-c", code, "rl", str(folder / "none.toml"), *settings],
-        cwd=folder, capture_output=True, text=True, timeout=600, env=ENVIRONMENT,
-    )  # fmt: skip
+    command = [sys.executable, "-c", code, "rl", str(folder / "none.toml"), *settings]
+    return forks.run(command, cwd=folder, timeout=600, env=ENVIRONMENT)
 
 
 def ends_whole(ended: subprocess.CompletedProcess[str], run: Path, model: Path, steps: int) -> None:
