@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support import tiny
+from tests.support.forks import popen
 from tests.support.tiny_runs import sums, write_lines
 from tests.support.vision import picture, save_vision_model
 from tunesmith.run.offline.generate import run_generate
@@ -30,9 +31,8 @@ def serving(model: Path, *options: str, **variables: str) -> Iterator[str]:
     import os
 
     command = [sys.executable, "-m", "tunesmith", "serve", str(model), *SETTINGS, "--port", "0"]
-    process = subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, text=True, env={**os.environ, **variables}
-    )
+    environment = {**os.environ, **variables}
+    process = popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     try:
         lines = iter(process.stdout.readline, "")
