@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tests.support.families import logprobs
+from tests.support.tiny_runs import rl_settings
 from tests.support.training import forest_of
-from tests.support.vision import load_vision_model, picture, save_vision_model
+from tests.support.vision import load_vision_model, picture, save_vision_model, write_pictures
+from tunesmith.run import placement
 from tunesmith.run.engines.vllm.engine import VllmEngine
 from tunesmith.run.engines.vllm.images import ImagePrompts
 from tunesmith.run.engines.vllm.start import VllmSettings
@@ -76,3 +78,19 @@ def test_what_is_sampled_has_the_trainers_log_probabilities(
         await engine.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("places", [{}, {"system__engine_process": True}], ids=["here", "process"])
+def test_rewards_train_what_vllm_has_seen(tmp_path: Path, places: dict[str, Any]) -> None:
+    folder = write_pictures(tmp_path)
+    model = save_vision_model(tmp_path / "model", "qwen3_vl", **WIDE["qwen3_vl"])
+    settings: dict[str, Any] = {
+        "data__chat": None,
+        "train__lr": 1e-3,
+        "model__vision_tower": "trained",
+        "system__engine": "vllm",
+        **places,
+    }
+    outcome = placement.run_rl(None, rl_settings(folder, model, **settings))
+    assert all(line["ratio"] == pytest.approx(1, abs=1e-3) for line in outcome.metrics)
+    assert all(line["grad_norm"] > 0 for line in outcome.metrics)

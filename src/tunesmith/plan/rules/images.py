@@ -65,12 +65,20 @@ def trained_tower_of_rollouts(s: Situation[RLConfig]) -> Iterator[Problem]:
         return
     if not s.config.environment.used:  # its agents may send some
         yield from _without_images(s)
-    if not s.devices.engine.sees(s.model and s.model.family):
+    if _unseen(s):
         why = f": {s.devices.engine.title} is not shown images; set system.engine = 'local'"
         yield s.clash(TOWER, why, ENGINE)
     if s.kind and s.kind.critic:
         why = ": a critic of its own does not see images; set critic.shared_trunk"
         yield s.clash(TOWER, why, "algorithm.advantage", "critic.shared_trunk")
+
+
+def _unseen(s: Situation[C]) -> bool:
+    """Whether the engine is not shown images of this model, or of any."""
+    engine = s.devices.engine
+    if s.model is None:
+        return engine.third_party and not engine.seeing
+    return not engine.sees(s.model.family)
 
 
 def _without_images(s: Situation[C]) -> Iterator[Problem]:
@@ -85,8 +93,7 @@ def images_of_rollouts(s: Situation[RLConfig]) -> Iterator[Problem]:
     config = s.config
     devices = s.devices
     engine = devices.engine
-    family = s.model and s.model.family
-    if not engine.sees(family):
+    if _unseen(s):
         whose = f", and {engine.title} is shown those of {', '.join(engine.seeing)}"
         whose = whose if engine.seeing else ""
         yield s.clash(ENGINE, _alone(f"the embedded engine{whose}: set system.engine = 'local'"))
