@@ -75,3 +75,51 @@ def test_ranks_that_divide_experts_take_no_more_than_is_planned(stage: int, tmp_
     counted = dry_run(plan)[FIRST]["train"].total
     room = price.training - price.libraries
     assert 0.5 * room < counted <= room, (counted, room, price)
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {  # Qwen3-30B-A3B
+        "hidden_size": 2048,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "gpt_oss": {  # gpt-oss-20b
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "head_dim": 64,
+        "num_attention_heads": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+    },
+    "mixtral": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_copies_of_tokens_for_their_experts_are_planned(
+    family: str, checkpointing: str, tmp_path: Path
+) -> None:
+    """Four layers of published sizes, of which each token's copies are the largest part."""
+    shape = {"intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 8}
+    shape |= {"head_dim": 128, "vocab_size": 4096, "max_position_embeddings": 40960}
+    config: Any = AutoConfig.for_model(
+        family, num_hidden_layers=4, **shape | MIXTURES[family]
+    )  # fmt: skip
+    plan = resolved(
+        tmp_path, "sft", config.to_dict(), "H200-141GB", GIVEN[2],
+        "system.max_tokens_per_microbatch=4096", "system.compile=false", "data.max_tokens=4096",
+        "model.dtype=bfloat16", f"system.gradient_checkpointing={checkpointing}",
+    )  # fmt: skip
+    price = planned(plan)
+    assert price is not None
+    counted = dry_run(plan)[FIRST]["train"].total
+    room = price.training - price.libraries
+    assert 0.98 * room < counted <= room, (counted, room, price)

@@ -11,6 +11,7 @@ from tunesmith.config.engines import ROUNDED_BYTES, RoundedWeights
 from tunesmith.costs import chunk_rows, chunk_words
 from tunesmith.plan.cost.device import Layout, Price
 from tunesmith.plan.cost.tower import with_tower
+from tunesmith.plan.facts.families import family
 from tunesmith.plan.facts.model import ModelFacts
 
 SMALL = 64 << 20
@@ -291,7 +292,7 @@ def _weights_of_a_sample(model: ModelFacts, layout: Layout) -> int:
 
 def _saved_vectors(model: ModelFacts, layout: Layout) -> int:
     hidden = model.hidden_size
-    inner = model.intermediate_size
+    inner = model.inner_width
     queries = model.query_width
     keys = model.key_width
     size = layout.bytes_per_number
@@ -308,7 +309,9 @@ def _saved_vectors(model: ModelFacts, layout: Layout) -> int:
             if size == 2
             else (6 * hidden + 2 * heads) * size
         )
-        return norms + mixed + size * 4 * inner + scales
+        copies = 2 * travelling_bytes(model, size)  # experts' inputs and results
+        vectors = 4 + 3 * family(model.family).clamped_gate
+        return norms + mixed + copies + size * vectors * inner + scales
     if adapted:
         return size * (2 * hidden + 3 * queries + 3 * keys + 2 * inner) + inputs + scales
     return size * (4 * hidden + 3 * queries + 3 * keys + 3 * inner) + scales
@@ -339,7 +342,7 @@ def kept_bytes(model: ModelFacts, layout: Layout) -> int:
     queries = model.query_width
     keys = model.key_width
     joint = queries + 2 * keys
-    widths = 2 * model.hidden_size + joint + queries + 2 * model.intermediate_size
+    widths = 2 * model.hidden_size + joint + queries + 2 * model.inner_width
     if layout.sequence > 1:
         widths += queries + joint * model.head_norms
     adapted = 28 * (layout.lora_rank or 0) + _saved_weights(model, layout)
@@ -355,14 +358,20 @@ def backward_bytes(model: ModelFacts, layout: Layout) -> int:
     apart = adapted or _multiplies_apart(model, layout)
     # Layers that keep products alone free less on the way to the gate.
     vectors = 3 + layout.selective * (1 + adapted) if apart else 5
-    passed = max(vectors * size * model.intermediate_size, _back_at_the_heads(model, layout))
+    passed = max(vectors * size * model.inner_width, _back_at_the_heads(model, layout))
     again = layer_bytes(model, layout) if all(recomputed(model.layers, layout.checkpointing)) else 0
     scan = SCAN_BYTES * model.mixer.width if model.mixer.memory else 0
-    passed = max(passed, scan) + layout.divides * 2 * travelling_bytes(model, size)
+    copies = COPIES_BACK + 2 * layout.divides
+    passed = max(passed, scan) + copies * travelling_bytes(model, size)
     passed += 2 * size * model.hidden_size + (_back_at_once(model, layout) or again)
     if layout.tower is None or not layout.checkpointing:
         return passed
     return max(passed, 2 * layout.tower.block - sum(_kept(model, layout)))  # the tower's come last
+
+
+COPIES_BACK = 4
+"""Temporaries of a mixture's backward pass, per copy of a token for one of its experts: gradients
+of the weighted results, the results, and the inputs."""
 
 
 def travelling_bytes(model: ModelFacts, bytes_per_number: int) -> int:
@@ -378,7 +387,7 @@ def _back_at_the_heads(model: ModelFacts, layout: Layout) -> int:
         return 0
     size = layout.bytes_per_number
     vectors = 10 if layout.lora_rank is None else 8
-    freed = 2 * model.intermediate_size + model.hidden_size
+    freed = 2 * model.inner_width + model.hidden_size
     return size * (vectors * (model.query_width + model.key_width) - freed)
 
 
@@ -552,7 +561,7 @@ def _feed_forward(model: ModelFacts, layout: Layout) -> int:
     of the keys less. An adapter computes up separately from the gate, and its own part in
     float32; sharded layers compute the two separately as well."""
     hidden = model.hidden_size
-    inner = model.intermediate_size
+    inner = model.inner_width
     queries = model.query_width
     keys = model.key_width
     size = layout.bytes_per_number

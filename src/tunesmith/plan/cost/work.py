@@ -309,7 +309,7 @@ def _between_products(model: ModelFacts, layout: Layout) -> float:
     compute in float32, the rotation of queries and keys, the gate, and an adapter's casts."""
     size = layout.bytes_per_number
     hidden = model.hidden_size
-    inner = model.intermediate_size
+    inner = model.inner_width
     queries = model.query_width
     turned = queries + model.key_width
     norm = 4 * size + 20 if size == 2 else 5 * size

@@ -128,7 +128,7 @@ def _pass_bytes(plan: AnyPlan) -> int:
     model = plan.facts.model
     if model is None:
         return 0
-    widths = 2 * model.intermediate_size + 4 * model.hidden_size
+    widths = 2 * model.inner_width + 4 * model.hidden_size
     prompts = PASS_TOKENS * widths * plan.devices.bytes_per_number
     return prompts + 3 * 4 * plan.sampling.running * model.vocab_size
 

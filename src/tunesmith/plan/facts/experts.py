@@ -27,6 +27,8 @@ class Mixtures:
     """Of these, how many a token passes through."""
     parameters: int = 0
     """Of all these experts."""
+    inner: int = 0
+    """The feed-forward width that a token passes through, with that of experts that all share."""
 
 
 NO_MIXTURES = Mixtures()
@@ -34,7 +36,8 @@ NO_MIXTURES = Mixtures()
 
 def mixtures_of(config: Written, counted: Counts) -> Mixtures:
     experts = first(config, *EXPERTS)
-    return Mixtures(counted.mixtures, experts, first(config, *CHOSEN), counted.routed)
+    chosen = first(config, *CHOSEN)
+    return Mixtures(counted.mixtures, experts, chosen, counted.routed, counted.inner)
 
 
 def expert_widths(config: Written) -> tuple[int, ...]:

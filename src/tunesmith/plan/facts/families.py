@@ -48,6 +48,8 @@ class Family:
     """All layers have the configuration's window; otherwise each attention module has its own."""
     gated: bool = True
     """Feed-forward networks have three matrices: gate, up and down; otherwise up and down."""
+    clamped_gate: bool = False
+    """Gate and up are clamped, and one is added to up, each in an operation of its own."""
     output_gate: bool = False
     """Queries have a gate beside them, for the outputs of attention."""
     learned_positions: bool = False

@@ -78,6 +78,11 @@ class ModelFacts:
         return family(self.family).lean and not self.rotates_in_part
 
     @property
+    def inner_width(self) -> int:
+        """The feed-forward width that a token passes through in a layer."""
+        return max(self.intermediate_size, self.mixtures.inner)
+
+    @property
     def query_width(self) -> int:
         """Width of the queries of all heads."""
         return self.heads * self.head_dim

@@ -41,6 +41,8 @@ class Counts(NamedTuple):
     """Parameters of all experts among which routers choose."""
     mixtures: int = 0
     """Layers with such experts."""
+    inner: int = 0
+    """The feed-forward width of one of them that a token passes through."""
 
 
 def count(config: Written, sizes: Sizes, family: Family) -> Counts:
@@ -49,6 +51,7 @@ def count(config: Written, sizes: Sizes, family: Family) -> Counts:
     idle = 0
     routed = 0
     mixtures = 0
+    inner = 0
     apart = not set(ALONE).isdisjoint(sizes.layers)
     for index, kind in enumerate(sizes.layers):
         total += sizes.hidden if apart else 2 * sizes.hidden
@@ -66,7 +69,8 @@ def count(config: Written, sizes: Sizes, family: Family) -> Counts:
         idle += whole.idle
         routed += whole.routed
         mixtures += whole.mixtures
-    return Counts(total, idle, routed, mixtures)
+        inner = max(inner, whole.inner)
+    return Counts(total, idle, routed, mixtures, inner)
 
 
 def _positions(config: Written, sizes: Sizes, family: Family) -> int:
@@ -150,7 +154,8 @@ def _experts(config: Written, sizes: Sizes, family: Family) -> Counts:
     if family.dense_beside_experts:
         shared = sizes.inner
     total = experts * (each + hidden) + _matrices(family) * hidden * shared
-    return Counts(total, (experts - first(config, *CHOSEN)) * each, experts * each, 1)
+    chosen = first(config, *CHOSEN)
+    return Counts(total, (experts - chosen) * each, experts * each, 1, chosen * inner + shared)
 
 
 def _is_sparse(config: Written, layer: int) -> bool:
