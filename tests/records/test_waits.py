@@ -118,6 +118,7 @@ DATES = {
     "records/sinks/mlflow.py",
     "records/sinks/tensorboard.py",
     "learn/endpoint/turns.py",
+    "run/tinker/service.py",
     "run/tinker/store.py",
 }
 """Where the time of day is recorded, for people and other programs."""
