@@ -30,8 +30,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[VllmSettings]:
     found: list[VllmSettings] = []
 
     class Fake(FakeEngine):
-        def __init__(self, settings: VllmSettings, weights: Any) -> None:
-            del weights
+        def __init__(self, settings: VllmSettings, weights: Any, images: object = None) -> None:
+            del weights, images
             found.append(settings)
             super().__init__(vocab_size=261, eos_token_ids=(2,))
 
