@@ -35,11 +35,27 @@ MIXERS: dict[str, Any] = {
 }
 
 
+LONG = (
+    GIVEN[2],
+    "system.max_tokens_per_microbatch=4096",
+    "system.compile=false",
+    "data.max_tokens=4096",
+)
+"""One sample of 4,096 tokens in a micro-batch."""
 FAMILIES = [
     *(("bfloat16", family) for family in ("qwen3_moe", "qwen3_next", "lfm2", "bamba")),
     ("float32", "qwen3_moe"),
     pytest.param("bfloat16", "falcon_h1", marks=pytest.mark.long),
 ]
+
+
+def check_within_plan(plan: Any, least: float) -> None:
+    """Memory counted in a dry run is at most what is planned, and at least this share of it."""
+    price = planned(plan)
+    assert price is not None
+    counted = dry_run(plan)[FIRST]["train"].total
+    room = price.training - price.libraries
+    assert least * room < counted <= room, (counted, room, price)
 
 
 @pytest.mark.parametrize(("number", "family"), FAMILIES)
@@ -48,15 +64,10 @@ def test_a_dry_run_takes_no_more_than_is_planned(number: str, family: str, tmp_p
     sizes = {name: size for name, size in MIXERS.items() if name in own}
     config: Any = AutoConfig.for_model(family, **{**SHAPE, **own, **sizes})
     plan = resolved(
-        tmp_path, "sft", config.to_dict(), "H100-80GB", GIVEN[2],
-        "system.max_tokens_per_microbatch=4096", "system.compile=false", "data.max_tokens=4096",
+        tmp_path, "sft", config.to_dict(), "H100-80GB", *LONG,
         f"model.dtype={number}",
     )  # fmt: skip
-    price = planned(plan)
-    assert price is not None
-    counted = dry_run(plan)[FIRST]["train"].total
-    room = price.training - price.libraries
-    assert 0.5 * room < counted <= room, (counted, room, price)
+    check_within_plan(plan, 0.5)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -66,15 +77,10 @@ def test_ranks_that_divide_experts_take_no_more_than_is_planned(stage: int, tmp_
     own = SPECIAL["qwen3_moe"] | {"num_experts": 128, "moe_intermediate_size": 256}
     config: Any = AutoConfig.for_model("qwen3_moe", **{**SHAPE, **own})
     plan = resolved(
-        tmp_path, "sft", config.to_dict(), "4xH100-80GB", GIVEN[2],
-        "system.max_tokens_per_microbatch=4096", "system.compile=false", "data.max_tokens=4096",
+        tmp_path, "sft", config.to_dict(), "4xH100-80GB", *LONG,
         f"system.zero_stage={stage}", "system.expert_parallel_size=4",
     )  # fmt: skip
-    price = planned(plan)
-    assert price is not None
-    counted = dry_run(plan)[FIRST]["train"].total
-    room = price.training - price.libraries
-    assert 0.5 * room < counted <= room, (counted, room, price)
+    check_within_plan(plan, 0.5)
 
 
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -114,12 +120,7 @@ def test_copies_of_tokens_for_their_experts_are_planned(
         family, num_hidden_layers=4, **shape | MIXTURES[family]
     )  # fmt: skip
     plan = resolved(
-        tmp_path, "sft", config.to_dict(), "H200-141GB", GIVEN[2],
-        "system.max_tokens_per_microbatch=4096", "system.compile=false", "data.max_tokens=4096",
+        tmp_path, "sft", config.to_dict(), "H200-141GB", *LONG,
         "model.dtype=bfloat16", f"system.gradient_checkpointing={checkpointing}",
     )  # fmt: skip
-    price = planned(plan)
-    assert price is not None
-    counted = dry_run(plan)[FIRST]["train"].total
-    room = price.training - price.libraries
-    assert 0.98 * room < counted <= room, (counted, room, price)
+    check_within_plan(plan, 0.98)

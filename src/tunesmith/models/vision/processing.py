@@ -7,7 +7,7 @@ torchvision is installed or not.
 from __future__ import annotations
 
 import io
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import isqrt
@@ -204,16 +204,20 @@ class ImageVocabulary:
         """Tokens as the tokenizer knows them: each image is one placeholder."""
         if not rows_in(token_ids):
             return list(token_ids)
-        shown: list[int] = []
+        words = self.words(token_ids)
+        return [self.placeholder if isinstance(word, Image) else word for word in words]
+
+    def words(self, token_ids: Sequence[int]) -> Iterator[int | Image]:
+        """Tokens, and each image once, in its place."""
         left = iter(token_ids)
         for token in left:
             if token < FIRST_ROW:
-                shown.append(token)
+                yield token
                 continue
-            shown.append(self.placeholder)
-            for _ in range(len(self.rows.at(token)) - 1):
+            image = self.rows.at(token)
+            yield image
+            for _ in range(len(image) - 1):
                 next(left, None)
-        return shown
 
     def scaled(self, image: Image) -> Picture:
         """An image in the size in which the tower sees it."""

@@ -53,10 +53,11 @@ class ListRoutes:
         return web.json_response(self._run(request.match_info["name"]))
 
     async def saved_by_run(self, request: web.Request) -> web.Response:
-        return web.json_response({"checkpoints": self._saved(request.match_info["name"])})
+        rows = [row for _, row in self._saved(request.match_info["name"])]
+        return web.json_response({"checkpoints": rows})
 
     async def saved(self, request: web.Request) -> web.Response:
-        rows = [row for name in self._service.store.models() for row in self._saved(name)]
+        rows = [row for name in self._service.store.models() for _, row in self._saved(name)]
         rows.sort(key=lambda row: str(row["time"]), reverse=True)
         page, cursor = Page.of(request).cut(rows)
         return web.json_response({"checkpoints": page, "cursor": cursor})
@@ -85,13 +86,14 @@ class ListRoutes:
 
     def _run(self, name: str) -> Row:
         """Raises UnknownNameError: nothing of it is here."""
-        saved = [facts for _, _, facts in self._service.store.of_model(name)]
+        rows = self._saved(name)
+        saved = [facts for facts, _ in rows]
         live = self._service.models.get(name)
         if live is None and not saved:
             raise UnknownNameError(f"there is no training run '{name}' on this server")
         ranks = [live.lora.rank] if live and live.lora else [facts.rank for facts in saved]
         asked = [facts.time for facts in saved] + ([live.asked] if live else [])
-        newest = {row["checkpoint_type"]: row for row in reversed(self._saved(name))}
+        newest = {row["checkpoint_type"]: row for _, row in reversed(rows)}
         return {
             "training_run_id": name,
             "base_model": saved[0].base_model if saved else self._service.base.name,
@@ -103,9 +105,9 @@ class ListRoutes:
             "last_sampler_checkpoint": newest.get("sampler"),
         }
 
-    def _saved(self, name: str) -> list[Row]:
-        rows = [_row(name, *each) for each in self._service.store.of_model(name)]
-        return sorted(rows, key=lambda row: str(row["time"]), reverse=True)
+    def _saved(self, name: str) -> list[tuple[StoredWeights, Row]]:
+        found = sorted(self._service.store.of_model(name), key=lambda each: -each[2].time)
+        return [(each[2], _row(name, *each)) for each in found]
 
 
 def listing_routes(service: TinkerService, root: str) -> list[web.RouteDef]:

@@ -30,7 +30,7 @@ class ImagePrompts:
         shown: dict[str, object] = {"prompt_token_ids": self.shown(token_ids)}
         if not rows_in(token_ids):
             return shown
-        images = self._images(token_ids)
+        images = [word for word in self.vocabulary.words(token_ids) if isinstance(word, Image)]
         return shown | {
             "multi_modal_data": {"image": [self.vocabulary.scaled(image) for image in images]},
             # By which vLLM keeps their features.
@@ -49,15 +49,3 @@ class ImagePrompts:
                 f"vLLM makes {len(written)} tokens of a prompt with images that has {len(wanted)} "
                 'in training: set system.engine = "local"'
             )
-
-    def _images(self, token_ids: Sequence[int]) -> list[Image]:
-        """Those of a prompt, in their places."""
-        images: list[Image] = []
-        at = 0
-        while at < len(token_ids):
-            if token_ids[at] < FIRST_ROW:
-                at += 1
-                continue
-            images.append(self.vocabulary.rows.at(token_ids[at]))
-            at += len(images[-1])
-        return images
