@@ -434,7 +434,7 @@ def test_bytes_of_new_weights_are_counted_where_they_are_taken(tmp_path: Path) -
     import asyncio
 
     from benchmarks import sync_bytes
-    from tunesmith.plan.cost.price import adapter_numbers
+    from tunesmith.plan.cost.copies import adapter_numbers
     from tunesmith.plan.facts.model import read_model_facts
 
     path = save_model(tmp_path)

@@ -21,3 +21,11 @@ def test_the_wheel_has_every_data_file() -> None:
     ]
     assert len(data) > 30
     assert not [str(path) for path in data if not any(path.match(pattern) for pattern in patterns)]
+
+
+def test_every_extra_is_on_the_page_to_start() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "start.md").read_text()
+    extras = project["optional-dependencies"].keys() - {"docs", "dev"}
+    assert len(extras) > 10
+    assert not [extra for extra in extras if f"[{extra}]" not in page]

@@ -10,8 +10,8 @@ import pytest
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import ConfigError
+from tunesmith.plan.cost.activations import scoring_bytes
 from tunesmith.plan.cost.memory import layout_of, planned, planned_roles
-from tunesmith.plan.cost.price import scoring_bytes
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts

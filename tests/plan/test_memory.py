@@ -44,16 +44,11 @@ from tunesmith.config.values import parse_size
 from tunesmith.errors import ModelError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.shard_files import WeightFiles, names_in
+from tunesmith.plan.cost.activations import activation_bytes, layer_bytes, recomputed
+from tunesmith.plan.cost.copies import adapter_numbers, copy_bytes
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import CPU_MARGIN, LIMIT, planned, request_kv
-from tunesmith.plan.cost.price import (
-    activation_bytes,
-    adapter_numbers,
-    copy_bytes,
-    layer_bytes,
-    price,
-    recomputed,
-)
+from tunesmith.plan.cost.price import price
 from tunesmith.plan.facts import hub
 from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts

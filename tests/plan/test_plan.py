@@ -18,9 +18,10 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.config.values import parse_size
 from tunesmith.errors import CapacityError, ConfigError
+from tunesmith.plan.cost.copies import adapter_numbers
 from tunesmith.plan.cost.device import PARTS
 from tunesmith.plan.cost.memory import planned, planned_devices, planned_roles
-from tunesmith.plan.cost.price import LIBRARIES_WITH_NCCL, adapter_numbers
+from tunesmith.plan.cost.price import LIBRARIES_WITH_NCCL
 from tunesmith.plan.cost.seconds import BANDWIDTH_SHARE, FLOPS_SHARE, PASS_SECONDS, step_seconds
 from tunesmith.plan.report import report_of
 from tunesmith.run.placement.planning import plan_run

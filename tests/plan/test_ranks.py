@@ -15,9 +15,10 @@ from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import CapacityError, ConfigError, TunesmithError
+from tunesmith.plan.cost.copies import adapter_numbers
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import layout_of
-from tunesmith.plan.cost.price import adapter_numbers, price
+from tunesmith.plan.cost.price import price
 from tunesmith.plan.devices import device_problems
 from tunesmith.plan.facts.hardware import Gpu, Hardware
 from tunesmith.plan.facts.model import ModelFacts

@@ -14,8 +14,8 @@ from tests.support.families import SPECIAL, build
 from tunesmith.models.attention import ATTENTION_NAME, ForestAttention
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.forest import Segment
+from tunesmith.plan.cost.activations import layer_bytes
 from tunesmith.plan.cost.device import Layout
-from tunesmith.plan.cost.price import layer_bytes
 from tunesmith.plan.facts.families import families
 from tunesmith.plan.facts.layers import layer_kinds
 from tunesmith.plan.facts.model import facts_of

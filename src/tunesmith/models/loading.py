@@ -84,52 +84,65 @@ def load_module(
             architecture.
         ConfigError: the device cannot be used.
     """
-    named = path
-    path = readable(path)
-    config = load_config(path, trust_remote_code=trust_remote_code)
-    dropouts = {
-        k: v for k, v in config.to_dict().items() if "drop" in k and isinstance(v, float) and v > 0
-    }
-    for key, value in {**dict.fromkeys(dropouts, 0.0), **settings}.items():
-        setattr(config, key, value)
+    files = readable(path)
+    config = load_config(files, trust_remote_code=trust_remote_code)
+    dropouts = _set(config, settings)
     if takes_tf32(dtype, device):
         torch.set_float32_matmul_precision("high")  # Inductor reads this setting
-    auto = auto_class(config, auto)
     options: dict[str, Any] = {
+        "config": config,
         "attn_implementation": ATTENTION_NAME,
         "trust_remote_code": trust_remote_code,
     }
     eager = _experts_of(config, dtype, device, experts) == "eager"
     if eager:
         options["experts_implementation"] = "eager"
+    auto = auto_class(config, auto)
+    make = partial(auto.from_config, **options)
+    read = partial(
+        _read, files, partial(auto.from_pretrained, files, dtype=dtype, **options), differences
+    )
     trains = trains and quantize is None
-    make = partial(auto.from_config, config=config, **options)
-    load = partial(auto.from_pretrained, path, config=config, dtype=dtype, **options)
-    read = partial(_read, path, load, differences)
-    if sharding is not None or quantize is not None or _in_pieces(path):
+    if sharding is not None or quantize is not None or _in_pieces(files):
         stored = torch.float32 if sharding and trains and dtype.itemsize == 2 else dtype
-        with boundary(ModelError, f"cannot make model '{path}' without its weights", ANY_ERROR):
-            module = _without_weights(path, partial(make, dtype=stored), trains, None)
-        towers = Towers.beside(module, path, tower)
+        with boundary(ModelError, f"cannot make model '{files}' without its weights", ANY_ERROR):
+            module = _without_weights(files, partial(make, dtype=stored), trains, None)
+        towers = Towers.beside(module, files, tower)
         _place(module, dtype, device, sharding, quantize)
         if not detect_fake_mode():
-            read_shards(module, path, read, towers.allowed(differences), sharding)
+            read_shards(module, files, read, towers.allowed(differences), sharding)
     elif detect_fake_mode():  # a fake device holds no data
-        module = _without_weights(path, partial(make, dtype=dtype), trains, device)
-        towers = Towers.beside(module, path, tower)
+        module = _without_weights(files, partial(make, dtype=dtype), trains, device)
+        towers = Towers.beside(module, files, tower)
     else:
         module = read()
-        towers = Towers.beside(module, path, tower)
+        towers = Towers.beside(module, files, tower)
         with _usable(device):
             cast(nn.Module, module).to(device)
     if eager and config.model_type.startswith("llama4"):  # transformers has one way for these
         from tunesmith.models.kernels.llama4 import compute_one_by_one
 
         compute_one_by_one(module)
-    check_tie(path, module)
-    module.name_or_path = str(named)  # by which an adapter names its base
+    check_tie(files, module)
+    module.name_or_path = str(path)  # by which an adapter names its base
     _disable_dropout(module, dropouts)
     return module.eval(), towers
+
+
+def _set(config: PreTrainedConfig, settings: Mapping[str, object]) -> dict[str, float]:
+    """Change entries of a configuration, and set its dropouts to zero.
+
+    Returns:
+        The dropouts that it had.
+    """
+    dropouts = {
+        key: value
+        for key, value in config.to_dict().items()
+        if "drop" in key and isinstance(value, float) and value > 0
+    }
+    for key, value in {**dict.fromkeys(dropouts, 0.0), **settings}.items():
+        setattr(config, key, value)
+    return dropouts
 
 
 def _experts_of(

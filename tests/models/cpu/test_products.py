@@ -18,7 +18,7 @@ from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu import decoding, products
 from tunesmith.models.cpu.products import HEADS, LAYERS, Kind, works
-from tunesmith.plan.cost.price import SMALL, prepared_bytes
+from tunesmith.plan.cost.copies import SMALL, prepared_bytes
 from tunesmith.run.engines.local import decode_model
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.types import Completion, Sample, Sampling

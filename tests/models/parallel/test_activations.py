@@ -26,16 +26,16 @@ from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.layers import ModuleRunner, decoder_layers
 from tunesmith.models.parallel.activations import compute_again
-from tunesmith.plan.cost.device import Layout
-from tunesmith.plan.cost.price import (
+from tunesmith.plan.cost.activations import (
     activation_bytes,
     backward_bytes,
     kept_bytes,
     layer_bytes,
-    price,
     recomputed,
     sent_bytes,
 )
+from tunesmith.plan.cost.device import Layout
+from tunesmith.plan.cost.price import price
 from tunesmith.plan.cost.seconds import compared_seconds
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts

@@ -43,8 +43,9 @@ from tunesmith.models.parallel.sharding import (
     whole_weights,
 )
 from tunesmith.models.score_model import ScoreModel
+from tunesmith.plan.cost.copies import layer_copy
 from tunesmith.plan.cost.device import Layout
-from tunesmith.plan.cost.price import PINNED, layer_copy, price
+from tunesmith.plan.cost.price import PINNED, price
 from tunesmith.plan.cost.seconds import FLOPS_SHARE, TO_THE_HOST, step_seconds
 from tunesmith.plan.facts.machines import gpu_kinds, machine
 from tunesmith.run.placement.planes import published

@@ -37,7 +37,7 @@ from tunesmith.models.kernels.decoding import (
 )
 from tunesmith.models.kernels.functions import Product
 from tunesmith.models.kernels.lean import PRODUCTS, Layer, LeanDecoder, Norm
-from tunesmith.plan.cost.price import SMALL, prepared_bytes
+from tunesmith.plan.cost.copies import SMALL, prepared_bytes
 from tunesmith.plan.facts.hardware import memory
 
 TYPES = (torch.float32, torch.bfloat16)

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tunesmith.errors import ModelError
 from tunesmith.models.kernels.layers import LayerRunner, decoder_layers
 from tunesmith.models.parallel.host_memory import CopyStream
-from tunesmith.plan.cost.price import recomputed
+from tunesmith.plan.cost.activations import recomputed
 
 CHUNK = 64 << 20
 """Bytes per chunk of host memory; a power of two, to which pinned memory is rounded up."""

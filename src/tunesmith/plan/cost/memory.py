@@ -8,23 +8,22 @@ from math import ceil, inf, sqrt
 
 from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.config.values import format_size
-from tunesmith.plan.cost.device import Layout, Price
-from tunesmith.plan.cost.price import (
-    LIBRARIES,
-    LIBRARIES_WITH_NCCL,
-    USUAL_RANK,
+from tunesmith.plan.cost.activations import (
     activation_bytes,
-    adapter_numbers,
     backward_bytes,
+    scoring_bytes,
+    sent_bytes,
+)
+from tunesmith.plan.cost.copies import (
+    adapter_numbers,
     copy_bytes,
     engine_copy_bytes,
     gathered_bytes,
     prepared_bytes,
-    price,
     rounded_bytes,
-    scoring_bytes,
-    sent_bytes,
 )
+from tunesmith.plan.cost.device import Layout, Price
+from tunesmith.plan.cost.price import LIBRARIES, LIBRARIES_WITH_NCCL, USUAL_RANK, price
 from tunesmith.plan.cost.tower import tower_for, tower_in_training, trains_on_images
 from tunesmith.plan.devices import BUCKET
 from tunesmith.plan.facts.families import family_around

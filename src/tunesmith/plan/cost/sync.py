@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tunesmith.config.values import format_size
-from tunesmith.plan.cost.price import copy_bytes
+from tunesmith.plan.cost.copies import copy_bytes
 from tunesmith.plan.cost.seconds import THROUGH_THE_HOST
 from tunesmith.plan.plan import AnyPlan
 

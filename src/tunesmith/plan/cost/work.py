@@ -12,19 +12,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from tunesmith.costs import CostModel, chunk_rows
+from tunesmith.plan.cost.activations import of_modules, sent_bytes, travelling_bytes
+from tunesmith.plan.cost.copies import adapter_numbers, away_of_layer, copy_bytes, shared_part
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import engine_kv, kept_of_request, kv_bytes_per_number, layout_of
-from tunesmith.plan.cost.price import (
-    USUAL_RANK,
-    adapter_numbers,
-    away_of_layer,
-    copy_bytes,
-    of_modules,
-    price,
-    sent_bytes,
-    shared_part,
-    travelling_bytes,
-)
+from tunesmith.plan.cost.price import USUAL_RANK, price
 from tunesmith.plan.cost.tower import image_operations, tower_in_training
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import AnyPlan

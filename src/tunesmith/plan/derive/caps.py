@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tunesmith.config.values import format_size
+from tunesmith.plan.cost.activations import scoring_bytes
 from tunesmith.plan.cost.memory import (
     LEAST_TOKENS,
     layout_of,
@@ -19,7 +20,7 @@ from tunesmith.plan.cost.memory import (
     planned_devices,
     rewarding_bytes,
 )
-from tunesmith.plan.cost.price import price, scoring_bytes
+from tunesmith.plan.cost.price import price
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
 
 STEP = 256

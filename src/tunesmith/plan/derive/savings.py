@@ -13,6 +13,7 @@ from typing import Generic
 
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import format_size
+from tunesmith.plan.cost.copies import copy_bytes
 from tunesmith.plan.cost.device import Price
 from tunesmith.plan.cost.memory import (
     bytes_per_token,
@@ -23,7 +24,6 @@ from tunesmith.plan.cost.memory import (
     planned_devices,
     planned_first,
 )
-from tunesmith.plan.cost.price import copy_bytes
 from tunesmith.plan.cost.seconds import compared_seconds
 from tunesmith.plan.derive.sizes import with_sizes
 from tunesmith.plan.parts import Memory

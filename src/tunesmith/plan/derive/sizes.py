@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil, inf
 
 from tunesmith.config.values import format_size, megabytes
+from tunesmith.plan.cost.activations import activation_bytes
 from tunesmith.plan.cost.memory import (
     bytes_per_token,
     engine_kv,
@@ -19,7 +20,7 @@ from tunesmith.plan.cost.memory import (
     planned_elsewhere,
     request_kv,
 )
-from tunesmith.plan.cost.price import activation_bytes, price
+from tunesmith.plan.cost.price import price
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import MOST_RUNNING, USUAL_RUNNING, AnyPlan, C, Plan, Reasons
 

@@ -20,7 +20,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.decoding import DECODING, Decoding, PreparedProducts, float32_head
 from tunesmith.models.kernels.functions import Product
 from tunesmith.models.kernels.quantised import is_quantised
-from tunesmith.plan.cost.price import SMALL
+from tunesmith.plan.cost.copies import SMALL
 
 
 def decoding(model: CausalLM) -> Decoding | None:
