@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -11,9 +12,12 @@ import pytest
 
 from tests.support.tiny_runs import sums, write_lines
 from tunesmith.errors import ConfigError
+from tunesmith.learn.endpoint.asks import Ask
+from tunesmith.learn.endpoint.turns import Answer
 from tunesmith.run.offline.generate import run_generate
 from tunesmith.run.offline.lines import read_lines
 from tunesmith.run.offline.rft import run_rft
+from tunesmith.run.placement.serve import ServedPolicy, open_model
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
@@ -105,3 +109,24 @@ def test_an_argument_that_vllm_does_not_have_is_refused_before_the_run(
     ):
         run_generate(None, wrong)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_served_model_keeps_to_a_schema(model: Path) -> None:
+    """Random weights, which would never write JSON."""
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+
+    async def answered() -> Answer:
+        served = open_model(str(model), ["system.engine=vllm", "model.dtype=float32"])
+        try:
+            ask = Ask(raw="true?", schema=schema, max_tokens=100, sampling={"seed": 1})
+            return await ServedPolicy(served).answer(ask)
+        finally:
+            await served.engine.close()
+
+    answer = asyncio.run(answered())
+    assert answer.problems == [] and set(json.loads(answer.replies[0].text)) == {"ok"}

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from tunesmith.config.section import Section
-from tunesmith.config.values import Count, PositiveInt, Text, Url
+from tunesmith.config.values import Count, Memory, PositiveInt, Text, Url
 
 POLICY = "policy"
 """The name of the policy as a judge."""
@@ -40,8 +40,13 @@ class Criterion(Section):
 class JudgeReward(Section):
     """A language model that judges completions: ``[[reward.judge]]``."""
 
-    model: Text
-    """The model's name at ``url``; without ``url``, "policy": the policy judges itself."""
+    model: Text | None = None
+    """The model's name at ``url``; without ``url`` and ``path``, "policy": the policy judges
+    itself."""
+    path: Text | None = None
+    """A directory or a hub name: the run loads this model itself, frozen, and asks it."""
+    kv_memory: Memory = "1GB"
+    """Memory for the keys and values of a model at ``path``."""
     url: Url | None = None
     """The address of an OpenAI-compatible server, up to ``/v1``."""
     name: Text = "judge"
@@ -86,7 +91,7 @@ class JudgeReward(Section):
 
     @property
     def by_policy(self) -> bool:
-        return self.url is None
+        return self.url is None and self.path is None
 
     @property
     def named_criteria(self) -> tuple[Criterion, ...]:
@@ -96,14 +101,7 @@ class JudgeReward(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         said = self.model_fields_set
-        if self.by_policy and self.model != POLICY:
-            raise ValueError(
-                f"model = '{self.model}' has no url; give the address that serves it, such as "
-                "'http://127.0.0.1:8000/v1', or set model = 'policy'"
-            )
-        unread = next((key for key in _OF_SERVERS if self.by_policy and key in said), None)
-        if unread:
-            raise ValueError(f"{unread} is of a server, and the policy judges; leave it out")
+        self._check_model(said)
         unread = next((key for key in _OF_SCALES if self.compare == "pairs" and key in said), None)
         if unread:
             raise ValueError(f"{unread} has no effect with compare = 'pairs'; leave it out")
@@ -118,6 +116,25 @@ class JudgeReward(Section):
             raise ValueError("template has no {{ rubric }}; write it there, or leave one out")
         self._check_criteria()
         return self
+
+    def _check_model(self, said: set[str]) -> None:
+        if self.path is not None and (self.url or self.model):
+            other = "url" if self.url else "model"
+            raise ValueError(f"path and {other} name two judges; leave one out")
+        if self.by_policy and self.model != POLICY:
+            raise ValueError(
+                f"model = '{self.model}' has no url; give the address that serves it, such as "
+                "'http://127.0.0.1:8000/v1', or the path of a model that the run loads, or set "
+                "model = 'policy'"
+            )
+        if self.url and self.model is None:
+            raise ValueError("url needs model, the model's name there")
+        unread = next((key for key in _OF_SERVERS if not self.url and key in said), None)
+        if unread:
+            who = "the policy judges" if self.by_policy else "the run loads the judge itself"
+            raise ValueError(f"{unread} is of a server, and {who}; leave it out")
+        if self.path is None and "kv_memory" in said:
+            raise ValueError("kv_memory is of a model at path; leave it out")
 
     def _check_criteria(self) -> None:
         if not self.criteria:

@@ -39,7 +39,7 @@ SETTINGS = (
         "sampling.timeout dpo.precompute_reference kto.precompute_reference "
         "reward.remote.protocol reward.judge.url reward.judge.token_env reward.judge.concurrency "
         "reward.judge.requests_per_minute reward.judge.timeout reward.judge.retries "
-        "reward.judge.deadline",
+        "reward.judge.deadline reward.judge.kv_memory",
     ),
     Verdict(
         "content",

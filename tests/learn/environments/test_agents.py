@@ -341,3 +341,35 @@ return float(len(history) * 10 + board[0])
     rollouts, _ = play(environments, tokenizer, [task] * 3, counting)
     assert [r.reward for r in rollouts] == [float((len(task.prompt) + 1) * 10 + 1)] * 3
     assert task.columns["board"] == [0]
+
+
+GROUPED = """
+from tunesmith.learn.environments.steps import StepResult
+
+async def agent(client, fails=()):
+    reply = await client.chat.completions.create(messages=START)
+    return StepResult(done=True, kept=reply.choices[0].message.content)
+
+async def together(kept):
+    assert "bad" not in kept, "it cannot be compared"
+    best = max(map(len, kept))
+    return [StepResult(None, float(len(one) == best), True, {"size": len(one)}) for one in kept]
+
+agent.score_group = together
+"""
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_group_is_scored_together(bad: bool, tokenizer: Any, tmp_path: Path) -> None:
+    answers = iter(["1", "bad" if bad else "22", "333"])
+    rollouts, _ = play(
+        load(tmp_path, START + GROUPED, path="env.py:agent"), tokenizer, [made_task(tokenizer)],
+        lambda _: f"{next(answers)}<|im_end|>", group_size=3,
+    )  # fmt: skip
+    if bad:
+        assert all(rollout.reward is None for rollout in rollouts)
+        assert all("cannot be compared" in str(rollout.error) for rollout in rollouts)
+    else:
+        assert sorted(ok(one).reward or 0.0 for one in rollouts) == [0.0, 0.0, 1.0]
+        assert sorted(one.metrics["size"] for one in rollouts) == [1.0, 2.0, 3.0]
+        assert all(one.instance is None for one in rollouts), "nothing is kept after scoring"

@@ -40,6 +40,24 @@ def load_environment(count=2):
     return verifiers.SingleTurnEnv(dataset=data(0), eval_dataset=data(50), rubric=rubric)
 """
 
+GROUPED = """
+import verifiers
+from datasets import Dataset
+
+
+def load_environment():
+    def longest(completions, **_):
+        sizes = [len(each[-1]["content"]) for each in completions]
+        return [float(size == max(sizes)) for size in sizes]
+
+    def brief(completion, **_):
+        return float(len(completion[-1]["content"]) < 9)
+
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": "Go."}], "answer": ""}])
+    rubric = verifiers.Rubric(funcs=[longest, brief], weights=[1.0, 0.5])
+    return verifiers.SingleTurnEnv(dataset=data, rubric=rubric)
+"""
+
 OLD = find_spec("verifiers") is not None and version("verifiers").startswith("0.3.")
 needs_tasksets = pytest.mark.skipif(OLD, reason="verifiers 0.3 has older environments only")
 needs_uv = pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv: pip install uv")
@@ -122,3 +140,19 @@ def test_an_older_environment_is_played_by_name(tmp_path: Path) -> None:
     (_, rollout), engine = played("older_sums", tmp_path, tasks("older_sums"))
     assert ok(rollout).reward == 1.0 and rollout.metrics["correct"] == 1.0
     assert len(engine.exchanges) == 2
+
+
+@pytest.mark.slow
+@need("verifiers")
+def test_an_older_rubric_scores_a_group_together(tmp_path: Path) -> None:
+    if not OLD:
+        pytest.skip("verifiers 0.4 has no older environments")
+    (tmp_path / "grouped.py").write_text(GROUPED)
+    answers = iter(["2", "22", "4444444444"])
+    rollouts, engine = play(
+        environments("grouped", tmp_path), TOKENIZER, tasks("grouped"),
+        lambda _: next(answers) + END, group_size=3, max_tokens=40_000,
+    )  # fmt: skip
+    assert sorted(ok(rollout).reward or 0.0 for rollout in rollouts) == [0.5, 0.5, 1.0]
+    assert sum(rollout.metrics["longest"] for rollout in rollouts) == 1.0
+    assert len(engine.exchanges) == 3

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.support import tiny
 from tests.support.http_servers import running, unused_url
 from tests.support.tiny_runs import rl_settings
 from tunesmith.config.judges import Criterion, JudgeReward
@@ -419,6 +420,12 @@ def test_the_policy_can_judge() -> None:
     [
         ({"url": None}, "url"),
         ({"url": None, "model": "policy", "retries": 1}, "retries"),
+        ({"url": None, "model": None}, "policy"),
+        ({"model": None}, "model"),
+        ({"path": "judge"}, "url"),
+        ({"path": "judge", "url": None}, "model"),
+        ({"path": "judge", "url": None, "model": None, "retries": 1}, "retries"),
+        ({"kv_memory": "2GB"}, "kv_memory"),
         ({"compare": "pairs", "votes": 2, "temperature": 1.0}, "votes"),
         ({"rounds": 2}, "rounds"),
         ({"scale": (5, 1)}, "scale"),
@@ -472,6 +479,20 @@ def test_a_run_with_a_judge_and_its_policy_as_another(tmp_path: Path, model: Pat
     assert line["reward/judge/applied"] == 1.0 and line["judge/own/failed"] == 1.0
     kept = (outcome.run_dir / ANSWERS_FILE).read_text().splitlines()
     assert len(kept) == asked
+
+
+def test_a_run_loads_its_judge(tmp_path: Path, model: Path) -> None:
+    """A judge that writes nonsense has no verdict; its own words are the answer, and are kept."""
+    path = tiny.save_model(tmp_path / "other", max_position_embeddings=4096)
+    judge = f'{{path="{path}", max_new_tokens=3, kv_memory="16MB", weight=0.0, pattern="(.)"}}'
+    told = judged_settings(
+        tmp_path, model, judge, reward__functions=[f"{tmp_path}/rewards.py:share"]
+    )
+    outcome = placement.run_rl(None, told)
+    (line,) = read_metrics(outcome.run_dir / "metrics.jsonl")
+    kept = (outcome.run_dir / ANSWERS_FILE).read_text().splitlines()
+    assert line["judge/judge/requests"] == len(kept) > 0
+    assert line["judge/judge/completion_tokens"] <= 3 * len(kept)
 
 
 def test_questions_that_cannot_be_rendered_have_no_answer() -> None:

@@ -298,6 +298,7 @@ _FILES: dict[str, Find] = {
     "reward.functions.[]": _reference("function"),
     "monitor.sinks.[]": _reference("class"),
     "reward.models.[].path": find_model,
+    "reward.judge.[].path": find_model,
     "reward.judge.[].rubric": _text_or_file,
     "reward.judge.[].template": _text_or_file,
     "environment.path": _code,

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from tunesmith.learn.endpoint.asks import ChatRequest, Fields, Json, parse
-from tunesmith.learn.endpoint.turns import Answer, Event, Policy, TextPiece, head_of
+from tunesmith.learn.endpoint.turns import (
+    Answer,
+    Event,
+    Policy,
+    TextPiece,
+    TokenText,
+    head_of,
+    tokens_of,
+)
 from tunesmith.learn.environments.conversation import Reply
 
-Decode = Callable[[Sequence[int]], str]
 DONE: Event = (None, "[DONE]")
 
 
@@ -57,9 +64,7 @@ class ChatExchange:
             "finish_reason": finish_reason(reply),
         }
 
-    def _logprobs(self, tokens: Sequence[tuple[str, float]]) -> Json:
-        """Alternatives to the sampled tokens are unknown, so ``top_logprobs`` holds the token
-        alone."""
+    def _logprobs(self, tokens: Sequence[TokenText]) -> Json:
         return {"content": token_entries(tokens), "refusal": None}
 
     def _chunk(
@@ -107,19 +112,19 @@ def usage(answer: Answer) -> Json:
     }
 
 
-def tokens_of(reply: Reply, decode: Decode) -> list[tuple[str, float]]:
-    """Text and log-probability of each token of a turn."""
-    sampled = zip(reply.completion.token_ids, reply.completion.logprobs, strict=True)
-    return [(decode([token]), logprob) for token, logprob in sampled]
-
-
-def token_entries(tokens: Sequence[tuple[str, float]]) -> list[Json]:
+def token_entries(tokens: Sequence[TokenText]) -> list[Json]:
+    """Where alternatives to a token are unknown, ``top_logprobs`` holds the token alone."""
     content: list[Json] = []
-    for text, logprob in tokens:
-        raw = None if "\ufffd" in text else list(text.encode())
-        entry = {"token": text, "logprob": logprob, "bytes": raw}
-        content.append({**entry, "top_logprobs": [entry]})
+    for token in tokens:
+        entry = _entry(token.text, token.logprob)
+        ranked = [_entry(*each) for each in token.likeliest]
+        content.append({**entry, "top_logprobs": ranked or [entry]})
     return content
+
+
+def _entry(text: str, logprob: float) -> Json:
+    raw = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": raw}
 
 
 def finish_reason(reply: Reply) -> str:

@@ -18,6 +18,7 @@ class EpisodePolicy:
     """Answers one episode's requests, on the event loop of the engine. Each turn is recorded."""
 
     what = "episode"
+    ranks = False
 
     def __init__(self, conversation: Conversation, model: str) -> None:
         self.loop = asyncio.get_running_loop()

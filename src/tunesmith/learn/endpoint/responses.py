@@ -17,8 +17,8 @@ from tunesmith.learn.endpoint.asks import (
     as_dict,
     parse,
 )
-from tunesmith.learn.endpoint.chat import token_entries, tokens_of
-from tunesmith.learn.endpoint.turns import Answer, Event, Policy, TextPiece, head_of
+from tunesmith.learn.endpoint.chat import token_entries
+from tunesmith.learn.endpoint.turns import Answer, Event, Policy, TextPiece, head_of, tokens_of
 from tunesmith.learn.environments.conversation import Reply
 from tunesmith.types import Message, as_messages
 

@@ -11,11 +11,17 @@ from tunesmith.learn.endpoint.chat import (
     DONE,
     answer_head,
     finish_reason,
-    tokens_of,
     usage,
     wants_usage,
 )
-from tunesmith.learn.endpoint.turns import Answer, Event, Policy, TextPiece
+from tunesmith.learn.endpoint.turns import (
+    Answer,
+    Event,
+    Policy,
+    TextPiece,
+    TokenText,
+    tokens_of,
+)
 from tunesmith.learn.environments.conversation import Reply
 
 NUMBERED = "return_tokens_as_token_ids"
@@ -52,7 +58,7 @@ class TextExchange:
             logprobs = None
             if piece.tokens:
                 logprobs = _logprobs(piece.tokens, self._written[piece.index])
-                self._written[piece.index] += sum(len(text) for text, _ in piece.tokens)
+                self._written[piece.index] += sum(len(one.text) for one in piece.tokens)
             yield self._chunk(piece.index, piece.text, logprobs)
 
     def end(self, answer: Answer) -> Iterator[Event]:
@@ -110,11 +116,11 @@ def _numbered(token_ids: Sequence[int]) -> str:
     return " ".join(f"token_id:{token}" for token in token_ids)
 
 
-def _logprobs(tokens: Sequence[tuple[str, float]], start: int) -> Json:
-    texts = [text for text, _ in tokens]
+def _logprobs(tokens: Sequence[TokenText], start: int) -> Json:
+    texts = [token.text for token in tokens]
     return {
         "tokens": texts,
-        "token_logprobs": [logprob for _, logprob in tokens],
-        "top_logprobs": [{text: logprob} for text, logprob in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [{**dict(one.likeliest), one.text: one.logprob} for one in tokens],
         "text_offset": list(accumulate(map(len, texts), initial=start))[:-1],
     }

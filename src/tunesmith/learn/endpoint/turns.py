@@ -26,6 +26,7 @@ Event = tuple[str | None, str]
 """A server-sent event: its name, if it has one, and its data."""
 Follow = Callable[[int, Growing], None]
 """Gets the unfinished completion of a choice, when the policy begins it."""
+Decode = Callable[[Sequence[int]], str]
 INCOMPLETE = "\ufffd"
 """What a tokenizer decodes instead of part of a character."""
 
@@ -42,13 +43,23 @@ class AnswerHead:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenText:
+    """A sampled token as clients get it."""
+
+    text: str
+    logprob: float
+    likeliest: Sequence[tuple[str, float]] = ()
+    """The likeliest tokens in its place with their log-probabilities, if they are known."""
+
+
+@dataclass(frozen=True, slots=True)
 class TextPiece:
     """What a choice has new."""
 
     index: int
     text: str
-    tokens: Sequence[tuple[str, float]]
-    """Text and log-probability of each new token; ``text`` may end before or after theirs."""
+    tokens: Sequence[TokenText]
+    """Its new tokens; ``text`` may end before or after theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +94,8 @@ class Policy(Protocol):
     renderer: Renderer
     marks: tuple[str, ...]
     """Texts with one of which every tool call begins."""
+    ranks: bool
+    """Whether it says the likeliest tokens beside those that it wrote, when it has written all."""
     numbers: count[int]
 
     async def answer(self, ask: Ask, follow: Follow | None = None) -> Answer:
@@ -151,6 +164,8 @@ class Spoken:
         self._stop = ask.stop
         self._marks = policy.marks if ask.tools and ask.may_call else ()
         self._wants_tokens = ask.logprobs is not None
+        self._waits = bool(ask.logprobs) and policy.ranks
+        """Whether the tokens come with the rest, when their alternatives are known."""
         self._growing: Growing | None = None
         self._ids: list[int] = []
         self._sent = ""
@@ -172,7 +187,7 @@ class Spoken:
         text = self._settled()
         new = text[len(self._sent) :] if text.startswith(self._sent) else ""
         self._sent += new
-        tokens = self._tokens(token_ids, logprobs)
+        tokens = [] if self._waits else self._tokens(token_ids, logprobs)
         return TextPiece(self._index, new, tokens) if new or tokens else None
 
     def rest(self, reply: Reply) -> TextPiece:
@@ -185,15 +200,15 @@ class Spoken:
         ids = reply.completion.token_ids
         if ids[: len(self._ids)] != self._ids or not whole.startswith(self._sent):
             raise EpisodeError("the completion began anew elsewhere: ask again")
-        new = slice(len(self._ids), None)
-        tokens = self._tokens(ids[new], reply.completion.logprobs[new])
+        new = 0 if self._waits else len(self._ids)
+        tokens = tokens_of(reply, self._renderer.verbatim)[new:] if self._wants_tokens else []
         return TextPiece(self._index, whole[len(self._sent) :], tokens)
 
-    def _tokens(self, ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[str, float]]:
+    def _tokens(self, ids: Sequence[int], logprobs: Sequence[float]) -> list[TokenText]:
         if not self._wants_tokens:
             return []
         decode = self._renderer.verbatim
-        return [(decode([token]), each) for token, each in zip(ids, logprobs, strict=True)]
+        return [TokenText(decode([one]), each) for one, each in zip(ids, logprobs, strict=True)]
 
     def _settled(self) -> str:
         if self._marks and any(mark in self._renderer.verbatim(self._ids) for mark in self._marks):
@@ -204,6 +219,18 @@ class Spoken:
             return cut
         text = without_beginning(text, (*self._stop, *self._marks))
         return text.rstrip() if self._marks else text
+
+
+def tokens_of(reply: Reply, decode: Decode) -> list[TokenText]:
+    """The tokens of a turn."""
+    ids = reply.completion.token_ids
+    if not reply.scores:
+        sampled = zip(ids, reply.completion.logprobs, strict=True)
+        return [TokenText(decode([token]), logprob) for token, logprob in sampled]
+    return [
+        TokenText(decode([token]), logprob, [(decode([id_]), each) for id_, each in others.items()])
+        for token, (logprob, others) in zip(ids, reply.scores, strict=True)
+    ]
 
 
 def without_beginning(text: str, ends: Sequence[str]) -> str:

@@ -8,14 +8,16 @@ Its parameters select its arguments: ``client`` (OpenAI's interface, within the 
 ``base_url`` and ``api_key`` (the same over HTTP, for an agent with its own client, which may be a
 plain function), ``opponent`` (as ``client``, and nothing that it writes is trained on), and data
 columns. It returns the reward, a ``StepResult`` with a reward and
-metrics, or None if reward functions score the episode.
+metrics, or None if reward functions score the episode. Where the function has the attribute
+``score_group``, this scores the episodes of a task together: ``async def score_group(kept)`` gets
+what each left in ``StepResult.kept`` and returns a ``StepResult`` for each.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -86,11 +88,24 @@ class Agent:
             with EpisodeCode(math.inf) as code:  # the rollout's deadline applies
                 arguments = keywords_for(self.function, arguments)
                 value = await code.run(self.name, self.function, **arguments)
-            if isinstance(value, StepResult):
-                step = as_step(replace(value, done=True), self.name)
-                rollout.metrics.update(step.metrics)
-                value = step.reward
-            rollout.reward = as_reward(value, self.name)
+            self._paid(rollout, value)
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> None:
+        """See ``GroupScorer``."""
+        score: Callable[[list[Any]], Awaitable[Sequence[StepResult]]] | None
+        score = getattr(self.function, "score_group", None)
+        if score is not None:
+            steps = await score([rollout.instance for rollout in rollouts])
+            for rollout, step in zip(rollouts, steps, strict=True):
+                self._paid(rollout, step)
+
+    def _paid(self, rollout: Rollout, value: object) -> None:
+        if isinstance(value, StepResult):
+            step = as_step(replace(value, done=True), self.name)
+            rollout.metrics.update(step.metrics)
+            rollout.instance = step.kept
+            value = step.reward
+        rollout.reward = as_reward(value, self.name)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tunesmith.types import Completion, Rollout
 
@@ -47,6 +47,16 @@ class Environment(Protocol):
     """
 
     async def play(self, rollout: Rollout, generate: Generate) -> None: ...
+
+
+@runtime_checkable
+class GroupScorer(Protocol):
+    """An environment that also scores a group of episodes of one task together."""
+
+    async def score_group(self, rollouts: Sequence[Rollout]) -> None:
+        """Set ``reward`` and ``metrics`` of rollouts that were played; an exception fails them
+        all."""
+        ...
 
 
 class SingleTurn:

@@ -26,6 +26,8 @@ class StepResult:
     reward: float | None = None
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    kept: Any = None
+    """What an agent's ``score_group`` gets of this episode."""
 
 
 def as_observation(value: object, what: str) -> Observation:
@@ -77,4 +79,5 @@ def as_step(value: object, what: str) -> StepResult:
         raise _wrong(what, raw, "metrics", "numbers by name")
     numbers = {name: as_reward(number, what, f"metric '{name}'") for name, number in raw.items()}
     metrics = {name: number for name, number in numbers.items() if number is not None}
-    return StepResult(observation, as_reward(value.reward, what), bool(done), metrics)
+    reward = as_reward(value.reward, what)
+    return StepResult(observation, reward, bool(done), metrics, value.kept)

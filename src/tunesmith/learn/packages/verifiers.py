@@ -7,7 +7,7 @@ against the episode's endpoint, and scores it itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import version
@@ -79,16 +79,9 @@ def is_environment(code: object) -> bool:
 
 
 def as_agent(environment: Foreign, reference: str) -> Play:
-    """An agent that runs an older environment's rollout and returns its reward and metrics.
-
-    Raises:
-        ConfigError: the environment scores several rollouts together.
-    """
-    if environment.requires_group_rollouts:
-        raise ConfigError(
-            f"'{reference}' has reward functions over a group of rollouts; each rollout is scored "
-            "by itself here. Move such functions to [reward]."
-        )
+    """An agent that runs an older environment's rollout and returns its reward and metrics. Where
+    its rubric scores several rollouts together, the whole group is scored when all have been
+    played."""
 
     async def play(base_url: str, api_key: str, prompt: Foreign, **columns: Foreign) -> StepResult:
         from openai import AsyncOpenAI
@@ -98,12 +91,28 @@ def as_agent(environment: Foreign, reference: str) -> Play:
         task = {"example_id": 0, **columns, "prompt": as_messages(prompt)}
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as http:
             client = clients.OpenAIChatCompletionsClient(http)
-            output = await environment.run_rollout(task, client, "policy", {}, state_columns=[])
+            if together:
+                output = await environment.rollout(task, client, "policy", {})
+            else:
+                output = await environment.run_rollout(task, client, "policy", {}, state_columns=[])
         if output["error"] is not None:
             raise EpisodeError(f"{reference}: {output['error']}")
+        if together:
+            return StepResult(done=True, kept=output)
         return StepResult(reward=output["reward"], done=True, metrics=output["metrics"] or {})
 
-    return play
+    async def score_group(states: Sequence[Foreign]) -> list[StepResult]:
+        if states:
+            await environment.rubric.score_group(list(states))
+        for state in states:
+            await environment.rubric.cleanup(state)
+        return [StepResult(None, s["reward"], True, s["metrics"] or {}) for s in states]
+
+    together = environment.requires_group_rollouts
+    agent: Foreign = play
+    if together:
+        agent.score_group = score_group
+    return agent
 
 
 async def _play(what: str, environment: Foreign, data: Options, base_url: str) -> StepResult:

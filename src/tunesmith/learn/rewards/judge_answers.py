@@ -1,5 +1,5 @@
 """Where a judge's answers come from: an OpenAI-compatible server, with a record of all answers on
-disk, or the policy.
+disk, the policy, or another model of this process.
 
 A judge that fails has no answer (``Unanswered``); it never raises.
 """
@@ -271,7 +271,7 @@ class ServedJudge:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the policy wrote as a judge."""
+    """What a model of this process wrote as a judge."""
 
     text: str
     prompt_tokens: int
@@ -279,27 +279,59 @@ class Written:
 
 
 Write = Callable[[str, int], Awaitable[Written]]
-"""From a question and a seed to the policy's answer."""
+"""From a question and a seed to the answer."""
 
 
 class PolicyJudge:
-    """Asks the policy, as it is now; its answers are not kept, because it changes."""
+    """Asks a model of this process: the policy, as it is now, whose answers are not kept, because
+    it changes; or a frozen one.
 
-    def __init__(self, entry: JudgeReward, write: Write) -> None:
+    Args:
+        kept: the answers of a frozen one.
+        end: closes its engine.
+    """
+
+    def __init__(
+        self,
+        entry: JudgeReward,
+        write: Write,
+        kept: AnswerFile | None = None,
+        end: Callable[[], None] | None = None,
+    ) -> None:
         self._entry = entry
         self._write = write
+        self._kept = kept
+        self._end = end
         self._room = PerLoop(lambda: asyncio.Semaphore(entry.concurrency))
         self.tally = Tally()
 
     async def answers(self, questions: Sequence[JudgeQuestion]) -> list[Answer]:
         self.tally.questions += len(questions)
         asked = list(dict.fromkeys(questions))
-        answers = await asyncio.gather(*map(self._ask, asked))
+        answers = await asyncio.gather(*map(self._answer, asked))
         found = dict(zip(asked, answers, strict=True))
         return [found[question] for question in questions]
 
     def close(self) -> None:
-        """It has nothing open."""
+        if self._kept:
+            self._kept.close()
+        if self._end:
+            self._end()
+
+    async def _answer(self, question: JudgeQuestion) -> Answer:
+        if self._kept is None:
+            return await self._ask(question)
+        entry = self._entry
+        how = [entry.path, entry.temperature, entry.max_new_tokens, entry.seed + question.vote]
+        key = hashlib.sha256(json.dumps([how, question.text]).encode()).hexdigest()
+        answer = self._kept.get(key)
+        if answer is not None:
+            self.tally.cached += 1
+            return answer
+        answer = await self._ask(question)
+        if isinstance(answer, str):
+            self._kept.add(key, entry.name, answer)
+        return answer
 
     async def _ask(self, question: JudgeQuestion) -> Answer:
         self.tally.requests += 1

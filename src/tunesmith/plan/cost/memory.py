@@ -198,6 +198,7 @@ def planned(plan: AnyPlan, *, least: bool = False) -> Price | None:
     kv = engines * engine_kv(plan, model, least=least) if engines else 0
     layout = layout_of(plan, tokens, kv)
     found = price(model, layout)
+    found = replace(found, frozen=found.frozen + _judges(plan))
     critic = layout.tokens if least else memory.critic
     scoring = layout.tokens if least else memory.scoring
     rewarding = layout.tokens if least else memory.reward
@@ -211,6 +212,14 @@ def planned(plan: AnyPlan, *, least: bool = False) -> Price | None:
     if rewarding and plan.kind.reward_models and plan.devices.shares_trainer_device("reward"):
         passes["rewarded"] = rewarding_bytes(plan, rewarding)
     return replace(found, **passes) if passes else found
+
+
+def _judges(plan: AnyPlan) -> int:
+    """Judges that the run loads, with their keys and values. On a CPU an engine also prepares
+    weights for products with few rows."""
+    copies = 1 if plan.devices.on_gpu else 2
+    weights = copies * plan.facts.judge_parameters * plan.devices.bytes_per_number
+    return weights + plan.facts.judge_kv
 
 
 def engine_kv(plan: AnyPlan, model: ModelFacts, *, least: bool = False) -> int:

@@ -48,6 +48,10 @@ class Facts:
     """The largest share of a line's tokens that are rows of images."""
     frozen_parameters: int = 0
     """Total parameters of the run's reward models and teacher."""
+    judge_parameters: int = 0
+    """Those of judges that the run loads."""
+    judge_kv: int = 0
+    """Bytes of their keys and values."""
     ranks_here: int | None = None
     """Trainer ranks that a launcher started on this machine; None without a launcher."""
     instances_for: str | None = None

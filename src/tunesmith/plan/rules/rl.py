@@ -291,6 +291,15 @@ def command(s: Situation[RLConfig]) -> Iterator[Problem]:
 
 
 @rule(RLConfig)
+def judges_of_a_run(s: Situation[RLConfig]) -> Iterator[Problem]:
+    loaded = [entry for entry in s.config.reward.judge if entry.path is not None]
+    if loaded and s.config.system.cluster == "ray":
+        yield Problem(("reward.judge", "system.cluster"),
+            f"reward.judge '{loaded[0].name}' has a path, and the process that would load it has "
+            "no GPU on Ray. Start `tunesmith serve` with it and give its url")
+
+
+@rule(RLConfig)
 def compared_in_pairs(s: Situation[RLConfig]) -> Iterator[Problem]:
     config = s.config
     reward = config.reward

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from tunesmith.errors import EngineError, EpisodeError, NoEngineError, UserError
-from tunesmith.learn.environments.base import Environment, Generate, Growing
+from tunesmith.learn.environments.base import Environment, Generate, GroupScorer, Growing
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.records.timeline import REWARD, ROLLOUTS, Timeline
 from tunesmith.run.engines.deadline import DEADLINE
@@ -57,6 +57,9 @@ class Collector:
     async def _group(self, task: Task, sampling: Sampling, size: int, seed: int) -> RolloutGroup:
         samplings = [replace(sampling, seed=derive_seed(seed, member)) for member in range(size)]
         rollouts = await all_or_error([self._rollout(task, s) for s in samplings])
+        environment = self.environments[task.environment]
+        if isinstance(environment, GroupScorer):
+            await self._score_together(environment, rollouts)
         played = [r for r in rollouts if r.status is Status.OK]
         try:
             if played and self.scorer:
@@ -74,6 +77,18 @@ class Collector:
             with self._span(ROLLOUTS, task.environment, task):
                 await self._play(rollout, sampling)
         return rollout
+
+    async def _score_together(self, environment: GroupScorer, rollouts: Sequence[Rollout]) -> None:
+        played = [rollout for rollout in rollouts if rollout.status is Status.OK]
+        try:
+            async with asyncio.timeout(self.timeout):
+                await environment.score_group(played)
+        except UserError:
+            raise
+        except Exception as error:
+            why = f"its group was not scored: {type(error).__name__}: {error}"
+            for rollout in played:
+                rollout.fail(Status.ENVIRONMENT_FAILED, why)
 
     def _span(self, lane: str, name: str, task: Task) -> AbstractContextManager[Any]:
         return self.timeline.span(lane, name, task=task.id) if self.timeline else nullcontext()

@@ -16,7 +16,8 @@ from tunesmith.config.commands import (
     SamplingConfig,
 )
 from tunesmith.config.judges import POLICY
-from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
+from tunesmith.config.values import parse_size
 from tunesmith.errors import CheckpointError, ConfigError, about
 from tunesmith.learn.data.chat import NO_TEMPLATE
 from tunesmith.learn.data.formats import Example
@@ -217,6 +218,8 @@ def facts_of_run(
         hardware: a machine other than this one.
     """
     frozen = frozen_parameters(config)
+    reward = _rewards_of(config)
+    judges = [each for each in (reward.judge if reward else ()) if each.path]
     model = known_model_facts(config.model.path)
     launch = Launch.of()
     here = launch.local_world if launch else None
@@ -234,6 +237,8 @@ def facts_of_run(
         model,
         read_adapter(config.lora.path),
         frozen_parameters=frozen,
+        judge_parameters=sum(known_parameters(str(each.path)) or 0 for each in judges),
+        judge_kv=sum(parse_size(each.kv_memory) for each in judges),
         ranks_here=here,
         fast_engine=fast_engine(config, machine),
         tuned=tuned,
@@ -252,7 +257,7 @@ def _nodes_like(config: RunConfig, gpus: int) -> int:
 
 def frozen_parameters(config: RunConfig) -> int:
     """Total parameters of reward models and a teacher, as far as their sizes are known."""
-    reward = config.reward if isinstance(config, RLConfig | SamplingConfig) else None
+    reward = _rewards_of(config)
     rewards = sum(known_parameters(model.path) or 0 for model in (reward.models if reward else ()))
     if not isinstance(config, DistillConfig | OfflineDistillConfig):
         return rewards
@@ -262,6 +267,10 @@ def frozen_parameters(config: RunConfig) -> int:
     return rewards + (
         known_parameters(config.teacher.path) or known_parameters(config.model.path) or 0
     )
+
+
+def _rewards_of(config: RunConfig) -> RewardSection | None:
+    return config.reward if isinstance(config, RLConfig | SamplingConfig) else None
 
 
 def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:

@@ -39,7 +39,8 @@ def contents_of(
     if isinstance(config, RLConfig):
         paths["critic"] = [config.critic.path]
     if isinstance(config, RLConfig | SamplingConfig) and config.reward is not None:
-        paths["reward_models"] = [model.path for model in config.reward.models]
+        models = (*config.reward.models, *config.reward.judge)
+        paths["reward_models"] = [model.path for model in models]
     if isinstance(config, DistillConfig | OfflineDistillConfig):
         paths["teacher"] = [] if plan.kind.self_taught else [config.teacher.path]
     found = {

@@ -9,23 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.commands import SamplingConfig
 from tunesmith.config.judges import JudgeReward
-from tunesmith.config.schema import DataSection, RLConfig
+from tunesmith.config.schema import DataSection, ModelSection, RLConfig
 from tunesmith.errors import ConfigError, about
 from tunesmith.learn.data.chat import end_of_turn_id
 from tunesmith.learn.data.prompts import PromptEncoder, with_system
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.run.placement.base import Report
+from tunesmith.run.placement.event_loop import run_async
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.placement.specs import scorer_spec
 from tunesmith.types import Completion, Sampling
 
 if TYPE_CHECKING:
-    from tunesmith.learn.rewards.judge_answers import Written
+    from tunesmith.learn.rewards.judge_answers import AnswerFile, PolicyJudge, Written
     from tunesmith.learn.rewards.model import RewardModel
 
 Generate = Callable[[Sequence[int], Sampling], Awaitable[Completion]]
 """An engine's ``generate``."""
+QUESTION = 2048
+"""Tokens of a question for which a judge that the run loads has room at least."""
 
 
 def add_rewards(
@@ -94,12 +97,14 @@ def _add_judges(
     assert config.reward is not None, "there are judges"
     kept = AnswerFile(folder)
     for entry in config.reward.judge:
-        if not entry.by_policy:
+        if entry.url is not None:
             rewards.add(judge_reward(entry, ServedJudge(entry, kept)))
+        elif entry.path is not None:
+            rewards.add(judge_reward(entry, _local_judge(entry, config.model, kept)))
         elif engine is None:
             raise ConfigError(
                 f"reward.judge '{entry.name}': the policy cannot judge where nothing is sampled; "
-                "give the url of a server",
+                "give the url of a server or the path of a model",
                 keys=("reward.judge",),
             )
         else:
@@ -107,10 +112,24 @@ def _add_judges(
             rewards.add(judge_reward(entry, PolicyJudge(entry, write)))
 
 
+def _local_judge(entry: JudgeReward, model: ModelSection, kept: AnswerFile) -> PolicyJudge:
+    """A model that this process loads, in the policy's type of numbers."""
+    from tunesmith.learn.rewards.judge_answers import PolicyJudge
+    from tunesmith.run.placement.serve import open_model
+
+    said = [f"sampling.max_new_tokens={entry.max_new_tokens}", "system.engine=local"]
+    said += [f"system.kv_memory={entry.kv_memory}", f"system.max_running={entry.concurrency}"]
+    said += [f"model.dtype={model.dtype}"] if model.dtype else []
+    served = open_model(str(entry.path), said, QUESTION)
+    engine = served.engine
+    write = partial(_written, served.setting.renderer.tokenizer, engine.generate, entry)
+    return PolicyJudge(entry, write, kept, lambda: run_async(engine.close()))
+
+
 async def _written(
     tokenizer: Any, generate: Generate, entry: JudgeReward, question: str, seed: int
 ) -> Written:
-    """The policy's answer to a judge's question."""
+    """A model's answer to a judge's question."""
     from tunesmith.learn.rewards.judge_answers import Written
 
     prompt = PromptEncoder.of(DataSection(train="questions"), tokenizer, [question]).ids(question)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -54,6 +55,8 @@ class ServedModel:
     engine: RolloutEngine
     setting: EpisodeSettings
     sampling: Sampling
+    constrains: bool = False
+    """Whether the engine keeps to a JSON schema while it writes."""
 
 
 class ServedPolicy:
@@ -69,6 +72,7 @@ class ServedPolicy:
         self.renderer = served.setting.renderer
         parse = served.setting.parse
         self.marks = marks_of(parse) if parse else ()
+        self.ranks = isinstance(served.engine, PromptScorer)
         self._served = served
 
     async def answer(self, ask: Ask, follow: Follow | None = None) -> Answer:
@@ -85,10 +89,18 @@ class ServedPolicy:
         async def reply(index: int) -> Reply:
             conversation = self._conversation(_generate(engine, sampling, index))
             replied = await reply_of(conversation, ask, follow, index)
-            if ask.echo and ask.logprobs is not None and isinstance(engine, PromptScorer):
-                prompt = conversation.rollout.records[-1].token_ids[: replied.prompt_tokens]
-                scores = await engine.score(prompt, max(1, ask.logprobs))
-                return replace(replied, prompt_ids=prompt, prompt_scores=scores)
+            wanted = ask.logprobs is not None and (ask.echo or ask.logprobs)
+            if not wanted or not isinstance(engine, PromptScorer):
+                return replied
+            ids = conversation.rollout.records[-1].token_ids
+            scores = await engine.score(ids, max(1, ask.logprobs or 0))
+            start = replied.prompt_tokens
+            if ask.logprobs:
+                replied = replace(replied, scores=scores[start - 1 :])
+            if ask.echo:
+                replied = replace(
+                    replied, prompt_ids=ids[:start], prompt_scores=scores[: start - 1]
+                )
             return replied
 
         return await all_replies(ask, reply)
@@ -113,7 +125,10 @@ class ServedPolicy:
         if said.get("top_k", 0) < 0:  # vLLM's way to say that it is off
             said["top_k"] = 0
         most = ask.max_tokens or self._served.sampling.max_new_tokens
-        return replace(self._served.sampling, max_new_tokens=most, **said)
+        # With tools a turn may be a call, which no schema of a text allows.
+        free = not self._served.constrains or (ask.tools and ask.may_call)
+        schema = json.dumps(ask.schema) if ask.schema and not free else None
+        return replace(self._served.sampling, max_new_tokens=most, schema=schema, **said)
 
 
 def _generate(engine: RolloutEngine, sampling: Sampling, index: int) -> Generate:
@@ -134,8 +149,11 @@ def _generate(engine: RolloutEngine, sampling: Sampling, index: int) -> Generate
     return generate
 
 
-def open_model(path: str, overrides: Sequence[str]) -> ServedModel:
+def open_model(path: str, overrides: Sequence[str], longest: int | None = None) -> ServedModel:
     """The engine of a model's directory or hub name.
+
+    Args:
+        longest: tokens of a prompt for which there has to be room; None: what the model reads.
 
     Raises:
         UserError: settings, files or the machine do not allow it.
@@ -146,7 +164,8 @@ def open_model(path: str, overrides: Sequence[str]) -> ServedModel:
     most = config.sampling.max_new_tokens
     facts = facts_of_run(config)
     context = facts.model.context if facts.model and facts.model.context else 4096
-    longest = max(1, context - most)
+    room = max(1, context - most)
+    longest = min(room, longest or room)
     plan = resolve(config, replace(facts, train_size=256, longest=longest))
     see_requests(plan, tokenizer)
     source = WeightSource()
@@ -167,7 +186,8 @@ def open_model(path: str, overrides: Sequence[str]) -> ServedModel:
         max_tokens=context,
         parse=parser_for(own_part(tokenizer.get_chat_template(tools=[]))) if template else None,
     )
-    return ServedModel(Path(path).name, engine, setting, sampling)
+    constrains = plan.devices.engine.name == "vllm"
+    return ServedModel(Path(path).name, engine, setting, sampling, constrains)
 
 
 def serve_model(

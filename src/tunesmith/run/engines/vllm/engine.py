@@ -367,6 +367,7 @@ def expert_choices(chosen: Any) -> ExpertChoices | None:
 def _parameters(sampling: Sampling) -> Any:
     from vllm import sampling_params as vllm  # pyright: ignore[reportMissingImports]
 
+    schema = sampling.schema and vllm.StructuredOutputsParams(json=sampling.schema)
     return vllm.SamplingParams(
         max_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
@@ -379,6 +380,7 @@ def _parameters(sampling: Sampling) -> Any:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
+        structured_outputs=schema,
         logprobs=0,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
