@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tiny import save_model
 from tests.support.tiny_runs import sums, write_lines
 from tunesmith.errors import ConfigError
 from tunesmith.learn.endpoint.asks import Ask
@@ -111,8 +112,10 @@ def test_an_argument_that_vllm_does_not_have_is_refused_before_the_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_served_model_keeps_to_a_schema(model: Path) -> None:
+def test_a_served_model_keeps_to_a_schema(tmp_path: Path) -> None:
     """Random weights, which would never write JSON."""
+    size = {"max_position_embeddings": 256, "vocab_size": 261, "head_dim": 32}
+    model = save_model(tmp_path / "model", "llama", **size)
     schema = {
         "type": "object",
         "properties": {"ok": {"type": "boolean"}},
@@ -123,7 +126,7 @@ def test_a_served_model_keeps_to_a_schema(model: Path) -> None:
     async def answered() -> Answer:
         served = open_model(str(model), ["system.engine=vllm", "model.dtype=float32"])
         try:
-            ask = Ask(raw="true?", schema=schema, max_tokens=100, sampling={"seed": 1})
+            ask = Ask(raw="true?", schema=schema, max_tokens=200, sampling={"seed": 1})
             return await ServedPolicy(served).answer(ask)
         finally:
             await served.engine.close()
