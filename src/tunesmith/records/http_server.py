@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, cast
@@ -144,13 +144,15 @@ def guarded(
         {"error": problem}, status=status
     ),
     hosts: Callable[[str], bool] | None = None,
+    admitted: Callable[[web.Request], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Any:
     """Middleware that checks host, token and time limit of a request, and answers errors with
     ``refusal``.
 
     Only the host names ``hosts`` are served; without a token, these are the loopback names unless
     others are named, so that a web page whose name was rebound to 127.0.0.1 has no access. With a
-    token, requests need it as ``Authorization: Bearer``, except on ``open_paths``.
+    token, requests need it as ``Authorization: Bearer``, except on ``open_paths``. ``admitted`` is
+    entered before a request's body is read, and may refuse it (``web.HTTPException``).
     """
 
     if hosts is None and token is None:
@@ -165,24 +167,15 @@ def guarded(
             if needed is not None and not is_token(bearer_of(request), needed):
                 how = "send the server's token, as Authorization: Bearer TOKEN"
                 raise web.HTTPUnauthorized(text=how)
-            close_after = _closing_after(request)
-            close_after(limits.body_seconds + REFUSAL_SECONDS)
-            try:
-                async with asyncio.timeout(limits.body_seconds):
-                    await request.read()
-            except TimeoutError:
-                late = f"the request did not arrive within {limits.body_seconds:g} s"
-                raise web.HTTPRequestTimeout(text=late) from None
-            except (web.HTTPException, ConnectionError):
-                raise
-            except Exception as error:  # such as a broken encoding
-                unreadable = f"the request's body cannot be read: {error!a}"
-                raise web.HTTPBadRequest(text=unreadable) from None
-            close_after(None)
-            try:
-                return await handler(request)
-            finally:
-                close_after(limits.idle_seconds)
+            with admitted(request):
+                close_after = _closing_after(request)
+                close_after(limits.body_seconds + REFUSAL_SECONDS)
+                await _read(request, limits.body_seconds)
+                close_after(None)
+                try:
+                    return await handler(request)
+                finally:
+                    close_after(limits.idle_seconds)
         except web.HTTPException as error:
             answer = refusal(error.status, error.text or error.reason)
         except (ConnectionError, asyncio.CancelledError):
@@ -195,6 +188,21 @@ def guarded(
         return answer
 
     return middleware
+
+
+async def _read(request: web.Request, seconds: float) -> None:
+    """The body, which stays on the request. Raises HTTPException: it is late, or cannot be read."""
+    try:
+        async with asyncio.timeout(seconds):
+            await request.read()
+    except TimeoutError:
+        late = f"the request did not arrive within {seconds:g} s"
+        raise web.HTTPRequestTimeout(text=late) from None
+    except (web.HTTPException, ConnectionError):
+        raise
+    except Exception as error:  # such as a broken encoding
+        unreadable = f"the request's body cannot be read: {error!a}"
+        raise web.HTTPBadRequest(text=unreadable) from None
 
 
 def _closing_after(request: web.Request) -> Callable[[float | None], None]:

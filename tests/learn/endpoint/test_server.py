@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from tunesmith.learn.endpoint.server import LARGEST_BODY, Endpoint
 from tunesmith.records.http_server import Limits, is_served_name
 from tunesmith.types import Status
 
+POLICY: Any = SimpleNamespace(model="m")
 ASYNC = """
 import aiohttp, json
 
@@ -150,7 +151,10 @@ def test_an_episode_that_is_over_is_not_answered(tokenizer: Any, tmp_path: Path)
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
-        (b"POST /v1/responses HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{", 408),
+        (b"POST /k/v1/responses HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{", 408),
+        # Who has no key, and what is not served, is refused before its body is read.
+        (b"POST /v1/responses HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{", 401),
+        (b"POST /k/v1/x HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n", 404),
         (b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n", 421),
         (b"GET /v1/models HTTP/1.1\r\nHost: localhost:1\r\n\r\n", 401),
         (b"POST /v1/responses HTT", None),
@@ -162,6 +166,7 @@ def test_connections_have_limits(sent: bytes, status: int | None) -> None:
         closing(
             Endpoint(Limits(head_seconds=60.0 if status else 0.1, body_seconds=0.1))
         ) as endpoint,
+        endpoint.open(POLICY, "k"),
         socket.create_connection(("127.0.0.1", endpoint.port), timeout=100) as connection,
     ):
         connection.sendall(sent)
@@ -176,9 +181,10 @@ def test_connections_have_limits(sent: bytes, status: int | None) -> None:
 
 
 def test_a_body_that_is_too_large_is_refused() -> None:
-    head = f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: {LARGEST_BODY + 1}"
+    head = f"POST /k/v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: {LARGEST_BODY + 1}"
     with (
         closing(Endpoint()) as endpoint,
+        endpoint.open(POLICY, "k"),
         socket.create_connection(("127.0.0.1", endpoint.port), timeout=100) as connection,
     ):
         connection.sendall(f"{head}\r\n\r\n".encode())
@@ -189,6 +195,33 @@ def test_a_body_that_is_too_large_is_refused() -> None:
         with suppress(ConnectionError):  # the rest of the request may have crossed the answer
             answer.begin()
             assert answer.status == 413
+
+
+def test_one_policy_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunesmith.learn.endpoint.server.LARGEST_TOGETHER", 100)
+    head = "POST /{}/v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60\r\n\r\n"
+
+    def ask(key: str) -> socket.socket:
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", endpoint.port)))
+        connection.sendall(head.format(key).encode())
+        return connection
+
+    def status(connection: socket.socket) -> int:
+        answer = HTTPResponse(connection)
+        answer.begin()
+        return answer.status
+
+    other: Any = SimpleNamespace(model="n")
+    limits = Limits(body_seconds=1.0)
+    with (
+        closing(Endpoint(limits)) as endpoint,
+        endpoint.open(POLICY, "k"),
+        endpoint.open(other, "o"),
+        ExitStack() as stack,
+    ):
+        first, second, apart = ask("k"), ask("k"), ask("o")
+        assert sorted([status(first), status(second)]) == [408, 429]
+        assert status(apart) == 408 == status(ask("k")), "what ended is no longer counted"
 
 
 @pytest.mark.parametrize(

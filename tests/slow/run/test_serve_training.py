@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -372,6 +373,51 @@ def test_a_server_is_killed_and_back(model: Path, tmp_path: Path) -> None:
         assert resumed.forward([supervised([5, 6, 7])], "cross_entropy").result().metrics
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+
+
+KILLED = """
+import sys
+import numpy as np
+import tinker
+
+service = tinker.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
+client = service.create_lora_training_client(base_model="model", rank=4, seed=3).result()
+inputs = {"target_tokens": np.array([6, 7, 8]), "weights": np.ones(3, np.float32)}
+tokens = tinker.ModelInput.from_ints([5, 6, 7])
+data = [tinker.Datum(model_input=tokens, loss_fn_inputs=inputs)]
+
+def step():
+    client.forward_backward(data, "cross_entropy").result()
+    client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+
+step()
+print(client.save_state("kept").result().path, flush=True)
+while True:
+    step()
+"""
+
+
+def test_a_client_is_killed_and_back(service: Any, address: str) -> None:
+    """What it saved goes on as in a client that lives; what it trained after that is gone."""
+    command = [sys.executable, "-c", KILLED, address, KEY]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        path = process.stdout.readline().strip()
+        time.sleep(0.5)
+    finally:
+        process.kill()
+        process.wait()
+    back = service.create_training_client_from_state_with_optimizer(path).result()
+    lives = trainer(service)
+    data = [supervised([5, 6, 7, 8])]
+    adam = tinker.AdamParams(learning_rate=1e-2)
+    for client, steps in ((lives, 2), (back, 1)):
+        for _ in range(steps):
+            client.forward_backward(data, "cross_entropy").result()
+            client.optim_step(adam).result()
+    (one,), (other,) = (logprobs(x.forward(data, "cross_entropy").result()) for x in (lives, back))
+    assert one == pytest.approx(other, abs=1e-6)
 
 
 def test_a_repeated_request_is_the_same_future(service: Any, address: str) -> None:

@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
@@ -42,6 +43,8 @@ T = TypeVar("T")
 HOST = "127.0.0.1"
 START_SECONDS = 30.0
 LARGEST_BODY = 64 * 2**20
+LARGEST_TOGETHER = 2**30
+"""Bytes of the bodies of one policy's requests in progress."""
 LIMITS = Limits(connections=4096)
 """Each episode may have several calls in progress."""
 INTERVAL = 0.02
@@ -74,6 +77,8 @@ class Endpoint:
     def __init__(self, limits: Limits = LIMITS, host: str = HOST, port: int = 0) -> None:
         self._policies: dict[str, Policy] = {}
         self._for_all: Policy | None = None
+        self._held = Counter[int]()
+        """Bytes of bodies in progress, by ``id`` of their policy."""
         self._loop = asyncio.new_event_loop()
         self._serving = AsyncExitStack()
         self._host = host
@@ -127,7 +132,8 @@ class Endpoint:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def _app(self, limits: Limits) -> web.Application:
-        guard = guarded(limits, None, refusal=_error, hosts=partial(is_served_name, self._host))
+        served = partial(is_served_name, self._host)
+        guard = guarded(limits, None, refusal=_error, hosts=served, admitted=self._admitted)
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=[guard])
         app.on_response_prepare.append(_close_connection)
         # Anthropic's clients append /v1 to the address that they are given.
@@ -139,6 +145,31 @@ class Endpoint:
                 app.router.add_post(f"{prefix}/{path}", partial(self._serve, read))
         app.router.add_route("*", "/{path:.*}", _not_served)
         return app
+
+    @contextmanager
+    def _admitted(self, request: web.Request) -> Generator[None]:
+        """Before a body is read: only those who have a key may send one, and only so much at once.
+
+        Raises:
+            HTTPException: the request is refused.
+        """
+        if request.match_info.handler is _not_served:
+            here = f"{request.method} {request.path}"
+            raise web.HTTPNotFound(text=f"{here} is not served; valid: {SERVED}")
+        policy = id(self._policy(request))
+        size = request.content_length
+        if size is None:
+            size = LARGEST_BODY if request.can_read_body else 0
+        if self._held[policy] + size > LARGEST_TOGETHER and size <= LARGEST_BODY:
+            gib = LARGEST_TOGETHER >> 30
+            raise web.HTTPTooManyRequests(text=f"requests in progress have {gib} GiB; wait")
+        self._held[policy] += size
+        try:
+            yield
+        finally:
+            self._held[policy] -= size
+            if not self._held[policy]:
+                del self._held[policy]
 
     def _policy(self, request: web.Request) -> Policy:
         """Raises HTTPUnauthorized: no open policy has the request's key."""
@@ -274,7 +305,7 @@ async def _close_connection(_: web.Request, response: web.StreamResponse) -> Non
 
 
 async def _not_served(request: web.Request) -> web.Response:
-    return _error(404, f"{request.method} {request.path} is not served; valid: {SERVED}")
+    raise AssertionError(f"{request.path} was refused before")
 
 
 def _refusal(error: Exception) -> web.Response:
