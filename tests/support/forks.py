@@ -162,7 +162,8 @@ def _open() -> socket.socket:
         **os.environ,
         "PYTHONPATH": path,
         "OPENBLAS_NUM_THREADS": "1",
-    }  # it starts its threads when imported
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    }  # they start threads when imported
     subprocess.Popen(command, stdin=DEVNULL, pass_fds=[theirs.fileno()], env=environment)
     theirs.close()
     _servers.append(ours)

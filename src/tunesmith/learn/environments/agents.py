@@ -94,9 +94,10 @@ class Agent:
         """See ``GroupScorer``."""
         score: Callable[[list[Any]], Awaitable[Sequence[StepResult]]] | None
         score = getattr(self.function, "score_group", None)
-        if score is not None:
-            steps = await score([rollout.instance for rollout in rollouts])
-            for rollout, step in zip(rollouts, steps, strict=True):
+        kept = [rollout for rollout in rollouts if rollout.instance is not None]
+        if score is not None and kept:
+            steps = await score([rollout.instance for rollout in kept])
+            for rollout, step in zip(kept, steps, strict=True):
                 self._paid(rollout, step)
 
     def _paid(self, rollout: Rollout, value: object) -> None:

@@ -69,7 +69,7 @@ def environment(name: str) -> Play:
         data = json.loads(str(verifiers["data"]))
         return await _play(f"verifiers:{name}", _environment(name, options), data, base_url)
 
-    return play
+    return _scored_together(play)
 
 
 def is_environment(code: object) -> bool:
@@ -98,20 +98,26 @@ def as_agent(environment: Foreign, reference: str) -> Play:
         if output["error"] is not None:
             raise EpisodeError(f"{reference}: {output['error']}")
         if together:
-            return StepResult(done=True, kept=output)
+            return StepResult(done=True, kept=(environment.rubric, output))
         return StepResult(reward=output["reward"], done=True, metrics=output["metrics"] or {})
 
-    async def score_group(states: Sequence[Foreign]) -> list[StepResult]:
-        if states:
-            await environment.rubric.score_group(list(states))
+    together = environment.requires_group_rollouts
+    return _scored_together(play)
+
+
+def _scored_together(play: Play) -> Play:
+    """The agent, whose episodes are scored by their rubric if they were kept with it."""
+
+    async def score_group(kept: Sequence[tuple[Foreign, Foreign]]) -> list[StepResult]:
+        rubric = kept[0][0]
+        states = [state for _, state in kept]
+        await rubric.score_group(states)
         for state in states:
-            await environment.rubric.cleanup(state)
+            await rubric.cleanup(state)
         return [StepResult(None, s["reward"], True, s["metrics"] or {}) for s in states]
 
-    together = environment.requires_group_rollouts
     agent: Foreign = play
-    if together:
-        agent.score_group = score_group
+    agent.score_group = score_group
     return agent
 
 
