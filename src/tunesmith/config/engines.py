@@ -91,6 +91,8 @@ class EngineKind:
     """Its completions may have the experts that routers chose for their tokens."""
     install: str = ""
     """The command that installs it."""
+    constrains: bool = False
+    """Whether it keeps to a JSON schema while it writes."""
     least_temperature: float = 0.0
     """It raises lower positive temperatures to this, and the log-probabilities would then not
     match."""

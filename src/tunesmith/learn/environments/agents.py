@@ -92,7 +92,7 @@ class Agent:
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
         """See ``GroupScorer``."""
-        score: Callable[[list[Any]], Awaitable[Sequence[StepResult]]] | None
+        score: Callable[[list[object]], Awaitable[Sequence[StepResult]]] | None
         score = getattr(self.function, "score_group", None)
         kept = [rollout for rollout in rollouts if rollout.instance is not None]
         if score is not None and kept:

@@ -26,7 +26,7 @@ class StepResult:
     reward: float | None = None
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    kept: Any = None
+    kept: object = None
     """What an agent's ``score_group`` gets of this episode."""
 
 

@@ -186,8 +186,7 @@ def open_model(path: str, overrides: Sequence[str], longest: int | None = None) 
         max_tokens=context,
         parse=parser_for(own_part(tokenizer.get_chat_template(tools=[]))) if template else None,
     )
-    constrains = plan.devices.engine.name == "vllm"
-    return ServedModel(Path(path).name, engine, setting, sampling, constrains)
+    return ServedModel(Path(path).name, engine, setting, sampling, plan.devices.engine.constrains)
 
 
 def serve_model(

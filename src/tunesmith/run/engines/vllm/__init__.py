@@ -32,5 +32,6 @@ KIND = EngineKind(
     seeing=("qwen2_5_vl", "qwen3_vl"),
     install="pip install 'tunesmith[vllm]'",
     fixed_families={"gpt_oss": "its reload leaves experts and sinks as they were"},
+    constrains=True,
     least_temperature=0.01,
 )
