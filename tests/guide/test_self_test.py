@@ -75,6 +75,19 @@ def test_slow_gpus_and_links_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "throttling" in found["GPU 1: speed"]
 
 
+def test_it_is_said_which_attention_hopper_has(
+    quick: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = "flash_attn_interface is not installed"
+    monkeypatch.setattr("tunesmith.models.kernels.flash3.flash3_problem", lambda *_: problem)
+    line = self_test._attention((H100,))
+    assert problem in line.found and "pip install flash-attn-3" in line.found and not line.cure
+    quick["flash-attn-3"] = "3.0.0"
+    assert "for this PyTorch" in (self_test._attention((H100,)).cure or "")
+    monkeypatch.setattr("tunesmith.models.kernels.flash3.flash3_problem", lambda *_: None)
+    assert self_test._attention((H100,)) == MachineLine("attention", "FlashAttention 3")
+
+
 @pytest.mark.slow
 def test_ranks_sum_together_and_gloo_is_slower_than_nvlink() -> None:
     line = self_test._between((H100, H100))

@@ -40,7 +40,8 @@ def plan(
     on: Annotated[
         str,
         typer.Option(
-            metavar="MACHINE", help="Such as 8xH100-80GB, 2x8xA100-80GB, or this machine."
+            metavar="MACHINE",
+            help="Such as 8xH100-80GB, 2x8xA100-80GB, 8xH100-80GB+4xL40S-48GB, or this machine.",
         ),
     ] = "this",
     price: Annotated[

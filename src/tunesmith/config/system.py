@@ -20,6 +20,9 @@ class Resources(Section):
     gpus: Annotated[float, Field(ge=0)] | None = None
     """GPUs of each process, or a part of one; None: 1 if ``system.device`` is a GPU, one per rank
     of vLLM."""
+    accelerator: Text | None = None
+    """The kind of GPU, by Ray's name of it (``accelerator_type``, such as ``H100``); None: derived
+    if the cluster's machines have different GPUs. Roles that train or score follow ``actor``."""
 
 
 class ScoringResources(Resources):

@@ -38,6 +38,8 @@ LEAST_LINK = 0.2
 LEAST_HOST_RATE = 5e9
 """Bytes per second between a GPU and pinned host memory over a slow PCIe slot."""
 PINNED = 256 << 20
+HOPPER = (9, 0)
+FLASH3 = "pip install flash-attn-3 --find-links https://download.pytorch.org/whl/flash-attn-3/"
 OPTIONAL = {"vllm": "vLLM", "liger-kernel": "Liger's kernels", "bitsandbytes": "bitsandbytes"}
 
 
@@ -61,6 +63,8 @@ def examine(machine: Hardware) -> Iterator[MachineLine]:
     yield from _packages(machine)
     yield _shared_memory(machine)
     usable = machine.gpus if _torch_sees_gpus() else ()
+    if any(gpu.capability == HOPPER for gpu in usable):
+        yield from _attempt("attention", partial(_attention, usable))
     for index, gpu in enumerate(usable):
         name = f"GPU {index}: speed"
         yield from _attempt(name, partial(_speed, name, index, gpu))
@@ -179,6 +183,22 @@ def _speed(name: str, index: int, gpu: Gpu) -> MachineLine:
     elif host < LEAST_HOST_RATE:
         cure = "its PCIe link is narrow (`nvidia-smi -q -d PCIE`): leave offloading off"
     return MachineLine(name, found, cure)
+
+
+def _attention(gpus: Sequence[Gpu]) -> MachineLine:
+    """Which kernels compute attention in training on Hopper."""
+    import torch
+
+    from tunesmith.models.kernels.flash3 import PACKAGE, flash3_problem
+
+    place = next(index for index, gpu in enumerate(gpus) if gpu.capability == HOPPER)
+    problem = flash3_problem(torch.device("cuda", place), 128)
+    if problem is None:
+        return MachineLine("attention", "FlashAttention 3")
+    usual = f"cuDNN for long sequences, flash attention 2 for others: {problem}"
+    if _installed("flash-attn-3") is None:
+        return MachineLine("attention", f"{usual} ({FLASH3})")
+    return MachineLine("attention", usual, f"install a build of {PACKAGE} for this PyTorch")
 
 
 def _host_rate(device: str) -> float:

@@ -12,6 +12,7 @@ from typing import get_args
 from tunesmith.config.system import Resources, Role
 from tunesmith.errors import ConfigError, Problem
 from tunesmith.plan.devices import Devices
+from tunesmith.plan.facts.run import Facts
 
 NAMES: dict[Role, str] = {
     "actor": "trainer",
@@ -22,6 +23,9 @@ NAMES: dict[Role, str] = {
 }
 ROLES: tuple[Role, ...] = get_args(Role)
 _UNITS = ("CPU", "GPU")
+ACCELERATOR = "accelerator_type:"
+"""Ray gives each machine one of this resource, with the name of its GPUs."""
+_PART_OF_ACCELERATOR = 0.001
 _COLOCATE = ("system.placement.colocate",)
 _EPS = 1e-6
 
@@ -33,10 +37,19 @@ class Bundle:
     roles: tuple[Role, ...]
     cpus: float
     gpus: float
+    accelerator: str | None = None
+    """The kind of GPU; None: any."""
 
     @property
     def resources(self) -> dict[str, float]:
-        return {unit: n for unit, n in zip(_UNITS, (self.cpus, self.gpus), strict=True) if n}
+        amounts = {unit: n for unit, n in zip(_UNITS, (self.cpus, self.gpus), strict=True) if n}
+        return {**amounts, **self.kind_of_gpu}
+
+    @property
+    def kind_of_gpu(self) -> dict[str, float]:
+        """The resource that only machines with its kind of GPU have."""
+        name = self.accelerator
+        return {} if name is None else {f"{ACCELERATOR}{name}": _PART_OF_ACCELERATOR}
 
     @property
     def dealt(self) -> bool:
@@ -63,6 +76,7 @@ def cluster_problems(devices: Devices, counted: Collection[Role] = ROLES) -> Ite
     """
     if devices.cluster == "none" or not devices.kind.rl:
         return
+    yield from _check_accelerators(devices)
     yield from _check_shared(devices, counted)
     yield from _check_ranks(devices)
     yield from _check_scoring(devices)
@@ -96,6 +110,23 @@ def _check_ranks(devices: Devices) -> Iterator[Problem]:
                 (f"system.placement.{role}.gpus", "system.trainer_ranks"),
                 f"system.placement.{role}.gpus = {gpus:g} with {words} puts two of them on one "
                 "GPU, which NCCL refuses; use 1 GPU, or one process",
+            )
+
+
+def _check_accelerators(devices: Devices) -> Iterator[Problem]:
+    """Kinds of GPUs for a run on CPUs, and two kinds for roles that share one."""
+    placement = devices.placement
+    named = {role: getattr(placement, role).accelerator for role in ROLES}
+    for role in (role for role, kind in named.items() if kind and devices.device == "cpu"):
+        key = f"system.placement.{role}.accelerator"
+        yield Problem((key,), f'{key}: system.device = "cpu" uses no GPU; leave it out', "unread")
+    for group in placement.colocate:
+        kinds = {named[role] or (named["actor"] if role != "rollout" else None) for role in group}
+        if len(kinds - {None}) > 1:
+            yield Problem(
+                _COLOCATE,
+                f"system.placement.colocate: {list(group)} share a GPU, and their accelerator is "
+                f"{' and '.join(sorted(filter(None, kinds)))}; name one",
             )
 
 
@@ -232,9 +263,36 @@ def bundles(devices: Devices) -> list[Bundle]:
             role for role in group for _ in range(count.pop(role, 0) // places)
         )
         cpus, gpus = zip(*(_needs(devices, role, default) for role in roles), strict=True)
-        shared += [Bundle(roles, sum(cpus), max(gpus))] * places
+        kind = next(filter(None, (_accelerator(devices, role) for role in group)), None)
+        shared += [Bundle(roles, sum(cpus), max(gpus), kind)] * places
     alone: list[Role] = [role for role in ROLES for _ in range(count.get(role, 0))]
-    return [*shared, *(Bundle((role,), *_needs(devices, role, default)) for role in alone)]
+    return [
+        *shared,
+        *(
+            Bundle((role,), *_needs(devices, role, default), _accelerator(devices, role))
+            for role in alone
+        ),
+    ]
+
+
+def machines_of(facts: Facts) -> list[dict[str, float]]:
+    """The resources of a run's machines, as Ray counts them."""
+    found: list[dict[str, float]] = []
+    for hardware in filter(None, (facts.hardware, facts.engine_hardware)):
+        each = {"CPU": float(hardware.cores), "GPU": float(len(hardware.gpus))}
+        if hardware.accelerator:
+            each[f"{ACCELERATOR}{hardware.accelerator}"] = 1.0
+        found += [each] * hardware.nodes
+    return found
+
+
+def _accelerator(devices: Devices, role: Role) -> str | None:
+    """The kind of GPU of a role, if it has one; roles that train or score are with the trainer."""
+    placement = devices.placement
+    wanted: Resources = getattr(placement, role)
+    if not devices.on_gpu or wanted.gpus == 0:
+        return None
+    return wanted.accelerator or (None if role == "rollout" else placement.actor.accelerator)
 
 
 def _needs(devices: Devices, role: Role, gpus: float) -> tuple[float, float]:
@@ -253,7 +311,22 @@ def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -
     Args:
         machines: the numbers of ``CPU`` and ``GPU`` of each.
     """
-    lacking: list[str] = []
+    lacking = [*_lacking(wanted, machines)]
+    kinds = {bundle.accelerator for bundle in wanted if bundle.accelerator and not lacking}
+    for kind in sorted(kinds):
+        own = [machine for machine in machines if machine.get(f"{ACCELERATOR}{kind}")]
+        some = [bundle for bundle in wanted if bundle.accelerator == kind]
+        lacking += [f"{text} with {kind}" for text in _lacking(some, own)]
+    if not lacking:
+        return None
+    return (
+        f"the cluster has too few resources: {'; '.join(lacking)}. Lower system.engines, "
+        "system.trainer_ranks or system.placement, let roles share with "
+        "system.placement.colocate, or add machines"
+    )
+
+
+def _lacking(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -> Iterator[str]:
     for place, unit in enumerate(_UNITS):
         needs = [
             (" with ".join(NAMES[role] for role in b.roles), (b.cpus, b.gpus)[place])
@@ -267,17 +340,6 @@ def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -
             listed = ", ".join(
                 f"{times} × {who} {n:g}" for (who, n), times in Counter(needs).items() if n
             )
-            lacking.append(
-                f"{total:g} {unit}s are needed ({listed}), and the cluster has {available:g}"
-            )
+            yield f"{total:g} {unit}s are needed ({listed}), and the cluster has {available:g}"
         elif most > largest + _EPS:
-            lacking.append(
-                f"{who} needs {most:g} {unit}s on one machine, and the largest has {largest:g}"
-            )
-    if not lacking:
-        return None
-    return (
-        f"the cluster has too few resources: {'; '.join(lacking)}. Lower system.engines, "
-        "system.trainer_ranks or system.placement, let roles share with "
-        "system.placement.colocate, or add machines"
-    )
+            yield f"{who} needs {most:g} {unit}s on one machine, and the largest has {largest:g}"

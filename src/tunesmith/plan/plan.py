@@ -17,7 +17,7 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.system import PlacementSection, SystemSection
 from tunesmith.config.values import parse_size
 from tunesmith.plan.devices import Devices
-from tunesmith.plan.facts.hardware import Gpu
+from tunesmith.plan.facts.hardware import Gpu, Hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.kind import RunKind, kind_of
 from tunesmith.plan.parts import Intervals, Lengths, Memory, SamplingChoices, Training, Vllm
@@ -138,6 +138,27 @@ class Plan(Generic[C]):
             return parse_size(self.said.system.device_memory)
         gpu = self.gpu
         return gpu.memory_free if gpu else self.facts.hardware.memory_available
+
+    @property
+    def engine_hardware(self) -> Hardware:
+        """A machine of the engines."""
+        return self.facts.engine_hardware or self.facts.hardware
+
+    @property
+    def engine_gpu(self) -> Gpu | None:
+        """An engine's GPU, if it is known."""
+        other = self.facts.engine_hardware
+        return other.gpus[0] if other else self.gpu
+
+    @property
+    def engine_memory(self) -> int:
+        """``free_memory`` of an engine's GPU, if it is not the trainer's."""
+        other = self.facts.engine_hardware
+        if other is None:
+            return self.free_memory
+        said = self.said.system.device_memory
+        free = other.gpus[0].memory_free
+        return min(free, parse_size(said)) if said is not None else free
 
     @property
     def trainer_memory(self) -> int:
@@ -348,11 +369,23 @@ def devices_said(kind: RunKind, said: RunConfig, facts: Facts | None = None) -> 
         pipeline=system.vllm.pipeline_parallel_size,
         engine_process=system.engines_in_processes,
         hybrid=bool(system.hybrid),
-        placement=system.placement or PlacementSection(),
+        placement=_on_kinds_of_gpus(system, facts),
         weight_plane=system.weight_plane,
         weight_copy=system.weight_copy,
         adapter_sync=system.adapter_sync,
     )
+
+
+def _on_kinds_of_gpus(system: SystemSection, facts: Facts | None) -> PlacementSection:
+    """``system.placement`` with the kinds of GPUs of trainer and engines, if a cluster has
+    several."""
+    said = system.placement or PlacementSection()
+    if facts is None or facts.hardware.accelerator is None or system.cluster == "none":
+        return said
+    samples = facts.engine_hardware or facts.hardware
+    actor = said.actor.model_copy(update={"accelerator": facts.hardware.accelerator})
+    rollout = said.rollout.model_copy(update={"accelerator": samples.accelerator})
+    return said.model_copy(update={"actor": actor, "rollout": rollout})
 
 
 def memory_said(system: SystemSection) -> Memory:

@@ -14,6 +14,7 @@ from tunesmith.config.values import format_size
 from tunesmith.plan.cost.device import PARTS, Price
 from tunesmith.plan.cost.memory import planned_devices, planned_roles
 from tunesmith.plan.cost.seconds import step_seconds
+from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.kind import RunKind
 from tunesmith.plan.layout.alternatives import cost, limits, next_best
 from tunesmith.plan.plan import AnyPlan
@@ -84,14 +85,10 @@ def report_of(config: RunConfig, plan: AnyPlan, price: float | None = None) -> d
         config = with_values(config, {"system.cluster": plan.said.system.cluster})
     entries = {key: {"value": value, "reason": "given"} for key, value in layout.given.items()}
     entries |= {d.key: {"value": d.value, "reason": d.reason} for d in layout.derived}
-    gpus = [gpu.name for gpu in machine.gpus]
+    engines = plan.facts.engine_hardware
     return {
-        "machine": {
-            "nodes": machine.nodes,
-            "gpus": gpus,
-            "cores": machine.cores,
-            "memory": machine.memory_total,
-        },
+        "machine": _in_numbers(machine),
+        **({"machine_of_engines": _in_numbers(engines)} if engines else {}),
         "model": {
             "path": plan.said.model.path,
             "parameters": model.parameters if model else None,
@@ -105,6 +102,15 @@ def report_of(config: RunConfig, plan: AnyPlan, price: float | None = None) -> d
         "next_best": next_best(config, plan),
         **({"cost": cost(plan, price)} if price is not None else {}),
         "notes": [*plan.notes],
+    }
+
+
+def _in_numbers(machine: Hardware) -> dict[str, object]:
+    return {
+        "nodes": machine.nodes,
+        "gpus": [gpu.name for gpu in machine.gpus],
+        "cores": machine.cores,
+        "memory": machine.memory_total,
     }
 
 

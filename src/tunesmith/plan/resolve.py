@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from typing import Any, TypeVar
 
 from tunesmith.config.algorithm import Algorithm
@@ -13,6 +14,7 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CapacityError, ConfigError
 from tunesmith.plan.cost.engines import engine_notes
+from tunesmith.plan.cost.seconds import compared_seconds
 from tunesmith.plan.cost.sync import sync_notes
 from tunesmith.plan.derive.capacity import with_capacity, with_device
 from tunesmith.plan.derive.engines import (
@@ -30,6 +32,7 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.fitting import memory_notes, memory_problems
 from tunesmith.plan.layout.profiles import with_system_profile
 from tunesmith.plan.layout.search import with_layout
+from tunesmith.plan.mixed import idle_notes, parts
 from tunesmith.plan.plan import (
     AnyPlan,
     Plan,
@@ -56,6 +59,8 @@ def resolve(said: C, facts: Facts) -> Plan[C]:
         ConfigError: settings contradict each other or the facts; all of them are listed.
         CapacityError: the run needs more memory than its devices have.
     """
+    if facts.other_hardware:
+        return _with_best_parts(said, facts)
     check(said, installed=not facts.hardware.named)
     # Before no layout is found with it, which would be said to lack memory.
     raise_all([*expert_parallelism(Situation(said, facts))])
@@ -75,6 +80,22 @@ def resolve(said: C, facts: Facts) -> Plan[C]:
         with suppress(ConfigError):
             return _whole(with_said_engine(plan, own, str(error.problems[0])), said, own)
         raise
+
+
+def _with_best_parts(said: C, facts: Facts) -> Plan[C]:
+    """The plan in which kinds of machines have the parts with the fastest step."""
+    plans: list[Plan[C]] = []
+    refused: list[ConfigError] = []
+    for part in parts(said, facts):
+        try:
+            plans.append(resolve(said, part))
+        except ConfigError as error:
+            refused.append(error)
+    if not plans:
+        raise next((each for each in refused if isinstance(each, CapacityError)), refused[0])
+    best = min(plans, key=lambda plan: compared_seconds(plan) or inf)
+    idle = tuple(idle_notes(best, plans, (facts.hardware, *facts.other_hardware)))
+    return replace(best, facts=replace(best.facts, idle=idle), notes=(*best.notes, *idle))
 
 
 def _whole(plan: Plan[C], said: C, reasons: Reasons) -> Plan[C]:
@@ -142,3 +163,4 @@ def _notes(plan: AnyPlan, *, device_derived: bool) -> Iterator[str]:
     yield from engine_notes(plan)
     yield from sync_notes(plan)
     yield from memory_notes(plan)
+    yield from plan.facts.idle

@@ -548,6 +548,54 @@ def test_processes_of_one_place_see_their_part_of_its_gpus() -> None:
     assert [set(gpus.split(",")) for gpus in engines] == [set(trainers[:2]), set(trainers[2:])]
 
 
+KINDS = """
+import ray
+from ray.cluster_utils import Cluster
+from tunesmith.config.system import SystemSection
+from tunesmith.errors import TrainerLostError
+from tunesmith.plan.cluster import Bundle
+from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.mixed import kinds_of_machines
+from tunesmith.run.processes.ray_cluster import RayCluster, read_machines
+
+class Seen:
+    def kind(self):
+        here = ray.get_runtime_context().get_node_id()
+        node = next(node for node in ray.nodes() if node["NodeID"] == here)
+        return [name for name in node["Resources"] if name.startswith("accelerator_type:")]
+
+cluster = Cluster()
+cluster.add_node(num_cpus=2, include_dashboard=False)
+for gpus, kind in ((1, "L40S"), (2, "H100")):
+    cluster.add_node(num_cpus=2, num_gpus=gpus, resources={f"accelerator_type:{kind}": 1})
+system = SystemSection(cluster="ray", ray_address=cluster.address)
+for each in kinds_of_machines(read_machines(system, machine("4xH100-80GB")), 0):
+    print("machines", each.nodes, len(each.gpus), each.accelerator)
+places = [Bundle(("rollout",), 1, 1, "L40S"), *[Bundle(("actor",), 1, 1, "H100")] * 2]
+with RayCluster.open(system, places) as opened:
+    for role in ("actor", "actor", "rollout"):
+        far = opened.spawn(role, TrainerLostError)
+        far.make(Seen).result()
+        print(role, *far.call("kind"))
+"""
+
+
+@in_ray
+def test_roles_are_on_machines_with_their_kind_of_gpu() -> None:
+    """Of three that Ray counts as if they were there: the first, with the command, has no GPU."""
+    done = subprocess.run(
+        [sys.executable, "-c", KINDS], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith(("mach", "act", "roll"))]
+    assert sorted(said) == [
+        *["actor accelerator_type:H100"] * 2,
+        "machines 1 1 L40S",
+        "machines 1 2 H100",
+        "rollout accelerator_type:L40S",
+    ]
+
+
 def test_ranks_on_one_machine_share_its_cores(tmp_path: Path) -> None:
     config = resolved(tmp_path, system__threads=None, system__trainer_ranks=2)
     assert config.settings["system.threads"] == max(1, read_hardware().cores // 2)

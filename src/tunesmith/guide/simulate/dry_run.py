@@ -250,6 +250,7 @@ def check_dry_run(plan: AnyPlan) -> None:
         f"system.compile = '{system.compile}'": isinstance(system.compile, str),
         f"system.kernels = '{system.kernels}'": system.kernels != "torch",
         "rollouts for a teacher": plan.kind.rl and plan.kind.distils,
+        "machines with different GPUs": plan.facts.engine_hardware is not None,
     }
     others = [key for key, unknown in asked.items() if unknown]
     if others:

@@ -15,7 +15,6 @@ from tunesmith.config.sandboxes import (
 )
 from tunesmith.errors import ConfigError
 from tunesmith.learn.sandboxes.base import Opener, SandboxRunner
-from tunesmith.learn.sandboxes.http import HttpRunner
 from tunesmith.learn.sandboxes.process import ProcessRunner
 from tunesmith.learn.sandboxes.started import StartedRunner, bubblewrap, docker
 
@@ -31,6 +30,8 @@ def make_runner(section: Sandbox) -> SandboxRunner:
             "is not set",
             keys=("environment.sandbox",),
         )
+    from tunesmith.learn.sandboxes.http import HttpRunner  # aiohttp takes a tenth of a second
+
     return HttpRunner(section)
 
 

@@ -5,15 +5,15 @@ call per depth computes the attention of all segments below that depth to their 
 number of calls depends only on the depth of the forest. With a window, one call computes every
 segment's attention to itself and the end of its path.
 
-On Hopper, long segments attend to themselves by cuDNN's kernel, one by one: it takes half the time
-of flash attention 2.
+On Hopper these are calls of FlashAttention 3, where it is installed (``flash3``). Else long
+segments attend to themselves there by cuDNN's kernel, one by one: it takes half the time of flash
+attention 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -29,6 +29,7 @@ from tunesmith.models.kernels.attention import (
     on_gpu,
     sinks_gradient,
 )
+from tunesmith.models.kernels.flash3 import flash3_problem, is_hopper
 
 _forward = torch.ops.aten._flash_attention_forward.default
 _backward = torch.ops.aten._flash_attention_backward.default
@@ -241,6 +242,7 @@ class CudaFlash:
         return on_gpu(query) and dim % 8 == 0 and dim <= 256 and rule.softcap is None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        fast = takes_flash3(query)
         if rule.window is not None:
             if rule.window not in self.windowed:
                 self.windowed[rule.window] = _Call.in_window(
@@ -248,7 +250,7 @@ class CudaFlash:
                 )
             windowed = [self.windowed[rule.window]]
             return _Varlen.apply(windowed, [], query, key, value, rule.scale, rule.sinks)
-        dense = takes_dense(query)
+        dense = not fast and takes_dense(query)
         if dense not in self.itself:
             self.itself[dense] = self._to_themselves(dense=dense)
         calls = (self.itself[dense], self.above)
@@ -302,17 +304,16 @@ def _rows(t: Tensor, at: Rows) -> Tensor:
     return (t if at is None else t[at]).contiguous()
 
 
-def takes_dense(query: Tensor) -> bool:
-    """Whether cuDNN's kernel takes these queries, and is the faster one."""
+def takes_flash3(query: Tensor) -> bool:
+    """Whether flash attention's calls are FlashAttention 3's."""
     real = type(query) is Tensor  # and not simulated
-    return real and query.shape[-1] <= 128 and _hopper(query.device)
+    return real and flash3_problem(query.device, query.shape[-1]) is None
 
 
-@cache
-def _hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+def takes_dense(query: Tensor) -> bool:
+    """Whether cuDNN's kernel takes these queries, and is faster than flash attention 2."""
+    real = type(query) is Tensor
+    return real and query.shape[-1] <= 128 and is_hopper(query.device)
 
 
 class _Varlen(torch.autograd.Function):

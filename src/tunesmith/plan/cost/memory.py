@@ -230,7 +230,7 @@ def engine_kv(plan: AnyPlan, model: ModelFacts, *, least: bool = False) -> int:
     GPU.
     """
     share = plan.said.system.vllm.memory_share
-    gpu = plan.gpu
+    gpu = plan.engine_gpu
     if share is not None and gpu is not None:
         copy = engine_copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
         taken = library_bytes(plan) + copy // plan.devices.ranks_per_engine
@@ -320,11 +320,13 @@ def planned_devices(plan: AnyPlan, *, least: bool = False) -> list[tuple[str, Pr
     if first is None:
         return []
     engines = planned_elsewhere(plan, least=least)
-    others = [*([("engine", engines)] if engines else []), *_roles_apart(plan)]
+    others = [(name, each, plan.free_memory) for name, each in _roles_apart(plan)]
+    if engines:
+        others.insert(0, ("engine", engines, plan.engine_memory))
     if plan.devices.on_gpu:
         taken = library_bytes(plan)
-        others = [(name, replace(each, libraries=taken)) for name, each in others]
-    return [first, *((name, each, plan.free_memory) for name, each in others)]
+        others = [(name, replace(each, libraries=taken), free) for name, each, free in others]
+    return [first, *others]
 
 
 def planned_first(plan: AnyPlan, *, least: bool = False) -> tuple[str, Price, int] | None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil
 
 from tunesmith.plan.cost.work import Amounts, Work, amounts, step_work, work_of
-from tunesmith.plan.facts.machines import kind_of
+from tunesmith.plan.facts.machines import GpuKind, kind_of
 from tunesmith.plan.facts.measured import Rates, read_rates
 from tunesmith.plan.plan import AnyPlan
 
@@ -71,15 +71,26 @@ def step_seconds(plan: AnyPlan) -> dict[str, float]:
         return {}
     if plan.devices.bytes_per_number == 4 or (plan.kind.rl and plan.devices.engine.served):
         return {}
-    rates = _rates(FLOPS_SHARE * kind.flops, BANDWIDTH_SHARE * kind.bandwidth, kind.link)
-    rates |= {
-        "bytes read again": rates["bytes read"],
-        "passes": PASS_SECONDS["cuda"],
-        **ENGINE_SECONDS,
-    }
+    other = plan.engine_gpu
+    samples = kind_of(other) if other else None
+    if samples is None:
+        return {}
+    rates = _rates_of_gpu(kind)
+    own = rates if samples is kind else _rates_of_gpu(samples)
+    slowest = {name: max(each, own[name]) for name, each in rates.items()}
+    of_phase = {"sampling": own, "new weights": slowest}
     work = step_work(plan, model, plan.training.samples, longest)
-    phases = {phase: max(_seconds(part, rates) for part in parts) for phase, parts in work.items()}
+    phases = {
+        phase: max(_seconds(part, of_phase.get(phase, rates)) for part in parts)
+        for phase, parts in work.items()
+    }
     return phases | {"step": whole_step(plan, phases)}
+
+
+def _rates_of_gpu(kind: GpuKind) -> dict[str, float]:
+    rates = _rates(FLOPS_SHARE * kind.flops, BANDWIDTH_SHARE * kind.bandwidth, kind.link)
+    passes = PASS_SECONDS["cuda"]
+    return {**rates, "bytes read again": rates["bytes read"], "passes": passes, **ENGINE_SECONDS}
 
 
 def whole_step(plan: AnyPlan, phases: Mapping[str, float]) -> float:

@@ -95,7 +95,6 @@ def _kv_share(plan: AnyPlan, budget: int) -> tuple[int, str]:
     model = plan.facts.model
     left = f"what weights and a pass leave of {ALONE:.0%}"
     if plan.engines_elsewhere:
-        # The engines' GPUs are assumed to be like the trainer's.
         engine = planned_elsewhere(plan)
         held = engine.sampling - engine.kv if engine else 0
         return _left_alone(plan, held), f"on its own GPU, {left}"
@@ -120,7 +119,8 @@ def _kv_share(plan: AnyPlan, budget: int) -> tuple[int, str]:
 def _left_alone(plan: AnyPlan, held: int) -> int:
     """Bytes for keys and values on a GPU that only engines use, of which weights take ``held``."""
     each = library_bytes(plan) + _pass_bytes(plan)
-    return int(ALONE * plan.free_memory) - held - each * plan.devices.engines_together(plan.gpus)
+    free = int(ALONE * plan.engine_memory)
+    return free - held - each * plan.devices.engines_together(plan.gpus)
 
 
 def _pass_bytes(plan: AnyPlan) -> int:

@@ -67,6 +67,14 @@ class Hardware:
     """Bytes free in ``/dev/shm``; None: unknown, or there is none."""
     unseen: str | None = None
     """``CUDA_VISIBLE_DEVICES``, if it names GPUs but ``nvidia-smi`` lists none of them."""
+    accelerator: str | None = None
+    """Ray's name of its GPUs (``accelerator_type``), if there are machines with others."""
+
+    @property
+    def in_words(self) -> str:
+        """Its GPUs as a specification: ``2x8xH100-80GB``."""
+        counts = [*([self.nodes] if self.nodes > 1 else []), len(self.gpus)]
+        return "x".join([*map(str, counts), self.gpus[0].name if self.gpus else self.cpu])
 
 
 def read_hardware() -> Hardware:

@@ -1,12 +1,12 @@
-"""Machines given by name, present or not: ``8xH100-80GB``, ``2x8xA100-80GB``, ``this``; see
-``machines.toml``."""
+"""Machines given by name, present or not: ``8xH100-80GB``, ``2x8xA100-80GB``,
+``8xH100-80GB+4xL40S-48GB``, ``this``; see ``machines.toml``."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class GpuKind:
     host_memory: int
     host: str
     source: str
+    ray: str = ""
+    """Ray's name of such a GPU, if it is not the beginning of ``name``."""
 
     @property
     def gpu(self) -> Gpu:
@@ -56,6 +58,32 @@ def gpu_kinds() -> Mapping[str, GpuKind]:
         in_units = {key: row[key] * unit for key, unit in _UNITS.items()}
         kinds[name] = GpuKind(name, **row | in_units | {"capability": tuple(row["capability"])})
     return kinds
+
+
+def machines(spec: str) -> list[Hardware]:
+    """Machines with different GPUs, whose specifications are joined by ``+``.
+
+    Example:
+        >>> [each.in_words for each in machines("2x8xH100-80GB + 4xL40S")]
+        ['2x8xH100-80GB', '4xL40S-48GB']
+
+    Raises:
+        ConfigError: see ``machine``; or two of them have the same GPU.
+    """
+    found = [machine(part) for part in spec.split("+")]
+    if len(found) == 1:
+        return found
+    names = [_ray_name(each.gpus[0]) if each.named else None for each in found]
+    if None in names or len({*names}) < len(names):
+        raise ConfigError(
+            f"machine '{shortened(spec)}': the machines that + joins have different GPUs, as in "
+            "8xH100-80GB+4xL40S-48GB; write machines that are alike as 2x8xH100-80GB"
+        )
+    return [replace(each, accelerator=name) for each, name in zip(found, names, strict=True)]
+
+
+def _ray_name(gpu: Gpu) -> str:
+    return gpu_kinds()[gpu.name].ray or gpu.name.partition("-")[0]
 
 
 def machine(spec: str) -> Hardware:

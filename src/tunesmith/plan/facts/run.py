@@ -31,6 +31,7 @@ class Facts:
     """
 
     hardware: Hardware
+    """The machines; of several kinds those that train and score."""
     model: ModelFacts | None = None
     adapter: SavedAdapter | None = None
     """The one that the run continues, if it is on this machine."""
@@ -60,3 +61,9 @@ class Facts:
     """None: the run has no use for it, or nothing is known of it."""
     tuned: Tuned | None = None
     """Measured settings for this kind of run, if it asks for them (``system.tuned``)."""
+    engine_hardware: Hardware | None = None
+    """The machines of engines, if they have other GPUs than those that train."""
+    other_hardware: tuple[Hardware, ...] = ()
+    """Machines with other GPUs, as long as it is open what each kind does (``plan.mixed``)."""
+    idle: tuple[str, ...] = ()
+    """Remarks on machines that take no part."""

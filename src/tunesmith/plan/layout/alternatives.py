@@ -196,8 +196,13 @@ def cost(plan: AnyPlan, price: float) -> dict[str, float]:
     machine.
 
     Raises:
-        ConfigError: there are no GPUs, or the duration of a step is not known.
+        ConfigError: there are no GPUs or two kinds of them, or the duration of a step is not
+            known.
     """
+    if plan.facts.engine_hardware is not None:
+        raise ConfigError(
+            "--price is what each GPU costs, and this run has two kinds; leave it out"
+        )
     gpus = len(plan.facts.hardware.gpus) * plan.facts.hardware.nodes
     seconds = step_seconds(plan).get("step")
     if not gpus or not seconds:

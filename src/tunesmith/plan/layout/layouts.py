@@ -32,8 +32,9 @@ def layouts(plan: AnyPlan) -> Iterator[ProcessLayout]:
     said = said_shape(plan.said.system)
     gpus = gpus_of_run(plan)
     shapes = _shapes(plan, gpus)
-    if gpus > 1 and plan.devices.cluster == "ray" and plan.kind.rl:
-        shapes = ray_shapes(plan, gpus, _tensor_sizes(plan, plan.gpus))
+    several = gpus > 1 or plan.facts.engine_hardware is not None
+    if several and plan.devices.cluster == "ray" and plan.kind.rl:
+        shapes = ray_shapes(plan, gpus, _tensor_sizes(plan, len(plan.engine_hardware.gpus)))
     for shape in shapes:
         whole = shape.trainer_ranks == 1 or not plan.devices.on_gpu
         stages = (0,) if whole and not said["zero_stage"] else (0, 1, 2, 3)

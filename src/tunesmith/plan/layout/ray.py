@@ -4,9 +4,10 @@ GPUs."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from tunesmith.config.system import PlacementSection, Role
-from tunesmith.plan.cluster import bundles, cluster_problems, missing
+from tunesmith.plan.cluster import bundles, cluster_problems, machines_of, missing
 from tunesmith.plan.cost.memory import LEAST_TOKENS, library_bytes, limit, reward_price
 from tunesmith.plan.layout.process_layout import ProcessLayout, said_shape
 from tunesmith.plan.plan import AnyPlan
@@ -32,6 +33,8 @@ def ray_shapes(plan: AnyPlan, gpus: int, tensors: list[int]) -> Iterator[Process
     free = "colocate" not in plan.devices.placement.model_fields_set
     found = False
     for groups in _groups(plan, alone_first=bool(counted)):
+        if plan.facts.engine_hardware and any("rollout" in group for group in groups):
+            continue  # they have no GPU in common
         placed = _with_reward_shards(plan, groups)
         shares = any({"actor", "rollout"} <= set(group) for group in groups)
         if free and (
@@ -97,6 +100,13 @@ def _numbers(plan: AnyPlan, groups: Groups, gpus: int, each: int) -> Iterator[tu
             yield ranks or places * max(1, min(each, most // places)), places
         return
     training = 1 + (plan.kind.critic and "critic" not in together)
+    others = plan.facts.engine_hardware
+    if others is not None:
+        count = (ranks or min(rest // training, most)) // size * size
+        room = engines or len(others.gpus) // each * others.nodes
+        if count > 0 and room > 0:
+            yield count, room
+        return
     most_shares = range(max(1, rest // 2), rest, max(1, rest // 16))
     shares = [*most_shares, *sorted({rest // 4, rest // 8} - {0, rest // 2})]
     counts = [ranks] if ranks else [share // training for share in shares]
@@ -167,5 +177,5 @@ def _placements(plan: AnyPlan, groups: Groups, ranks: int) -> Iterator[Placement
 def _fits(plan: AnyPlan) -> bool:
     if any(cluster_problems(plan.devices)):
         return False
-    each = {"CPU": float("inf"), "GPU": float(plan.gpus)}
-    return missing(bundles(plan.devices), [each] * plan.facts.hardware.nodes) is None
+    there = machines_of(plan.facts)
+    return missing(bundles(plan.devices), [{**each, "CPU": inf} for each in there]) is None

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
 
 from tunesmith.config.values import format_size
 from tunesmith.errors import ConfigError
@@ -18,6 +17,7 @@ from tunesmith.plan.derive.savings import (
     least_share,
     with_savings_as_said,
 )
+from tunesmith.plan.devices import NOT_PLACED
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
 from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout, said_shape
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, plain
@@ -36,7 +36,7 @@ def with_layout(plan: Plan[C], reasons: Reasons) -> tuple[Plan[C], bool]:
     chosen = shape.of(plan)
     why = _reasons(chosen, gpus)
 
-    def add(name: str, value: Any) -> None:
+    def add(name: str, value: object) -> None:
         reasons.add(KEYS[name], plain(value), why[name])
 
     for name in NUMBERS:
@@ -51,7 +51,7 @@ def with_layout(plan: Plan[C], reasons: Reasons) -> tuple[Plan[C], bool]:
     if shape.hybrid is not None and said["hybrid"] is None:
         add("hybrid", shape.hybrid)
     placed = shape.placement is not None
-    if placed and plain(shape.placement) != plain(plan.devices.placement):
+    if placed and plain(shape.placement) != plain(plan.said.system.placement or NOT_PLACED):
         add("placement", shape.placement)
     return chosen, shape.hybrid is None and said["hybrid"] is None
 
@@ -173,7 +173,7 @@ def _reasons(plan: AnyPlan, gpus: int) -> dict[str, str]:
         "tensor": "GPUs that share an engine: the fastest step that fits",
         "placement": (
             "of those that fit, the one with the fastest step; other roles have their own GPUs"
-            f"{shared}"
+            f"{shared}{_kinds(plan)}"
         ),
         "hybrid": together if devices.hybrid else "engines have their own GPUs",
     }
@@ -183,12 +183,24 @@ def _engines_in_words(plan: AnyPlan, *, apart: bool) -> str:
     """Where the engines are."""
     where = f"on {'the GPUs that do not train' if apart else 'all GPUs'}"
     devices = plan.devices
+    if plan.facts.engine_hardware is not None:
+        where = f"on {plan.facts.engine_hardware.in_words}"
     if not devices.on_gpu:
         where = "engines are processes of their own"
     if devices.machines == 1:
         return where
     counts = [devices.engines_on(machine, plan.gpus) for machine in range(devices.machines)]
     return f"{where}; on the {len(counts)} machines {' + '.join(map(str, counts))}"
+
+
+def _kinds(plan: AnyPlan) -> str:
+    """Why roles have kinds of GPUs, if the machines have several."""
+    trains = plan.facts.hardware
+    samples = plan.facts.engine_hardware
+    if trains.accelerator is None:
+        return ""
+    others = f", and {samples.in_words} samples" if samples else ""
+    return f"; of the machines' GPUs {trains.in_words} trains{others}"
 
 
 def _least(plan: AnyPlan, stage: int) -> str:

@@ -35,6 +35,7 @@ from tunesmith.plan.facts.hub import known_model_facts, known_parameters
 from tunesmith.plan.facts.measured import read_tuned
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.mixed import kinds_of_machines
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.run_dir import RunDir, check_run_dir, is_running
@@ -208,14 +209,14 @@ def check_directory(run_dir: Path, resume: Resume) -> None:
 
 
 def facts_of_run(
-    config: RunConfig, base_dir: Path | None = None, hardware: Hardware | None = None
+    config: RunConfig, base_dir: Path | None = None, machines: Sequence[Hardware] = ()
 ) -> Facts:
     """Facts known before the data is read.
 
     Args:
         base_dir: the run file's directory, next to which the user's code is read; None: it is not
             read.
-        hardware: a machine other than this one.
+        machines: other machines than this one, of different kinds.
     """
     frozen = frozen_parameters(config)
     reward = _rewards_of(config)
@@ -223,11 +224,7 @@ def facts_of_run(
     model = known_model_facts(config.model.path)
     launch = Launch.of()
     here = launch.local_world if launch else None
-    machine = hardware or read_hardware()
-    if hardware is None and launch:
-        machine = replace(machine, nodes=launch.machines)
-    if hardware is None and machine.gpus and config.system.cluster == "ray":
-        machine = replace(machine, nodes=_nodes_like(config, len(machine.gpus)))
+    machine, *others = machines or _own_machines(config, launch)
     tuned = (
         read_tuned(config, machine, model) if config.system.tuned and not machine.named else None
     )
@@ -243,16 +240,23 @@ def facts_of_run(
         fast_engine=fast_engine(config, machine),
         tuned=tuned,
         instances_for=instances,
+        other_hardware=tuple(others),
     )
 
 
-def _nodes_like(config: RunConfig, gpus: int) -> int:
-    """The number of machines in the Ray cluster with at least as many GPUs as this one."""
-    from tunesmith.run.processes.ray_cluster import cluster_machines
+def _own_machines(config: RunConfig, launch: Launch | None) -> Sequence[Hardware]:
+    """The machines that a run started here has: of a Ray cluster those with GPUs, or else those
+    that a launcher started."""
+    here = read_hardware()
+    if launch:
+        here = replace(here, nodes=launch.machines)
+    on_ray = config.rl and config.system.cluster == "ray" and config.system.device != "cpu"
+    if not on_ray or find_spec("ray") is None:  # which is refused elsewhere
+        return [here]
+    from tunesmith.run.processes.ray_cluster import read_machines
 
-    if find_spec("ray") is None:  # refused elsewhere
-        return 1
-    return max(1, sum(each["GPU"] >= gpus for each in cluster_machines(config.system)))
+    found = read_machines(config.system, here)
+    return kinds_of_machines(found, len(here.gpus)) if found else [here]
 
 
 def frozen_parameters(config: RunConfig) -> int:

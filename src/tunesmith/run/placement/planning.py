@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from tunesmith.config.changing import with_values
 from tunesmith.config.resolved import Derived
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.plan.cluster import bundles, missing
+from tunesmith.plan.cluster import bundles, machines_of, missing
 from tunesmith.plan.cost.memory import LEAST_TOKENS
-from tunesmith.plan.cost.seconds import measurable
+from tunesmith.plan.cost.seconds import compared_seconds, measurable
 from tunesmith.plan.derive.lengths import sequence_limits
 from tunesmith.plan.facts.hardware import Hardware
-from tunesmith.plan.facts.machines import THIS, machine
+from tunesmith.plan.facts.machines import THIS, machines
 from tunesmith.plan.facts.measured import read_rates
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.kind import sequences_of
 from tunesmith.plan.layout.alternatives import costly
 from tunesmith.plan.layout.fitting import layout_that_fits
 from tunesmith.plan.layout.longest import MOST, length_setting, longest_that_fits
+from tunesmith.plan.mixed import idle_notes
 from tunesmith.plan.plan import AnyPlan, reopened
 from tunesmith.plan.resolve import resolve
 from tunesmith.run.placement.checking import (
@@ -74,39 +76,72 @@ def plan_run(config: RunConfig, on: str, base_dir: Path | None = None, context: 
         ConfigError: an unknown machine, or settings that contradict each other or the machine.
         CapacityError: the run does not fit.
     """
-    elsewhere = None if on.strip().lower() == THIS else machine(on)
-    spread = _on_ray(config, elsewhere)
+    kinds = () if on.strip().lower() == THIS else machines(on)
+    spread = _on_ray(config, kinds)
     if spread is not None:
-        # Where a cluster cannot do it, one machine may.
+        # Where a cluster cannot do it, or is not needed, one machine may.
         with suppress(ConfigError):
-            return _with_planned_cluster(_plan_on(spread, elsewhere, base_dir, context))
+            plan = _plan_on(spread, kinds, base_dir, context)
+            if _counted(plan) > 1:
+                return _with_planned_cluster(plan)
+            one = replace(plan.facts.hardware, accelerator=None)
+            return _plan_on(config, [one], base_dir, context, plan.facts.idle)
         with suppress(ConfigError):
-            return _plan_on(config, elsewhere, base_dir, context)
-    return _plan_on(spread or config, elsewhere, base_dir, context)
+            return _plan_alone(config, kinds, base_dir, context)
+    if config.rl and config.system.cluster == "ray":
+        return _plan_on(config, kinds, base_dir, context)
+    return _plan_alone(spread or config, kinds, base_dir, context)
 
 
-def _on_ray(config: RunConfig, elsewhere: Hardware | None) -> RunConfig | None:
+def _on_ray(config: RunConfig, kinds: Sequence[Hardware]) -> RunConfig | None:
     """The run on a Ray cluster of the named machines, if it needs one to use more than one of them
     and its settings leave that open."""
-    several = elsewhere is not None and elsewhere.nodes > 1
+    several = sum(kind.nodes for kind in kinds) > 1
     if not several or not config.rl or "cluster" in config.system.model_fields_set:
         return None
     return with_values(config, {CLUSTER: "ray"})
 
 
+def _counted(plan: AnyPlan) -> int:
+    """The machines that take part."""
+    facts = plan.facts
+    return facts.hardware.nodes + (facts.engine_hardware.nodes if facts.engine_hardware else 0)
+
+
+def _plan_alone(
+    config: RunConfig, kinds: Sequence[Hardware], base_dir: Path | None, context: int
+) -> AnyPlan:
+    """The plan on the kind of machines on which a step is fastest."""
+    if len(kinds) < 2:
+        return _plan_on(config, kinds, base_dir, context)
+    plans: list[AnyPlan] = []
+    for kind in kinds:
+        with suppress(CapacityError):
+            plans.append(_plan_on(config, [replace(kind, accelerator=None)], base_dir, context))
+    if not plans:
+        return _plan_on(config, kinds[:1], base_dir, context)
+    best = min(plans, key=lambda plan: compared_seconds(plan) or inf)
+    return replace(best, notes=(*best.notes, *idle_notes(best, plans, kinds)))
+
+
 def _with_planned_cluster(plan: AnyPlan) -> AnyPlan:
     """The plan of a run that was spread over the named machines, which no setting asked for."""
     given = {key: value for key, value in plan.given.items() if key != CLUSTER}
-    derived = Derived(CLUSTER, "ray", f"all {plan.facts.hardware.nodes} machines take part")
+    derived = Derived(CLUSTER, "ray", f"{_counted(plan)} machines take part")
     note = f'{CLUSTER} = "ray" is planned; a run does not choose it, so write it there'
     reasons = (*plan.reasons, derived)
     return replace(plan, given=given, reasons=reasons, notes=(note, *plan.notes))
 
 
 def _plan_on(
-    config: RunConfig, elsewhere: Hardware | None, base_dir: Path | None, context: int
+    config: RunConfig,
+    kinds: Sequence[Hardware],
+    base_dir: Path | None,
+    context: int,
+    idle: tuple[str, ...] = (),
 ) -> AnyPlan:
-    facts = facts_of_run(config, hardware=elsewhere)
+    """Args: kinds: of machines; none: this one. idle: remarks on those that take no part."""
+    facts = replace(facts_of_run(config, machines=kinds), idle=idle)
     usual = facts.model.context if facts.model else None
     if facts.model and usual and usual < context:
         facts = replace(facts, model=replace(facts.model, context=context))
@@ -115,7 +150,7 @@ def _plan_on(
         notes.append(f"{context} tokens are more than the model's context of {usual}")
     facts = _with_launched_ranks(config, facts)
     plan = resolve(config, facts)
-    if base_dir is not None and elsewhere is None:
+    if base_dir is not None and not kinds:
         engine = plan.devices.engine.name
         note = check_inputs(config, base_dir, facts.model, engine, hub=False, imports=True)
         notes += [note] if note else []
@@ -159,9 +194,7 @@ def _check_room_on_ray(plan: AnyPlan, said: RunConfig) -> None:
     """
     if plan.devices.cluster != "ray" or not plan.kind.rl:
         return
-    hardware = plan.facts.hardware
-    each = {"CPU": float(hardware.cores), "GPU": float(len(hardware.gpus))}
-    lacking = missing(bundles(plan.devices), [each] * hardware.nodes)
+    lacking = missing(bundles(plan.devices), machines_of(plan.facts))
     if lacking:
         raise CapacityError(f"{lacking}{layout_that_fits(plan, said)}")
 

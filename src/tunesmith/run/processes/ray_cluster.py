@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,16 @@ from tunesmith.errors import (
     nearest,
 )
 from tunesmith.learn.usercode.far import PATIENCE, Far
-from tunesmith.plan.cluster import NAMES, Bundle, missing
+from tunesmith.plan.cluster import ACCELERATOR, NAMES, Bundle, missing
+from tunesmith.plan.facts.hardware import Hardware, read_hardware
 from tunesmith.run.processes.local import Starter
 
 PLACING = 120.0
 """Seconds to wait for resources that others hold, on a cluster that is large enough."""
 REACHING = 10.0
 """Seconds to wait for a cluster's first answer."""
+DESCRIBING = 60.0
+"""Seconds to wait for machines to describe themselves."""
 OBJECT_STORE = 200 << 20
 """Bytes for objects in transit between processes of a cluster started here; more goes to disk."""
 
@@ -151,9 +155,8 @@ class RayCluster(Starter):
         if not place.dealt:
             return None
         if bundle not in self._dealt:
-            ask: Any = ray.remote(_own_gpus)
             options = {**self._inside(bundle), "num_gpus": int(place.gpus)}
-            self._dealt[bundle] = ray.get(ask.options(**options).remote(), timeout=PATIENCE)
+            self._dealt[bundle] = ray.get(_asked(_own_gpus, options), timeout=PATIENCE)
         found = self._dealt[bundle]
         return found if role == "rollout" else [found[self._taken(bundle, role) % len(found)]]
 
@@ -186,7 +189,7 @@ class RayCluster(Starter):
                 f"no room for another {NAMES[role]}: it needs {_in_words(wanted)}; the cluster has "
                 f"{_in_words(free)} free"
             )
-        return {"num_cpus": cpus, "num_gpus": gpus}
+        return {"num_cpus": cpus, "num_gpus": gpus, "resources": place.kind_of_gpu}
 
 
 def by_machine(machines: Mapping[int, str]) -> list[int]:
@@ -222,9 +225,13 @@ def check_machines(bundles: Sequence[Bundle], machines: Mapping[int, str]) -> No
         )
 
 
-def cluster_machines(system: SystemSection) -> list[dict[str, float]]:
-    """``CPU`` and ``GPU`` of each machine of the cluster that ``system.ray_address`` or
-    ``RAY_ADDRESS`` names; empty if neither is set.
+def read_machines(system: SystemSection, here: Hardware) -> list[Hardware]:
+    """The machines with GPUs of the cluster that ``system.ray_address`` or ``RAY_ADDRESS`` names,
+    as each describes itself; empty if neither is set.
+
+    Args:
+        here: the machine on which the command runs; one that does not answer is taken to be like
+            it.
 
     Raises:
         ClusterError: there is no cluster at the address.
@@ -233,11 +240,52 @@ def cluster_machines(system: SystemSection) -> list[dict[str, float]]:
         return []
     connected = _connect(system, 0)
     try:
-        return [
-            {unit: node["Resources"].get(unit, 0.0) for unit in ("CPU", "GPU")} for node in _alive()
-        ]
+        nodes = [node for node in _alive() if node["Resources"].get("GPU")]
+        found: list[Hardware] = []
+        answers = _seen_there([node["NodeID"] for node in nodes])
+        for node, seen in zip(nodes, answers, strict=True):
+            machine = seen if seen and seen.gpus else here
+            gpus = machine.gpus[: int(node["Resources"]["GPU"])]
+            names = [name for name in node["Resources"] if name.startswith(ACCELERATOR)]
+            if gpus:
+                kind = names[0].removeprefix(ACCELERATOR) if names else gpus[0].name
+                found.append(replace(machine, gpus=gpus, nodes=1, accelerator=kind))
+        return found
     finally:
         _disconnect(connected)
+
+
+def _seen_there(nodes: Sequence[str]) -> list[Hardware | None]:
+    """What each machine says of itself; None: it cannot."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    asked = [
+        _asked(_own_hardware, {"num_cpus": 0, "scheduling_strategy": place}) for place in places
+    ]
+    ray.wait(asked, num_returns=len(asked), timeout=DESCRIBING)
+    found: list[Hardware | None] = []
+    for answer in asked:
+        found.append(None)
+        with suppress(RayError):
+            found[-1] = ray.get(answer, timeout=0)
+    return found
+
+
+def _asked(question: Callable[[], object], options: Mapping[str, object]) -> Any:
+    """The answer of another process, which is yet to come."""
+    import ray
+
+    made: Any = ray.remote(question)
+    return made.options(**options).remote()
+
+
+def _own_hardware() -> Hardware:
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+        os.environ.pop(name, None)  # Ray sets them for a process without GPUs
+    return read_hardware()
 
 
 def _alive() -> list[dict[str, Any]]:
