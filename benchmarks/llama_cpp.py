@@ -3,9 +3,9 @@ benchmarks.llama_cpp --help``, in an environment with ``llama-cpp-python`` and `
 
 Both take 16 sequences in one batch, llama.cpp by its C interface. Models have random weights in the
 shapes of published ones; llama.cpp reads the file that ``tunesmith export`` writes of the same model.
-Each arm is a process; a round takes every arm once, in turn. A ratio is the engine's seconds over
-llama.cpp's in the same round: below 1 the engine is faster. With one thread they are the CPU's
-seconds, which other programs disturb least.
+A round takes every arm once, in turn, each in a process of its own. A ratio is llama.cpp's seconds
+over the engine's in the same round: above 1 the engine is faster. With ``--threads 1`` they are the
+CPU's seconds, which other programs disturb least.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import subprocess
 import sys
@@ -22,10 +23,12 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from time import gmtime, strftime
 from typing import Any
 
 from benchmarks.report import write_between
 from benchmarks.run import machine
+from tunesmith.config.engines import EngineWeights
 
 RESULTS = Path(__file__).with_name("results") / "llama-cpp.json"
 PAGE = Path(__file__).with_name("README.md")
@@ -35,8 +38,9 @@ SEQUENCES = 16
 PROMPT = 16
 FIRST_TOKEN = 261
 """After the special ones and the bytes."""
-FORMS = {"f32": "float32", "f16": "bfloat16", "q8_0": "bfloat16"}
-"""llama.cpp's number formats, and the engine's that each is compared with."""
+FORMS: dict[str, EngineWeights] = {"f32": "model", "f16": "float16", "q8_0": "int8"}
+"""llama.cpp's number formats, and the ``system.engine_weights`` of a model in float32 that each is
+compared with."""
 SMOLLM2: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 49_152,
@@ -93,14 +97,14 @@ def clock_of(threads: int) -> Callable[[], float]:
     return time.process_time if threads == 1 else time.perf_counter
 
 
-def prompts(name: str) -> list[list[int]]:
+def prompts(name: str, seed: int) -> list[list[int]]:
     vocabulary = SHAPES[name][0]["vocab_size"]
-    rng = random.Random(0)
+    rng = random.Random(seed)
     return [rng.choices(range(FIRST_TOKEN, vocabulary), k=PROMPT) for _ in range(SEQUENCES)]
 
 
-async def by_tunesmith(path: Path, name: str, dtype: str, threads: int, rounds: int) -> list[float]:
-    """Seconds of each round, after one that is not counted."""
+async def by_tunesmith(path: Path, name: str, rounded: EngineWeights, threads: int) -> float:
+    """Seconds, after a few tokens that are not counted."""
     import torch
 
     from tunesmith.models.causal_lm import CausalLM
@@ -111,24 +115,25 @@ async def by_tunesmith(path: Path, name: str, dtype: str, threads: int, rounds: 
     clock = clock_of(threads)
     tokens = SHAPES[name][1]
     engine = LocalEngine(
-        CausalLM.load(path, dtype=getattr(torch, dtype)),
+        CausalLM.load(path, dtype=torch.float32),
         kv_bytes=1 << 28,
         max_running=SEQUENCES,
         max_prefill_tokens=SEQUENCES * PROMPT,
+        rounded=rounded,
     )
-    seconds = list[float]()
-    for number in range(1 + rounds):
-        await engine.load_weights(number)
+    await engine.load_weights(0)  # they are prepared when the first tokens are sampled
+    seconds = 0.0
+    for number in range(2):
         sampling = Sampling(tokens if number else 4, temperature=0.0, ignore_eos=True)
         started = clock()
-        await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts(name)))
-        seconds.append(clock() - started)
+        await asyncio.gather(*(engine.generate(p, sampling) for p in prompts(name, number)))
+        seconds = clock() - started
     await engine.close()
-    return seconds[1:]
+    return seconds
 
 
-def by_llama_cpp(path: Path, name: str, threads: int, rounds: int) -> list[float]:
-    """Seconds of each round, after one that is not counted."""
+def by_llama_cpp(path: Path, name: str, threads: int) -> float:
+    """Seconds, after a few tokens that are not counted."""
     import numpy as np
 
     cpp: Any = import_module("llama_cpp")
@@ -161,71 +166,62 @@ def by_llama_cpp(path: Path, name: str, threads: int, rounds: int) -> list[float
         logits = (cpp.llama_get_logits_ith(context, place) for place in asked)
         return [int(np.ctypeslib.as_array(row, (vocabulary,)).argmax()) for row in logits]
 
-    seconds = list[float]()
-    for number in range(1 + rounds):
+    seconds = 0.0
+    for number in range(2):
         cpp.llama_memory_clear(cpp.llama_get_memory(context), True)
         started = clock()
         last = PROMPT - 1
         drawn = decode(
             [
                 (sequence, position, token, position == last)
-                for sequence, prompt in enumerate(prompts(name))
+                for sequence, prompt in enumerate(prompts(name, number))
                 for position, token in enumerate(prompt)
             ]
         )
         for position in range(PROMPT, PROMPT + (tokens if number else 4) - 1):
             rows = [(sequence, position, token, True) for sequence, token in enumerate(drawn)]
             drawn = decode(rows)
-        seconds.append(clock() - started)
-    return seconds[1:]
+        seconds = clock() - started
+    return seconds
 
 
-def arm(name: str, form: str, folder: Path, threads: int, rounds: int) -> list[float]:
+def arm(name: str, form: str, folder: Path, threads: int) -> float:
     """Seconds of one arm, in this process: a number format of llama.cpp, or the engine's."""
     if form in FORMS:
-        return by_llama_cpp(folder / f"{name}-{form}.gguf", name, threads, rounds)
-    return asyncio.run(by_tunesmith(folder / name, name, form, threads, rounds))
+        return by_llama_cpp(folder / f"{name}-{form}.gguf", name, threads)
+    rounded = {str(each): each for each in FORMS.values()}
+    return asyncio.run(by_tunesmith(folder / name, name, rounded[form], threads))
 
 
-def measured(name: str, folder: Path, threads: int, rounds: int) -> dict[str, Any]:
-    """Median seconds of every arm, each in a process of its own, and the ratios."""
-    seconds: dict[str, list[float]] = {}
-    for form in (*dict.fromkeys(FORMS.values()), *FORMS):
+def measured(name: str, folder: Path, threads: int) -> dict[str, float]:
+    """Seconds of every arm in one round."""
+    seconds = dict[str, float]()
+    for form in (form for pair in FORMS.items() for form in pair):
         command = [sys.executable, "-m", "benchmarks.llama_cpp", "--folder", str(folder)]
         command += ["--arm", form, "--shapes", name, "--threads", str(threads)]
-        command += ["--rounds", str(rounds)]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
         seconds[form] = json.loads(done.stdout.splitlines()[-1])
-    return {
-        "shape": name,
-        "tokens": SEQUENCES * SHAPES[name][1],
-        "threads": threads,
-        "seconds": {form: median(found) for form, found in seconds.items()},
-        "ratio": {
-            form: median(
-                ours / theirs for ours, theirs in zip(seconds[dtype], seconds[form], strict=True)
-            )
-            for form, dtype in FORMS.items()
-        },
-    }
+        print(f"{name} {form}: {seconds[form]:.2f} s", flush=True)
+    return seconds
 
 
 def table(results: dict[str, Any]) -> str:
     cpu = results["machine"]
     rows = [
-        f"{cpu['cpu']} ({cpu['units']}), {cpu['cores']} cores; llama-cpp-python "
-        f"{results['llama-cpp-python']}; {results['rows'][0]['threads']} thread",
+        f"{cpu['cpu']} ({cpu['units']}), {results['threads']} threads; llama-cpp-python "
+        f"{results['llama-cpp-python']}; medians of rounds; {results['date']}",
         "",
-        "| shape | llama.cpp | tokens/s | ours | tokens/s | ours ÷ llama.cpp, seconds |",
-        "| --- | --- | ---: | --- | ---: | ---: |",
+        "| shape | rounds | llama.cpp | tokens/s | ours | tokens/s | llama.cpp ÷ ours |",
+        "| --- | ---: | --- | ---: | --- | ---: | ---: |",
     ]
-    for row in results["rows"]:
-        for form, dtype in FORMS.items():
-            theirs = row["tokens"] / row["seconds"][form]
-            ours = row["tokens"] / row["seconds"][dtype]
+    for name, rounds in results["rounds"].items():
+        tokens = SEQUENCES * SHAPES[name][1]
+        for form, ours in FORMS.items():
+            theirs, own = (tokens / median(r[arm] for r in rounds) for arm in (form, ours))
+            ratio = median(r[form] / r[ours] for r in rounds)
             rows.append(
-                f"| {row['shape']} | {form} | {theirs:.0f} | {dtype} | {ours:.0f} | "
-                f"{row['ratio'][form]:.2f} |"
+                f"| {name} | {len(rounds)} | {form} | {theirs:.0f} | "
+                f"{'float32' if ours == 'model' else ours} | {own:.0f} | {ratio:.2f} |"
             )
     return "\n".join(rows)
 
@@ -235,28 +231,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, required=True, help="keeps the models")
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--build", action="store_true", help="only make the models")
+    parser.add_argument("--add", action="store_true", help="keep the rounds on record")
     parser.add_argument("--arm", help="only print the seconds of this number format")
     given = parser.parse_args(arguments)
     if given.arm:
-        print(
-            json.dumps(arm(given.shapes[0], given.arm, given.folder, given.threads, given.rounds))
-        )
+        print(json.dumps(arm(given.shapes[0], given.arm, given.folder, given.threads)))
         return
     for name in given.shapes:
         build(name, given.folder)
     if given.build:
         return
-    before = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-    rows = {row["shape"]: row for row in before}
-    for name in given.shapes:
-        rows[name] = measured(name, given.folder, given.threads, given.rounds)
+    rounds = json.loads(RESULTS.read_text())["rounds"] if given.add else {}
+    for name in given.shapes * given.rounds:
+        rounds.setdefault(name, []).append(measured(name, given.folder, given.threads))
     results = {
         "machine": machine([]),
+        "threads": given.threads,
         "llama-cpp-python": version("llama-cpp-python"),
-        "rounds": given.rounds,
-        "rows": [rows[name] for name in SHAPES if name in rows],
+        "date": strftime("%Y-%m-%d", gmtime()),
+        "rounds": rounds,
     }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     write_between(PAGE, BEGIN, END, table(results))

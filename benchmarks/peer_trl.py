@@ -63,7 +63,7 @@ def measure_step(wanted: Measure) -> Result:
     generating = _time_generate(model, workload.lengths())
     steps, times = _times()
     micro_batch = int(wanted.options["large" if workload.model is QWEN3 else "micro_batch"])
-    micro_batch = min(micro_batch, workload.size)
+    micro_batch = next(n for n in range(micro_batch, 0, -1) if workload.size % n == 0)
     trainer = trl.GRPOTrainer(
         model=model,
         reward_funcs=alternate,

@@ -64,9 +64,7 @@ SYSTEMS = (
         ("float32",),
         {"micro_batch": 64, "large": 4},
     ),
-    System(
-        "TRL at its best", "benchmarks.peer_trl", ("step",), 1, "trl", ("bfloat16",), TRL_BATCHES
-    ),
+    System("TRL at its best", "benchmarks.peer_trl", ("step",), 1, "trl", DTYPES, TRL_BATCHES),
     System(
         "TRL packed",
         "benchmarks.peer_trl",

@@ -26,7 +26,7 @@ from benchmarks.protocol import Measure, ask
 from benchmarks.report import show, summarise
 from benchmarks.workload import WORKLOADS, build_model
 from tunesmith.plan.facts.hardware import read_hardware
-from tunesmith.plan.facts.instructions import cpu_info
+from tunesmith.plan.facts.instructions import cpu_flags
 from tunesmith.run.trainers.limits import measure_limits
 
 RESULTS = Path(__file__).with_name("results")
@@ -47,7 +47,8 @@ UNITS = {
     "avx2": "AVX2",
     "asimd": "NEON",
 }
-"""A CPU's units for matrix products, the fastest first, by their flags in /proc/cpuinfo."""
+"""A CPU's units for matrix products, the fastest first, by their flags in /proc/cpuinfo, as far as
+the libraries may use them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -237,15 +238,16 @@ def machine(dtypes: Sequence[str]) -> dict[str, Any]:
 
 def _facts() -> dict[str, Any]:
     hardware = read_hardware()
-    cpu = cpu_info()
-    flags = (cpu.get("flags") or cpu.get("Features") or "").split()
+    flags = cpu_flags()
     return {
         "cpu": hardware.cpu,
         "units": next((name for flag, name in UNITS.items() if flag in flags), ""),
         "cores": os.cpu_count(),
         "threads": hardware.cores,
         "environment": {
-            k: v for k, v in os.environ.items() if k.startswith(("OMP_", "MKL_", "KMP_"))
+            k: v
+            for k, v in os.environ.items()
+            if k.startswith(("OMP_", "MKL_", "KMP_", "ATEN_", "ONEDNN_"))
         },
         "memory_gb": round(hardware.memory_total / 1e9, 1),
         "platform": platform.platform(terse=True),

@@ -41,6 +41,8 @@ class Shape:
 S = Shape("S", 4096, 6, 256, 4, 2, 64, 768, "float32")
 S_32K = Shape("S-32k", 32_000, 6, 256, 4, 2, 64, 768, "float32")
 S_152K = Shape("S-152k", 151_936, 6, 256, 4, 2, 64, 768, "float32")
+S_50K = Shape("32M", 50_000, 8, 384, 6, 2, 64, 1024, "float32")
+SMOLLM2 = Shape("135M", 49_152, 30, 576, 9, 3, 64, 1536, "float32", architecture="llama")
 SMALL = Shape("0.1B", 32_000, 12, 768, 12, 4, 64, 2048)
 QWEN3 = Shape("0.6B", 151_936, 28, 1024, 16, 8, 128, 3072)
 QWEN3_1_7B = Shape("1.7B", 151_936, 28, 2048, 16, 8, 128, 6144)
@@ -132,6 +134,8 @@ WORKLOADS = {
         prompts=4, group=16, prompt_tokens=256, median=128, sigma=1.0, longest=1024, model=S_32K
     ),
     "152k": Workload(prompts=8, group=4, prompt_tokens=64, model=S_152K),
+    "50k": Workload(prompts=6, group=5, prompt_tokens=200, longest=600, model=S_50K),
+    "135M": Workload(prompts=3, group=6, prompt_tokens=96, longest=160, model=SMOLLM2),
     "0.1B": Workload(prompts=4, group=8, prompt_tokens=128, longest=256, model=SMALL),
     "0.6B": Workload(prompts=2, group=8, prompt_tokens=128, longest=128, model=QWEN3),
     "tiny": Workload(prompts=2, group=2, prompt_tokens=8, median=4, shortest=2, longest=6),

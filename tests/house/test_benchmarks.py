@@ -163,7 +163,7 @@ def test_workloads_are_what_their_description_says() -> None:
         and WORKLOADS["A"].example_tokens == 64 * 64 + 6153
     )
     assert {w.group for w in WORKLOADS.values()} >= {4, 8, 16, 32}
-    assert {w.model.vocabulary for w in WORKLOADS.values()} == {4096, 32_000, 151_936}
+    assert {w.model.vocabulary for w in WORKLOADS.values()} >= {4096, 32_000, 151_936}
 
 
 def test_a_model_has_the_shape_of_its_workload(tmp_path: Path) -> None:

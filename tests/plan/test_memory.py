@@ -450,6 +450,8 @@ def test_rounded_weights_of_an_engine_are_counted(
     own = planned(resolved(RLConfig, facts, *said))
     assert own is not None and own.engine == each * 5_000_000 + scales
     apart = ("system.engine_process=true", "system.engines=1")
+    adapted = planned(resolved(RLConfig, facts, *said, "lora.rank=4"))
+    assert adapted is not None and adapted.engine == own.engine + 4 * 5_000_000  # it is merged
     with_copy = planned(resolved(RLConfig, facts, *said, *apart))
     assert with_copy is not None
     assert with_copy.engine - own.engine == (4 if dtype == "float32" else 2) * 5_000_000

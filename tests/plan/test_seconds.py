@@ -21,7 +21,13 @@ from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.guide.tune.machine import fit_rates, nonnegative, predictions, shapes
 from tunesmith.guide.tune.probes import Probe, made_up
 from tunesmith.plan.cost.memory import planned_devices
-from tunesmith.plan.cost.seconds import again_seconds, cpu_seconds, phase_seconds, step_seconds
+from tunesmith.plan.cost.seconds import (
+    again_seconds,
+    cpu_seconds,
+    expected_seconds,
+    phase_seconds,
+    step_seconds,
+)
 from tunesmith.plan.cost.work import Work, amounts, step_work, work_of
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.machines import machine
@@ -68,6 +74,14 @@ def test_prompts_that_are_not_shared_and_rows_that_wait() -> None:
     alone = amounts(replace(WORK, share=False, running=4))
     assert alone["scoring"]["products"] == amounts(WORK)["scoring"]["products"] * 90 / 60
     assert alone["decode"]["steps"] == 2 * 5 and amounts(WORK)["decode"]["steps"] == 5
+
+
+def test_an_engine_with_rounded_weights_reads_less_of_them() -> None:
+    usual, rounded = amounts(WORK), amounts(replace(WORK, rounded="int8"))
+    assert 4 * rounded["decode"]["weights"] == usual["decode"]["weights"]
+    assert 4 * rounded["prefill"]["weights"] == usual["prefill"]["weights"]
+    assert {**rounded["decode"], "weights": 0} == {**usual["decode"], "weights": 0}
+    assert rounded["forward and backward"] == usual["forward and backward"]
 
 
 def test_rates_are_found_again() -> None:
@@ -191,6 +205,9 @@ def test_settings_that_cost_time_do_so_here() -> None:
     assert "scoring" not in whole
     reference = plan(RLConfig, "algorithm.kl.coef=0.1")
     assert cpu_seconds(reference)["scoring"] > 0
+    rounded = plan(RLConfig, "system.engine_weights=float16")
+    assert cpu_seconds(rounded)["decode"] < whole["decode"]
+    assert expected_seconds(rounded, 64, 100) < expected_seconds(usual, 64, 100)
     apart = plan(RLConfig, "system.share_prompts=false")
     assert cpu_seconds(apart)["forward and backward"] > whole["forward and backward"]
 

@@ -139,13 +139,33 @@ def test_bytes_of_a_step_are_those_that_are_read(tmp_path: Path) -> None:
         assert read == replace(cost, weight_bytes=each * cost.weights)
 
 
-@pytest.mark.parametrize("case", ["adapter", "uncompiled", "float16", "another shape"])
+@pytest.mark.parametrize("to", FORMATS)
+def test_an_adapter_is_merged_before_the_weights_are_rounded(
+    to: RoundedWeights, tmp_path: Path
+) -> None:
+    """At every version; the model itself keeps base and adapter apart."""
+    model = CausalLM.load(save_model(tmp_path, tie_word_embeddings=False), dtype=torch.float32)
+    attach(model, LoraSection(rank=4, targets=("q_proj", "down_proj")))
+    assert model.adapter is not None
+    engine = engine_of(model, rounded=to)
+    for version in range(2):
+        change(model, version)
+        asyncio.run(engine.load_weights(version))
+        found = completions(engine)
+        other = CausalLM(model.adapter.merged(), model.tokenizer)
+        round_all(other, to)
+        wanted = completions(engine_of(other, compiled=False))
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+    assert model.adapter is not None and not model.lean.plain  # pyright: ignore
+
+
+@pytest.mark.parametrize("case", ["uncompiled", "float16", "another shape"])
 def test_what_cannot_be_rounded_is_refused(case: str, tmp_path: Path) -> None:
     family = "gpt2" if case == "another shape" else "llama"
     dtype = torch.float16 if case == "float16" else torch.float32
     model = CausalLM.load(save_model(tmp_path, family), dtype=dtype)
-    if case == "adapter":
-        attach(model, LoraSection(rank=4, targets=("q_proj",)))
     with pytest.raises(UserError, match="leave it out") as refused:
         engine_of(model, rounded="int8", compiled=case != "uncompiled")
     assert refused.value.keys == ("system.engine_weights",)

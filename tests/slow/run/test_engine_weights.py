@@ -24,8 +24,12 @@ def invoked(*arguments: str) -> str:
     return result.output
 
 
-@pytest.mark.parametrize("weights", ["model", "float16", "int8"])
-def test_a_run_learns_from_samples_of_rounded_weights(tmp_path: Path, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("weights", "rank"), [("model", 0), ("float16", 0), ("int8", 0), ("int8", 4)]
+)
+def test_a_run_learns_from_samples_of_rounded_weights(
+    tmp_path: Path, weights: str, rank: int
+) -> None:
     """The loss starts at a ratio of 1: but for the rounding of float16, and since int8 is
     corrected. The canary sees how far int8 is from what is trained, at every version."""
     model = save_model(tmp_path / "model")
@@ -33,6 +37,7 @@ def test_a_run_learns_from_samples_of_rounded_weights(tmp_path: Path, weights: s
         "system__engine_weights": weights,
         "system__engine_process": weights == "int8",
     }
+    settings |= {"lora__rank": rank} if rank else {}
     (tmp_path / "run.toml").write_text("")
     invoked("rl", str(tmp_path / "run.toml"), *rl_settings(tmp_path, model, **settings))
     run = tmp_path / "run"

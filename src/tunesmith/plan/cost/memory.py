@@ -170,7 +170,8 @@ def _prepared(plan: AnyPlan) -> int:
         return 0
     rounded = plan.said.system.engine_weights
     if rounded != "model":
-        return rounded_bytes(model.parameters or 0, model.hidden_size, rounded)
+        merged = 4 * (model.parameters or 0) * plan.kind.adapter
+        return merged + rounded_bytes(model.parameters or 0, model.hidden_size, rounded)
     narrow = plan.devices.dtype == "bfloat16"
     whole = model.vocab_size % 16 == model.hidden_size % 32 == 0
     alike = narrow and not plan.kind.adapter and plan.decodes_compiled

@@ -11,9 +11,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
+from tunesmith.config.engines import ROUNDED_BYTES, EngineWeights
 from tunesmith.costs import CostModel, chunk_rows
 from tunesmith.plan.cost.activations import of_modules, sent_bytes, travelling_bytes
-from tunesmith.plan.cost.copies import adapter_numbers, away_of_layer, copy_bytes, shared_part
+from tunesmith.plan.cost.copies import (
+    adapter_numbers,
+    away_of_layer,
+    copy_bytes,
+    rounded_bytes,
+    shared_part,
+)
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import engine_kv, kept_of_request, kv_bytes_per_number, layout_of
 from tunesmith.plan.cost.price import USUAL_RANK, price
@@ -58,6 +65,8 @@ class Work:
     """Whether a group's prompt is computed only once in training."""
     running: int = 256
     """Maximum number of completions decoded together."""
+    rounded: EngineWeights = "model"
+    """``system.engine_weights``."""
 
     @property
     def samples(self) -> int:
@@ -80,6 +89,11 @@ class Work:
     @property
     def head(self) -> int:
         return self.model.vocab_size * self.model.hidden_size
+
+    @property
+    def sampled(self) -> float:
+        """Bytes that the engine reads of a weight, for each byte that is trained."""
+        return 1 if self.rounded == "model" else ROUNDED_BYTES[self.rounded] / self.bytes_per_number
 
 
 def work_of(plan: AnyPlan, longest: int) -> Work:
@@ -105,6 +119,7 @@ def work_of(plan: AnyPlan, longest: int) -> Work:
         micro,
         plan.said.system.share_prompts,
         _running(plan, model, plan.training.samples, longest),
+        plan.said.system.engine_weights,
     )
 
 
@@ -159,8 +174,8 @@ def _prefill(work: Work) -> Amounts:
     return {
         "products": work.prompts * work.prompt * work.layers,
         "numbers": work.prompts * work.prompt * work.model.layers * work.outputs,
-        "weights": work.layers,
-        "head weights": work.head,
+        "weights": work.sampled * work.layers,
+        "head weights": work.sampled * work.head,
         "passes": work.model.layers,
         "samples": work.samples,
         "calls": 1,
@@ -174,7 +189,7 @@ def _decode(work: Work) -> Amounts:
     return {
         "steps": steps,
         "passes": steps * m.layers,
-        "weights": steps * (work.layers + work.head),
+        "weights": work.sampled * steps * (work.layers + work.head),
         "products": steps * rows * work.layers,
         "head": steps * rows * work.head,
         "numbers": steps * rows * m.layers * work.outputs,
@@ -476,7 +491,11 @@ def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> 
     ranks = plan.devices.ranks_per_engine
     engines = plan.devices.engines
     new = min(plan.said.rollout.max_new_tokens, tokens)
-    weights = copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
+    rounded = system.engine_weights
+    if rounded == "model":
+        weights = copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
+    else:
+        weights = rounded_bytes(model.parameters or 0, model.hidden_size, rounded)
     per_token = model.kv_bytes_per_token(kv_bytes_per_number(plan))
     asked = ceil(samples / engines)
     prompt = tokens - new

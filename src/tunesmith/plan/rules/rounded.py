@@ -48,9 +48,6 @@ def _machine(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 def _model(s: Situation[RunConfig]) -> Iterator[Problem]:
     said = s.config.system.engine_weights
-    if s.config.lora.on:
-        yield s.clash(WEIGHTS,
-            "is for weights without an adapter; leave one of the two out", "lora.rank")
     if s.config.model.quantize:
         yield s.clash(WEIGHTS,
             f"with {s.said('model.quantize')}, which sets the format of the weights; leave one of "

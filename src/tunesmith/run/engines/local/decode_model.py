@@ -3,7 +3,8 @@ machine (``kernels.decoding``).
 
 On a CPU, products of few rows take most of a decode step. Their weights are prepared once per
 version. For a bfloat16 model the rows are in bfloat16, as in the trainer, or in float32, which is
-more exact. An adapter on a small model is merged into a float32 copy first.
+more exact. An adapter on a small model, or one whose weights are rounded, is merged into a float32
+copy first.
 """
 
 from __future__ import annotations
@@ -46,21 +47,20 @@ class DecodeModel:
         whole = not is_quantised(model.module)
         # In larger models, the two small products that an adapter adds to each large one matter
         # less.
-        on_cpu = model.device.type == "cpu"
-        self._merges = on_cpu and whole and model.adapter is not None and numbers <= SMALL
+        adapted = model.device.type == "cpu" and whole and model.adapter is not None
+        self._merges = adapted and (numbers <= SMALL or weights != "model")
         dtype = torch.float32 if self._merges else model.module.dtype
         products = (
             room.products(dtype, numbers, model.device, compiled=compiled)
             for room in (DECODING.rooms if whole else ())
         )
         if weights != "model":
-            self._merges = False
             products = self._rounded(weights, compiled=compiled and whole)
         self._products = next(filter(None, products), None)
-        if weights != "model" and self._fitting(model) is None:
+        if weights != "model" and (self._products is None or not _plain(model)):
             raise UserError(
                 f'system.engine_weights = "{weights}" is for plain decoder layers in float32 or '
-                "bfloat16 on a CPU with a C++ compiler, without an adapter: leave it out",
+                "bfloat16 on a CPU with a C++ compiler: leave it out",
                 keys=("system.engine_weights",),
             )
         self.refresh()
@@ -85,6 +85,7 @@ class DecodeModel:
             whole = self._whole()
             self._decoder = whole
             products = self._fitting(whole)
+            assert products is not None or self.weights == "model", "it was checked"
             if whole.lean is not None and products is not None and products.layer is not None:
                 self._decoder = copy.copy(whole)
                 self._decoder.runner = whole.lean.with_products(products.layer, products.rows)
@@ -117,6 +118,11 @@ class DecodeModel:
             self._merged = CausalLM(module, self._model.tokenizer)
             self._merged.towers = self._model.towers
         return self._merged
+
+
+def _plain(model: CausalLM) -> bool:
+    """Whether the layers have plain weights, or will when the adapter is merged."""
+    return model.lean is not None and (model.lean.plain or model.adapter is not None)
 
 
 def wide_head(weight: Tensor, bias: Tensor | None) -> Product:
