@@ -35,6 +35,16 @@ def test_keys_of_latent_attention_have_a_part_with_and_one_without_positions() -
     facts = facts_of(CHECKPOINTS["deepseek-ai/DeepSeek-V2-Lite"]["config"])
     assert facts is not None
     assert facts.head_dim == 192
+    # vLLM keeps the latent and the rotated part alone.
+    assert facts.kv_bytes_per_token(2) == 27 * 2 * 16 * 192 * 2
+    assert facts.kv_bytes_per_token(2, latent=True) == 27 * (512 + 64) * 2
+
+
+def test_keys_of_two_widths() -> None:
+    """Gemma 4 31B: 50 layers with a window have 16 heads of 256, ten have 4 of 512."""
+    facts = facts_of(CHECKPOINTS["google/gemma-4-31B-it"]["config"])
+    assert facts is not None
+    assert facts.kv_bytes_per_token(2) == 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
 
 
 def test_each_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,56 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "head_dim": 8,
     },
+    "cohere2_moe": {
+        "logit_scale": 0.3,
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 5,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+    },
+    "dots1": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "head_dim": 8,
+    },
+    "exaone_moe": {
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 5,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "hy_v3": {
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "hunyuan_v1_dense": {"head_dim": 8},
+    "jais2": {"head_dim": 8},
+    "mellum": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "solar_open": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": 8,
+    },
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "ministral": {"sliding_window": WINDOW, "head_dim": 8},
     "seed_oss": {"head_dim": 8},
@@ -178,6 +227,35 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
             "deepstack_visual_indexes": [0],
         }
     },
+    "internvl": {
+        "vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+    },
+    "llava": {"vision_config": {**_VISION, "model_type": "clip_vision_model"}},
+    "llava_next": {"vision_config": {**_VISION, "model_type": "clip_vision_model"}},
+    "llava_onevision": {"vision_config": {**_VISION, "model_type": "siglip_vision_model"}},
+    "lfm2_vl": {"vision_config": {**_VISION, "model_type": "siglip2_vision_model"}},
+    "idefics3": {"vision_config": _VISION, "scale_factor": 2},
+    "smolvlm": {"vision_config": _VISION, "scale_factor": 2},
+    "exaone4_5": {"vision_config": _QWEN_VISION},
+    "glm4v": {"vision_config": {**_QWEN_VISION, "image_size": 28}},
+    "glm4v_moe": {"vision_config": {**_QWEN_VISION, "image_size": 28}},
+    "qwen2_vl": {
+        "vision_config": {
+            "depth": 2,
+            "embed_dim": 16,
+            "mlp_ratio": 2,
+            "num_heads": 2,
+            "hidden_size": 32,
+            "patch_size": 14,
+        }
+    },
+    "qwen3_vl_moe": {
+        "vision_config": {
+            **_QWEN_VISION,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        }
+    },
     "qwen3_5": {"vision_config": {**_QWEN_VISION, "num_position_embeddings": 16}},
     "qwen3_5_moe": {"vision_config": {**_QWEN_VISION, "num_position_embeddings": 16}},
     "llama4": {
@@ -194,6 +272,15 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
             "num_key_value_heads": 2,
             "head_dim": 8,
             "global_head_dim": 8,
+        },
+        "audio_config": None,
+    },
+    "gemma4_unified": {
+        "vision_config": {
+            "patch_size": 14,
+            "mm_embed_dim": 16,
+            "mm_posemb_size": 16,
+            "output_proj_dims": 16,
         },
         "audio_config": None,
     },
@@ -217,6 +304,8 @@ LATENT = {
 """Keys and values made of one narrow latent, and experts beside a shared one."""
 for _name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
     SPECIAL[_name] = LATENT
+for _name in ("minicpm3", "youtu"):
+    SPECIAL[_name] = {name: LATENT[name] for name in [*LATENT][:6]}
 SPECIAL["glm4_moe_lite"] = LATENT | {"mlp_layer_types": ["dense", "sparse"]}
 SPECIAL["gpt_oss"] = {
     "head_dim": 8,
@@ -243,7 +332,26 @@ SPECIAL["granitemoe_swa"] = {
 SPECIAL["gemma3"] = SPECIAL["gemma3_text"]
 SPECIAL["mistral3"] = {**SPECIAL["ministral"], "model_type": "ministral3"}
 SPECIAL["qwen2_5_vl"] = {"rope_parameters": _THREE_ROWS}
+SPECIAL["qwen2_vl"] = {"rope_parameters": _THREE_ROWS}
 SPECIAL["qwen3_vl"] = {"rope_parameters": _THREE_ROWS}
+SPECIAL["qwen3_vl_moe"] = {
+    "rope_parameters": _THREE_ROWS,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+_HALF_ROTATED = {
+    "head_dim": 16,
+    "rope_parameters": {**_THREE_ROWS, "partial_rotary_factor": 0.5},
+}
+SPECIAL["glm4v"] = _HALF_ROTATED
+SPECIAL["glm4v_moe"] = SPECIAL["glm4_moe"] | _HALF_ROTATED
+for _name in ("internvl", "llava_onevision"):
+    SPECIAL[_name] = {"model_type": "qwen2"}
+for _name in ("llava", "llava_next", "idefics3", "smolvlm"):
+    SPECIAL[_name] = {"model_type": "llama"}
+SPECIAL["lfm2_vl"] = SPECIAL["lfm2"] | {"model_type": "lfm2"}
+SPECIAL["exaone4_5"] = SPECIAL["exaone4"] | {"model_type": "exaone4"}
 SPECIAL["qwen3_5"] = SPECIAL["qwen3_5_text"]
 SPECIAL["qwen3_5_moe"] = SPECIAL["qwen3_5_moe_text"]
 _GEMMA4 = {
@@ -258,6 +366,13 @@ _GEMMA4 = {
     "final_logit_softcapping": 3.0,
 }
 SPECIAL["gemma4"] = SPECIAL["gemma4_text"] = _GEMMA4
+SPECIAL["gemma4_unified"] = SPECIAL["gemma4_unified_text"] = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "final_logit_softcapping": 3.0,
+}
 SPECIAL["kimi_linear"] = {
     name: value for name, value in LATENT.items() if name != "q_lora_rank"
 } | {

@@ -42,7 +42,7 @@ SQUARE_CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Gemma 3's: its processor, not its template, writes the rest of an image's place."""
-FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+FAMILIES = ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
 
 def save_vision_model(path: Path, model_type: str = "qwen3_vl", **overrides: Any) -> Path:

@@ -30,7 +30,12 @@ from tunesmith.models.kernels.selective import recomputed
 from tunesmith.models.loading import load_module
 from tunesmith.models.parallel.activations import HostActivations
 from tunesmith.models.parallel.sequence import SequenceGroup
-from tunesmith.models.parallel.shard_files import save_settings, save_weights
+from tunesmith.models.parallel.shard_files import (
+    save_settings,
+    save_weights,
+    stored_weights,
+    turned_names,
+)
 from tunesmith.models.parallel.sharding import Sharding
 from tunesmith.models.rope import LengthRule, rotate_by_length, rotated_by, split_by_length
 from tunesmith.models.source import load_config, load_tokenizer
@@ -387,7 +392,11 @@ class Decoder:
             save_settings(self.module, directory)
             return
         state = None if weights else first_numbers(self.module, self.module.state_dict())
-        self.module.save_pretrained(directory, state_dict=state)
+        if weights and turned_names(self.module):
+            state = dict(stored_weights(self.module, self.module.state_dict().items()))
+            self.module.save_pretrained(directory, state_dict=state, save_original_format=False)
+        else:
+            self.module.save_pretrained(directory, state_dict=state)
         if weights:
             self.towers.write(directory)
 

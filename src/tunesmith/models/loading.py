@@ -32,6 +32,7 @@ from tunesmith.models.parallel.shard_files import (
     is_finite,
     shapes_of,
     stored_names,
+    turned_names,
 )
 from tunesmith.models.parallel.sharding import Sharding, materialise
 from tunesmith.models.source import ANY_ERROR, directory_of, load_config, readable
@@ -271,9 +272,10 @@ def read_shards(
     known = module.state_dict().keys()
     wanted = {name for name, _ in (*module.named_parameters(), *module.named_buffers())} & known
     files = WeightFiles(directory)
+    turned = turned_names(module)
     if not wanted <= files.names:
         files = WeightFiles(directory, stored_names(module))
-    elif is_converted(module):  # then they are saved under the names under which they came
+    elif is_converted(module) and not turned:  # then they are saved under the names they came with
         vars(module)["_weight_conversions"] = []
     missing = [name for name in wanted - files.names if not name.startswith(differences[0])]
     unexpected = [name for name in files.names - known if not name.startswith(differences[1])]
@@ -283,7 +285,9 @@ def read_shards(
             for name, shape in shapes_of(module)
             if name in files.weights
         ]
-        check_shapes(path, [each for each in shapes if each[1] != each[2]])
+        different = [each for each in shapes if each[1] != each[2]]
+        missing = [name for name, *_ in different if turned and name.endswith(turned)]
+        check_shapes(path, [each for each in different if each[0] not in missing])
     with boundary(ModelError, f"cannot read the weights of model '{path}'", ANY_ERROR):
         if missing or unexpected:
             load = read or partial(type(module).from_pretrained, path, dtype=module.config.dtype)

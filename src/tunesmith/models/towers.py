@@ -133,8 +133,10 @@ class Towers:
 
 
 def _names(module: PreTrainedModel) -> tuple[str, ...]:
-    """Of a module's towers."""
-    return tuple(name for name, _ in module.base_model.named_children() if name in TOWERS)
+    """Of a module's towers, and of weights of its own that belong to them."""
+    base = module.base_model
+    parts = (*base.named_children(), *base.named_parameters(recurse=False))
+    return tuple(name for name, _ in parts if name in TOWERS)
 
 
 def _processor_files(directory: Path) -> dict[str, bytes]:

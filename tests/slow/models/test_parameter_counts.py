@@ -16,6 +16,7 @@ from tunesmith.plan.facts.model import facts_of
 
 MISSING: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},

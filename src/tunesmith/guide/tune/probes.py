@@ -79,7 +79,9 @@ class Probe:
         draw = torch.Generator().manual_seed(self._steps)
         size = (work.prompts, work.prompt)
         prompts = torch.randint(work.model.vocab_size, size, generator=draw).tolist()
-        attending = replace(work.model, attending=None)  # as the layers of ``made_up``
+        attending = replace(
+            work.model, attending=None, key_numbers=None
+        )  # as the layers of ``made_up``
         budget = attending.kv_bytes_per_token(4) * (work.prompt + work.new + 32) * work.samples
         engine = LocalEngine(
             self._model,

@@ -262,7 +262,8 @@ def _carry(layer: StatefulLayer, *args: Any, **kwargs: Any) -> Tensor:
 
 def text_decoder(module: PreTrainedModel) -> nn.Module:
     """The decoder of a model without its head: in a multimodal model, one of its parts."""
-    inner: Any = getattr(module.base_model, "language_model", module.base_model)
+    base = module.base_model
+    inner: Any = getattr(base, "language_model", getattr(base, "text_model", base))
     return inner.model if hasattr(inner, "lm_head") else inner  # Llama 4's has a head of its own
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
+    Transpose,
     WeightConverter,
     revert_weight_conversion,
 )
@@ -156,8 +157,22 @@ def stored_weights(
     if not is_converted(module):
         yield from named
         return
+    ends = turned_names(module)
     for _, group in groupby(named, lambda item: re.sub(r"(\.\d+\.).*", r"\1", item[0])):
-        yield from revert_weight_conversion(module, dict(group)).items()
+        for name, tensor in revert_weight_conversion(module, dict(group)).items():
+            yield name, tensor.transpose(1, 2) if ends and name.endswith(ends) else tensor
+
+
+def turned_names(module: PreTrainedModel) -> tuple[str, ...]:
+    """The ends of the names of weights that are published with rows and columns exchanged (the
+    experts of Qwen3-VL): transformers reads both forms, and would write the module's own."""
+    return tuple(
+        pattern
+        for conversion in conversions_of(module)
+        if isinstance(conversion, WeightConverter)
+        and any(isinstance(o, Transpose) and o.check_dims for o in conversion.operations)
+        for pattern in conversion.source_patterns
+    )
 
 
 def save_weights(

@@ -4,7 +4,7 @@ With keys and queries of length 1, a state ``M [K, V]`` decays, forgets what it 
 new key and learns the new value: ``M ← α (M − β k (kᵀ M)) + β k vᵀ``, and answers ``qᵀ M``. Within
 a chunk, the updates are one triangular system (section 3.3 there); states pass from chunk to chunk.
 In Kimi's delta attention (arXiv:2510.26692, equation 1), each channel of the keys has a decay of
-its own.
+its own. On a GPU the kernels of flash-linear-attention compute it, where they are installed.
 
 Shape legend: ``T`` tokens, ``S`` sequences, ``H`` heads, ``K`` key size, ``V`` value size, ``N``
 chunks, ``c`` tokens of a chunk.
@@ -12,9 +12,12 @@ chunks, ``c`` tokens of a chunk.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
+from tunesmith.config.doors import Door
 from tunesmith.models.forest import PackedLengths
 from tunesmith.models.recurrent.chunks import Chunks, decay_between
 
@@ -22,6 +25,30 @@ CHUNK = 64
 CHUNK_BY_CHANNEL = 16
 """Decays by channel are compared token by token, ``[c, c, K]``."""
 _EPS = 1e-6  # as flash-linear-attention and transformers
+
+
+class DeltaKernels(Protocol):
+    """Kernels that compute the rule on a kind of device."""
+
+    def fits(self, value: Tensor) -> bool:
+        """Whether they take these values."""
+        ...
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        lengths: PackedLengths,
+        start: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See ``gated_delta_rule``."""
+        ...
+
+
+FUSED = Door[DeltaKernels]("delta_rules", "tunesmith.models.cuda.delta_rule:KERNELS")
 
 
 def gated_delta_rule(
@@ -44,6 +71,9 @@ def gated_delta_rule(
         lengths: of the ``S`` sequences.
         start: the states at their starts; None: zero.
     """
+    kernels = next((room for room in FUSED.rooms if room.fits(value)), None)
+    if kernels is not None:
+        return kernels.run(query, key, value, log_decay, beta, lengths, start)
     wide = torch.promote_types(value.dtype, torch.float32)
     by_channel = log_decay.dim() == 3
     chunks = lengths.derive(Chunks, CHUNK_BY_CHANNEL if by_channel else CHUNK, value.device)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, Gemma3Config, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from tunesmith.errors import ModelError
 from tunesmith.models.forest import Segment
@@ -62,6 +63,8 @@ class PatchTower(Tower):
     @classmethod
     def of(cls, config: PreTrainedConfig) -> PatchTower:
         """See ``Tower``."""
+        if config.model_type == "qwen2_vl":  # AutoModel does not know its tower
+            return cls(Qwen2VisionTransformerPretrainedModel(config.vision_config))
         return cls(AutoModel.from_config(config.vision_config))
 
     @classmethod

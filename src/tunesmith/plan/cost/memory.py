@@ -437,7 +437,16 @@ def request_kv(plan: AnyPlan, model: ModelFacts) -> int:
 def kept_of_request(plan: AnyPlan, model: ModelFacts, tokens: float) -> float:
     """Bytes of a request's keys and values, and of the states after its prompt and after its last
     token."""
-    return tokens * model.kv_bytes_per_token(kv_bytes_per_number(plan)) + 2 * model.state_bytes
+    return tokens * kv_bytes_per_token(plan, model) + 2 * model.state_bytes
+
+
+def kv_bytes_per_token(plan: AnyPlan, model: ModelFacts) -> int:
+    """Bytes that an engine keeps of a token in all layers, on all of its ranks: vLLM and SGLang
+    keep the latent of keys and values that are made of one, each rank that divides heads all of
+    it."""
+    latent = plan.devices.engine.third_party
+    copies = plan.devices.tensor if latent and model.latent else 1
+    return copies * model.kv_bytes_per_token(kv_bytes_per_number(plan), latent=latent)
 
 
 def kv_bytes_per_number(plan: AnyPlan) -> int:

@@ -22,7 +22,7 @@ from tunesmith.plan.cost.copies import (
     shared_part,
 )
 from tunesmith.plan.cost.device import Layout
-from tunesmith.plan.cost.memory import engine_kv, kept_of_request, kv_bytes_per_number, layout_of
+from tunesmith.plan.cost.memory import engine_kv, kept_of_request, kv_bytes_per_token, layout_of
 from tunesmith.plan.cost.price import USUAL_RANK, price
 from tunesmith.plan.cost.tower import image_operations, tower_in_training
 from tunesmith.plan.facts.model import ModelFacts
@@ -496,7 +496,7 @@ def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> 
         weights = copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
     else:
         weights = rounded_bytes(model.parameters or 0, model.hidden_size, rounded)
-    per_token = model.kv_bytes_per_token(kv_bytes_per_number(plan))
+    per_token = kv_bytes_per_token(plan, model)
     asked = ceil(samples / engines)
     prompt = tokens - new
     read = (tokens - new / 2) * per_token

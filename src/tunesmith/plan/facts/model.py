@@ -4,7 +4,7 @@ files."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from tunesmith.plan.facts.layers import (
     mixer_of,
 )
 from tunesmith.plan.facts.model_files import check_files, count_parameters
-from tunesmith.plan.facts.parameters import Sizes, count
+from tunesmith.plan.facts.parameters import Sizes, count, global_key_width
 from tunesmith.plan.facts.towers import TowerSizes, tower_of
 
 
@@ -60,6 +60,12 @@ class ModelFacts:
     """Only part of each head's dimensions is rotated."""
     attending: int | None = None
     """Layers that keep keys and values; None: all do."""
+    key_numbers: int | None = None
+    """Numbers of the keys of one token in all layers, if their widths differ; None:
+    ``key_width`` in each."""
+    latent: int = 0
+    """Numbers of the latent of one token, of which a layer makes its keys and values; 0: of
+    none."""
     estimated: int = 0
     """Parameters by the formulas of ``facts.parameters``."""
     idle: int = 0
@@ -97,9 +103,16 @@ class ModelFacts:
         """Parameters of embedding and head."""
         return (1 if self.tied else 2) * self.vocab_size * self.hidden_size
 
-    def kv_bytes_per_token(self, bytes_per_number: int) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        return 2 * self.attention_layers * self.key_width * bytes_per_number
+    def kv_bytes_per_token(self, bytes_per_number: int, *, latent: bool = False) -> int:
+        """Bytes of one token's keys and values in all layers.
+
+        Args:
+            latent: of the latent instead, if they are made of one.
+        """
+        if latent and self.latent:
+            return self.attention_layers * self.latent * bytes_per_number
+        keys = self.key_numbers or self.attention_layers * self.key_width
+        return 2 * keys * bytes_per_number
 
     @property
     def active(self) -> int:
@@ -166,6 +179,8 @@ def facts_of(whole: Written) -> ModelFacts | None:
         family=config.get("model_type"),
         rotates_in_part=_rotates_in_part(config),
         attending=sum(kind in ATTENDING for kind in kinds) if carrying else None,
+        key_numbers=_key_numbers(config, kinds),
+        latent=_latent(config),
         carrying=carrying,
         mixer=mixer_of(config, hidden),
         head_norms=family(config.get("model_type")).head_norms or bool(config.get("use_qk_norm")),
@@ -196,6 +211,21 @@ def decoder_config(whole: Written) -> Written:
     if first(config, "kv_lora_rank") and all(parts):  # keys of latent attention
         config["head_dim"] = sum(parts)
     return {**DEFAULTS.get(name, {}), **config}
+
+
+def _key_numbers(config: Written, kinds: Sequence[str]) -> int | None:
+    """``ModelFacts.key_numbers``."""
+    if not family(config.get("model_type")).wide_global:
+        return None
+    narrow = first(config, "num_key_value_heads") * first(config, "head_dim")
+    wide = global_key_width(config)
+    return sum(wide if kind == "full_attention" else narrow for kind in kinds)
+
+
+def _latent(config: Written) -> int:
+    """``ModelFacts.latent``: with the part of the keys that is rotated."""
+    rank = first(config, "kv_lora_rank")
+    return rank and rank + first(config, "qk_rope_head_dim")
 
 
 def _rope(config: Written) -> Written:

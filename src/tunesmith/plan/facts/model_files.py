@@ -25,7 +25,10 @@ TOWERS = (
     "vision_model",
     "visual",
     "embed_vision",
+    "vision_embedder",
     "multi_modal_projector",
+    "connector",
+    "image_newline",
     "audio_tower",
     "embed_audio",
     "mtp",  # heads that predict later tokens, which transformers has no module for

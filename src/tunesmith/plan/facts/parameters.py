@@ -108,13 +108,17 @@ def _borrows_keys(config: Written, index: int, sizes: Sizes) -> bool:
 
 def _global_attention(config: Written, index: int, sizes: Sizes) -> int:
     """Of heads that are wider than the local layers', whose values may be their keys."""
-    width = config["global_head_dim"]
-    alike = bool(config.get("attention_k_eq_v"))
-    heads = first(config, "num_global_key_value_heads") if alike else 0
-    keys = (heads or first(config, "num_key_value_heads")) * width * (1 if alike else 2)
+    keys = global_key_width(config) * (1 if config.get("attention_k_eq_v") else 2)
     if _borrows_keys(config, index, sizes):
         keys = 0
-    return sizes.hidden * (2 * config["num_attention_heads"] * width + keys)
+    queries = config["num_attention_heads"] * config["global_head_dim"]
+    return sizes.hidden * (2 * queries + keys)
+
+
+def global_key_width(config: Written) -> int:
+    """Width of the keys of all heads in layers with full attention, where these are wider."""
+    heads = first(config, "num_global_key_value_heads") if config.get("attention_k_eq_v") else 0
+    return (heads or first(config, "num_key_value_heads")) * first(config, "global_head_dim")
 
 
 def _latent_attention(config: Written, sizes: Sizes) -> int:

@@ -55,8 +55,8 @@ def tower_of(whole: Written) -> TowerSizes | None:
     vision: Any = whole.get("vision_config")
     if not family(whole.get("model_type")).images or not isinstance(vision, Mapping):
         return None
-    hidden = first(vision, "hidden_size")
-    inner = first(vision, "intermediate_size")
+    hidden = first(vision, "embed_dim", "hidden_size")
+    inner = first(vision, "intermediate_size") or hidden * first(vision, "mlp_ratio")
     layers = first(vision, "depth", "num_hidden_layers")
     if not (hidden and inner and layers):
         return None

@@ -133,8 +133,9 @@ def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     if s.model is None or longest is None or kv is None or vllm.memory_share is not None:
         return
     blocks = -(-longest // BLOCK_TOKENS) + 1  # one block stays empty
-    each = s.model.kv_bytes_per_token(s.devices.bytes_per_number)
-    needed = blocks * BLOCK_TOKENS * each // s.ranks_per_engine
+    each = s.model.kv_bytes_per_token(s.devices.bytes_per_number, latent=True)
+    ranks = 1 if s.model.latent else s.ranks_per_engine  # each rank keeps the whole latent
+    needed = blocks * BLOCK_TOKENS * each // ranks
     if needed > parse_size(kv):
         why = f"does not hold one sequence of {longest} tokens, which takes {format_size(needed)}"
         yield Problem(("system.kv_memory",), f"system.kv_memory = {kv} {why}; raise it", "memory")

@@ -56,6 +56,57 @@ def _carried(pieces: Sequence[Piece], device: torch.device) -> Iterator[CarriedP
         )
 
 
+class _Places:
+    """Where pieces have their tokens in a plane, of which each block has some number of heads.
+
+    Args:
+        together: each piece is one token, and they attend in one call.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        pieces: Sequence[Piece],
+        block_size: int,
+        device: torch.device,
+        *,
+        together: bool,
+    ) -> None:
+        self._heads = torch.arange(heads, device=device)
+        self._block_size = block_size
+        slots = [
+            piece.owner.span.blocks[at // block_size] * heads * block_size + at % block_size
+            for piece in pieces
+            for at in range(piece.start, piece.stop)
+        ]
+        first = torch.tensor(slots, device=device).unsqueeze(1)
+        self.new = (first + self._heads * block_size).flatten()
+        """``[T * K]``: the slots of the new tokens."""
+        self.tables: list[Tensor] = []
+        """Of the prompts and of the own tokens, if pieces are together: see ``_of_heads``."""
+        self.contexts: list[tuple[Tensor, Tensor]] = []
+        """Of each piece, if they are not: see ``_of_piece``."""
+        if together:
+            spans = [p.prompt.span for p in pieces], [p.owner.span for p in pieces]
+            self.tables = [self._of_heads(each) for each in spans]
+        else:
+            self.contexts = [self._of_piece(piece) for piece in pieces]
+
+    def _of_heads(self, spans: Sequence[KVSpan]) -> Tensor:
+        """``[B, K, blocks]``: where each head of each block is among all of a plane."""
+        blocks = tables(spans).to(self._heads.device).unsqueeze(1)
+        return blocks * len(self._heads) + self._heads.unsqueeze(1)
+
+    def _of_piece(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """The table ``[K, blocks]`` of a piece's prompt and own tokens, and ``[c]``, which of their
+        slots have the context up to the end of the piece."""
+        prompt = piece.prompt.span.blocks if piece.prefix else []
+        blocks = KVSpan([*prompt, *piece.owner.span.blocks])
+        first = len(prompt) * self._block_size
+        slots = (*range(piece.prefix), *range(first, first + piece.stop))
+        return self._of_heads([blocks])[0], torch.tensor(slots, device=self._heads.device)
+
+
 class PoolAttention:
     """The ``AttentionContext`` of a pass over pieces: writes their keys and values, and attends.
 
@@ -71,16 +122,6 @@ class PoolAttention:
         self._lengths = [len(piece) for piece in pieces]
         self._block_size = memory.block_size
         self._device = memory.layout.device
-        self._heads = torch.arange(memory.layout.kv_heads, device=self._device)
-        slots = [
-            piece.owner.span.blocks[at // self._block_size] * len(self._heads) * self._block_size
-            + at % self._block_size
-            for piece in pieces
-            for at in range(piece.start, piece.stop)
-        ]
-        self._slots = (
-            torch.tensor(slots, device=self._device).unsqueeze(1) + self._heads * self._block_size
-        ).flatten()  # [T * K]
         self._masks: dict[tuple[int, int, int | None, int | None], Tensor] = {}
         self._together = all(len(piece) == 1 and piece.prefix for piece in pieces)
         self._whole: ForestAttention | None = None
@@ -96,13 +137,10 @@ class PoolAttention:
         if memory.layout.states:
             self._carried = list(_carried(pieces, self._device))
             self._carried_lengths = [sum(each.lengths) for each in self._carried]
-        if self._together:
-            self._tables = [
-                self._of_heads(spans)
-                for spans in ([p.prompt.span for p in pieces], [p.owner.span for p in pieces])
-            ]
-        else:
-            self._contexts = [self._of_piece(piece) for piece in pieces]
+        self._places = {
+            heads: _Places(heads, pieces, self._block_size, self._device, together=self._together)
+            for heads in {heads for heads, _ in memory.layout.layer_shapes}
+        }
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule
@@ -110,25 +148,27 @@ class PoolAttention:
         """See AttentionContext."""
         dtype = self._memory.layout.dtype
         place = self._memory.layout.place(layer)
+        heads = key.shape[1]
+        where = self._places[heads]
         for plane, new in ((2 * place, key), (2 * place + 1, value)):
             slots = self._memory.planes[plane].view(-1, new.shape[-1])
-            slots.index_copy_(0, self._slots, new.reshape(-1, new.shape[-1]).to(dtype))
-        grouped = query.view(len(query), len(self._heads), -1, query.shape[-1]).to(dtype)
+            slots.index_copy_(0, where.new, new.reshape(-1, new.shape[-1]).to(dtype))
+        grouped = query.view(len(query), heads, -1, query.shape[-1]).to(dtype)
         if self._whole is not None:
             return self._whole.attend(layer, query, key, value, rule)
         if self._together:
             context = [
-                torch.cat([self._blocks(2 * place + i, table) for table in self._tables], 2)
+                torch.cat([self._blocks(2 * place + i, table) for table in where.tables], 2)
                 for i in range(2)
             ]
-            mask = self._rows_see(rule.window, rule.chunk)
-            rule = with_sinks(rule, (len(self._heads), -1, 1))
+            mask = self._rows_see(where.tables, rule.window, rule.chunk)
+            rule = with_sinks(rule, (heads, -1, 1))
             rows = attend(grouped, context[0], context[1], mask, rule)
             return rows.flatten(1, 2).to(query.dtype)
         out: list[Tensor] = []
         parts = zip(
             self._pieces,
-            self._contexts,
+            where.contexts,
             self._images,
             *(t.split(self._lengths) for t in (grouped, key, value)),
             strict=True,
@@ -157,26 +197,12 @@ class PoolAttention:
             outputs.append(out)
         return torch.cat(outputs)
 
-    def _of_heads(self, spans: Sequence[KVSpan]) -> Tensor:
-        """``[B, K, blocks]``: where each head of each block is among all of a plane."""
-        blocks = tables(spans).to(self._device).unsqueeze(1)
-        return blocks * len(self._heads) + self._heads.unsqueeze(1)
-
-    def _of_piece(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """The table ``[K, blocks]`` of a piece's prompt and own tokens, and ``[c]``, which of their
-        slots have the context up to the end of the piece."""
-        prompt = piece.prompt.span.blocks if piece.prefix else []
-        blocks = KVSpan([*prompt, *piece.owner.span.blocks])
-        first = len(prompt) * self._block_size
-        slots = (*range(piece.prefix), *range(first, first + piece.stop))
-        return self._of_heads([blocks])[0], torch.tensor(slots, device=self._device)
-
     def _blocks(self, plane: int, table: Tensor) -> Tensor:
         """The slots of the blocks of a table ``[..., blocks]``, in a row: ``[..., slots, D]``."""
         heads = self._memory.planes[plane].flatten(0, 1)  # [N * K, C, D]
         return heads.index_select(0, table.flatten()).view(*table.shape[:-1], -1, heads.shape[-1])
 
-    def _rows_see(self, window: int | None, chunk: int | None) -> Tensor:
+    def _rows_see(self, tables: Sequence[Tensor], window: int | None, chunk: int | None) -> Tensor:
         """``[B, 1, 1, slots]`` bool: the slots of the prompts and of the own tokens, up to the new
         one, within the window and the chunk."""
         key = (0, 0, window, chunk)
@@ -185,7 +211,7 @@ class PoolAttention:
             own = torch.tensor([[p.start] for p in self._pieces], device=self._device)
             of_prompt, of_own = (
                 torch.arange(table.shape[-1] * self._block_size, device=self._device)
-                for table in self._tables
+                for table in tables
             )
             age = torch.cat((prompt + own - of_prompt, own - of_own), 1)
             real = torch.cat((of_prompt < prompt, of_own <= own), 1)
@@ -212,7 +238,7 @@ class PoolAttention:
         if plain and new == context and context <= min(window or context, chunk or context):
             out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
         else:
-            rule = with_sinks(rule, (len(self._heads), -1, 1, 1))
+            rule = with_sinks(rule, (len(query), -1, 1, 1))
             seen = self._piece_sees(new, context, window, chunk)
             if images is not None:
                 seen = seen.clone()

@@ -51,6 +51,8 @@ class KVLayout:
         default_factory=dict[int, Sequence[StatePart]]
     )
     """Decoder layer → the state that it carries; layers without one are left out."""
+    shapes: Sequence[tuple[int, int]] = ()
+    """The key/value heads and head size of each layer, where these differ between layers."""
 
     @property
     def state_bytes(self) -> int:
@@ -63,13 +65,14 @@ class KVLayout:
         return layer if self.places is None else self.places[layer]
 
     @property
-    def planes(self) -> int:
-        return 2 * self.layers
+    def layer_shapes(self) -> Sequence[tuple[int, int]]:
+        """The key/value heads and head size of each layer."""
+        return self.shapes or [(self.kv_heads, self.head_dim)] * self.layers
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return self.planes * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return sum(2 * heads * size for heads, size in self.layer_shapes) * self.dtype.itemsize
 
 
 class KVMemory:
@@ -77,11 +80,11 @@ class KVMemory:
 
     def __init__(self, layout: KVLayout, blocks: int, block_size: int, slots: int = 0) -> None:
         self.layout = layout
-        self._shape = (layout.planes, blocks, layout.kv_heads, block_size, layout.head_dim)
+        self._shapes = [(2, blocks, heads, block_size, size) for heads, size in layout.layer_shapes]
         self.block_size = block_size
         self._slots = slots
         self.planes: Planes = ()
-        """``P`` times ``[N, K, C, D]``."""
+        """``P`` times ``[N, K, C, D]``; one tensor on a CPU, if all layers have one shape."""
         self.allocate()
 
     def allocate(self) -> None:
@@ -102,19 +105,25 @@ class KVMemory:
             for layer, state in self.layout.states.items()
         }
         if device.type != "cpu" or sys.platform == "win32":
-            shape = (2, *self._shape[1:])
-            layers = range(self.layout.layers)
-            own = [torch.zeros(shape, dtype=dtype, device=device).unbind() for _ in layers]
+            own = [
+                torch.zeros(shape, dtype=dtype, device=device).unbind() for shape in self._shapes
+            ]
             self.planes = tuple(plane for pair in own for plane in pair)
             return
-        size = torch.Size(self._shape).numel() * dtype.itemsize
+        numbers = [torch.Size(shape).numel() for shape in self._shapes]
+        size = sum(numbers) * dtype.itemsize
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.planes = torch.frombuffer(pages, dtype=dtype).view(self._shape)
+        memory = torch.frombuffer(pages, dtype=dtype)
+        if self.layout.shapes:
+            layers = zip(memory.split(numbers), self._shapes, strict=True)
+            self.planes = tuple(plane for own, shape in layers for plane in own.view(shape))
+        else:
+            self.planes = memory.view(-1, *self._shapes[0][1:])
 
     def free(self) -> None:
         self.states = {}
         if isinstance(self.planes, Tensor):
-            self.planes = self.planes.new_zeros(self._shape[0], 0, *self._shape[2:])
+            self.planes = self.planes.new_zeros(len(self.planes), 0, *self.planes.shape[2:])
         else:
             self.planes = tuple(p.new_zeros(0, *p.shape[1:]) for p in self.planes)
 

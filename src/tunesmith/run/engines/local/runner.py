@@ -78,33 +78,41 @@ def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
     token.
 
     Raises:
-        ModelError: the layers' keys and values differ in shape, or no layer has them.
+        ModelError: no layer has keys and values.
     """
     context = _Probe()
     zero = torch.zeros(1, dtype=torch.int64, device=model.device)
     model.hidden(zero, zero, context)
-    shapes = set(context.shapes.values())
-    if len(shapes) != 1:
+    places = {layer: place for place, layer in enumerate(sorted(context.shapes))}
+    shapes = [context.shapes[layer] for layer in places]
+    if not shapes:
         raise ModelError(
-            "the embedded engine needs a model whose attention layers all keep keys and values of "
-            f"one shape; those of this {type(model.module).__name__} have (heads, key/value heads, "
-            f"head size) {sorted(shapes)}: use another engine",
+            f"the embedded engine needs a model with attention, and no layer of this "
+            f"{type(model.module).__name__} attends: use another engine",
             keys=("system.engine",),
         )
-    layers = len(context.shapes)
-    places = {layer: place for place, layer in enumerate(sorted(context.shapes))}
-    heads, kv_heads, head_dim = shapes.pop()
+    _, kv_heads, head_dim = shapes[0]
+    different = [each[1:] for each in shapes] if len({each[1:] for each in shapes}) > 1 else []
     head = model.head.weight
     embedding = cast(Tensor, model.module.get_input_embeddings().weight)
     weights = sum(p.numel() for p in model.module.parameters())
     weights -= 0 if head is embedding else embedding.numel()
     dtype = kv_dtype(model, compiled=compiled)
-    layout = KVLayout(layers, kv_heads, head_dim, dtype, model.device, places, context.states)
+    layout = KVLayout(
+        len(shapes),
+        kv_heads,
+        head_dim,
+        dtype,
+        model.device,
+        places,
+        context.states,
+        different,
+    )
     cost = ForwardCost(
         weight_bytes=weights * head.element_size(),
         weights=weights,
         kv_bytes=layout.token_bytes,
-        attention_flops=4 * layers * heads * head_dim,
+        attention_flops=4 * sum(heads * size for heads, _, size in shapes),
     )
     return layout, cost
 
