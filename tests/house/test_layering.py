@@ -367,6 +367,33 @@ def test_one_idea_per_line() -> None:
     assert all(found[what] <= most for what, most in DENSITY.items()), found
 
 
+def reads_by_locale(node: ast.AST) -> bool:
+    """Whether a call decodes or encodes text by the locale, which may be ASCII."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="read_text"), args=[]):
+            pass
+        case ast.Call(func=ast.Attribute(attr="write_text"), args=[_]):
+            pass
+        case ast.Call(func=ast.Attribute(attr="fdopen")) | ast.Call(func=ast.Name(id="open")):
+            if any(isinstance(a, ast.Constant) and "b" in str(a.value) for a in node.args[1:]):
+                return False
+        case ast.Call(keywords=keywords) if "text=True" in map(ast.unparse, keywords):
+            pass
+        case _:
+            return False
+    return isinstance(node, ast.Call) and all(k.arg != "encoding" for k in node.keywords)
+
+
+def test_text_is_utf_8_in_every_locale() -> None:
+    found = [
+        f"{relative(path)}:{node.lineno} {ast.unparse(node)}"
+        for path in modules()
+        for node in ast.walk(parsed(path.read_text()))
+        if isinstance(node, ast.Call) and reads_by_locale(node)
+    ]
+    assert not found, "name the encoding, utf-8:\n" + "\n".join(found)
+
+
 def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A house with one of each fault."""
     files = {
@@ -382,6 +409,13 @@ def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.Mo
         "models/parallel/up.py": "from tunesmith.models import decoder\n",
         "run/door.py": "from tunesmith.records.doctor import findings\n",
         "models/long.py": "def f():\n" + "    pass\n" * 401,
+        "records/text.py": (
+            "path.read_text()\npath.write_text(x)\nopen(path)\nos.fdopen(1, 'w')\n"
+            "subprocess.run(command, text=True)\n"
+        ),
+        "records/light.py": (
+            "path.read_text('utf-8')\nopen(path, 'rb')\nopen(path, encoding='utf-8')\nf(text=x)\n"
+        ),
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -403,6 +437,7 @@ def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.Mo
         ),
         (test_low_floors_load_neither_torch_nor_transformers, ["plan/heavy.py:2 imports torch.nn"]),
         (test_files_are_short, ["models/long.py"]),
+        (test_text_is_utf_8_in_every_locale, [f"records/text.py:{n} " for n in range(1, 6)]),
         (test_functions_are_short, ["models/long.py:1 f: 402 lines"]),
     ):
         with pytest.raises(AssertionError) as caught:

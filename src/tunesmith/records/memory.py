@@ -26,7 +26,7 @@ def _host_peak() -> int:
     """Peak of this program only: in ``ru_maxrss``, Linux includes the peak inherited from the
     parent process."""
     with suppress(OSError):
-        peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8"))
         if peak:
             return 1024 * int(peak[1])
     unit = 1 if sys.platform == "darwin" else 1024

@@ -71,7 +71,7 @@ def write_examples(path: Path, lines: Sequence[SumProblem], worked_share: float,
 
 
 def write_lines(path: Path, records: Sequence[Mapping[str, object]]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
     return path
 
 

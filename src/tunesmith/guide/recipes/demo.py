@@ -146,7 +146,7 @@ def _fewer(steps: int, share: float, pace: Pace) -> int:
 
 def _write_run_file(directory: Path, stage: str, values: Mapping[str, object]) -> None:
     text = (_RUN_FILES / f"demo_{stage}.txt").read_text(encoding="utf-8")
-    (directory / f"{stage}.toml").write_text(text.format(**values))
+    (directory / f"{stage}.toml").write_text(text.format(**values), "utf-8")
 
 
 def measure(model_path: Path, steps: int = 5) -> Pace:

@@ -149,11 +149,11 @@ def _limit(memory: int) -> None:
     """Limit the worker to ``memory`` bytes beyond the loaded program, and make it the OOM killer's
     first choice."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
     with contextlib.suppress(ValueError, OSError):
         before = 0
         with contextlib.suppress(OSError):
-            pages = Path("/proc/self/statm").read_text().split()[5]
+            pages = Path("/proc/self/statm").read_text("utf-8").split()[5]
             before = int(pages) * resource.getpagesize()
         # Limits data, not address space: GPU libraries reserve many times more addresses than they
         # use.

@@ -115,5 +115,10 @@ def _folder() -> Path | None:
 
 def _run(*command: str) -> str:
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=SECONDS, check=True
+        command,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=SECONDS,
+        check=True,
     ).stdout

@@ -143,7 +143,12 @@ def _nvidia_smi(*arguments: str) -> str:
     """The output of ``nvidia-smi``; empty if it fails."""
     try:
         done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=10, check=True
+            ["nvidia-smi", *arguments],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return ""

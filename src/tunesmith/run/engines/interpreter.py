@@ -27,7 +27,7 @@ import ast, pathlib
 spec = find_spec("vllm")
 package = pathlib.Path(spec.origin).parent if spec and spec.origin else pathlib.Path("no vllm")
 file = package / "engine" / "arg_utils.py"
-for node in ast.parse(file.read_text()).body if file.exists() else ():
+for node in ast.parse(file.read_text("utf-8")).body if file.exists() else ():
     if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
         print(*(part.target.id for part in node.body if isinstance(part, ast.AnnAssign)))
 """
@@ -59,7 +59,12 @@ def fast_engine(config: RunConfig, machine: Hardware) -> FastEngine | None:
 def _ask(python: str) -> subprocess.CompletedProcess[str]:
     """What an interpreter answers to ``_SCRIPT``."""
     return subprocess.run(
-        [python, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, check=False
+        [python, "-c", _SCRIPT],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=60,
+        check=False,
     )
 
 

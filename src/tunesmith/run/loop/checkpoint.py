@@ -104,7 +104,7 @@ class Checkpoints:
         with replacing(target, durable=True) as unfinished:
             unfinished.mkdir()
             write(unfinished)
-            (unfinished / STATE_FILE).write_text(json.dumps(state))
+            (unfinished / STATE_FILE).write_text(json.dumps(state), "utf-8")
             write_manifest(unfinished)
             _make_readable(unfinished)
             yield

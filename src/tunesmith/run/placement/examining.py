@@ -109,7 +109,7 @@ def _references(config: RunConfig) -> list[tuple[str, str]]:
 def main() -> None:
     """The child process: a configuration on standard input, the refusal as JSON on standard
     output."""
-    answer = os.fdopen(os.dup(1), "w")
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the user's code prints
     sys.path[:], config, base_dir, examples = pickle.load(sys.stdin.buffer)
     refused: UserError | None = None

@@ -113,7 +113,7 @@ def serve_rank(launch: Launch) -> NoReturn:
     The first rank of each other machine also starts that machine's engines.
     """
     ignore_signals()
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (rank 0 prints)
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (rank 0 prints)
     rendezvous = Rendezvous(launch.rank, MEETING) if launch.several_machines else None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if rendezvous and launch.local_rank == 0:  # now, while it sees all GPUs of the machine
