@@ -34,6 +34,7 @@ LEAN = [name for name, each in families().items() if each.lean and not each.inne
 @pytest.mark.parametrize("model_type", published())
 def test_forest_equals_one_sequence_at_a_time(model_type: str) -> None:
     model = build(model_type)
+    assert model.training_cost().linear > 0
     batch = samples()
     want = one_at_a_time(model.module, batch, 0.8)
     want_gradients = gradients(model, want)

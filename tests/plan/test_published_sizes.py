@@ -42,9 +42,15 @@ def test_keys_of_latent_attention_have_a_part_with_and_one_without_positions() -
 
 def test_keys_of_two_widths() -> None:
     """Gemma 4 31B: 50 layers with a window have 16 heads of 256, ten have 4 of 512."""
-    facts = facts_of(CHECKPOINTS["google/gemma-4-31B-it"]["config"])
-    assert facts is not None
-    assert facts.kv_bytes_per_token(2) == 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
+    published = CHECKPOINTS["google/gemma-4-31B-it"]["config"]
+    text: dict[str, Any] = published["text_config"]
+    wide = {"head_dim": text["global_head_dim"], "num_key_value_heads": 4}
+    saved = {key: value for key, value in text.items() if "global" not in key}
+    for each in (published, {**saved, "per_layer_config": {"5": wide, "11": wide}}):
+        facts = facts_of(each)
+        assert facts is not None
+        assert facts.kv_bytes_per_token(2) == 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
+        assert facts.estimated == pytest.approx(30.7e9, rel=0.005)
 
 
 def test_each_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

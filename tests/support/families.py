@@ -306,6 +306,7 @@ for _name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
     SPECIAL[_name] = LATENT
 for _name in ("minicpm3", "youtu"):
     SPECIAL[_name] = {name: LATENT[name] for name in [*LATENT][:6]}
+SPECIAL["minicpm3"]["dim_model_base"] = 32
 SPECIAL["glm4_moe_lite"] = LATENT | {"mlp_layer_types": ["dense", "sparse"]}
 SPECIAL["gpt_oss"] = {
     "head_dim": 8,

@@ -236,7 +236,7 @@ class Decoder:
             parameters=sum(count for _, count in weights) - embedding,
             layers=config.num_hidden_layers,
             heads=heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            head_dim=config.to_dict().get("head_dim") or config.hidden_size // heads,
             vocabulary=self.head.out_features,
             hidden=self.head.in_features,
         )

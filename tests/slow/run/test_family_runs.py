@@ -34,7 +34,9 @@ def learn(folder: Path, model: Path, **changed: Any) -> Path:
 
 
 @pytest.mark.parametrize("changed", [{}, LORA], ids=["whole", "lora"])
-@pytest.mark.parametrize("model_type", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "model_type", ["gemma3", "gemma4", "qwen3_vl", again("qwen3_vl_moe"), again("smolvlm")]
+)
 def test_multimodal_models_learn_and_are_loaded_whole(
     tmp_path: Path, model_type: str, changed: dict[str, Any]
 ) -> None:

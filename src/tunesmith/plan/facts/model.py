@@ -207,6 +207,9 @@ def decoder_config(whole: Written) -> Written:
     name = str(config.get("model_type"))
     if family(name).multimodal:  # sizes beside those of the towers
         config["model_type"] = name = f"{name}_text"
+    for layer in (config.get("per_layer_config") or {}).values():  # as transformers saves Gemma 4
+        config.setdefault("global_head_dim", layer.get("head_dim"))
+        config.setdefault("num_global_key_value_heads", layer.get("num_key_value_heads"))
     parts = (first(config, "qk_nope_head_dim"), first(config, "qk_rope_head_dim"))
     if first(config, "kv_lora_rank") and all(parts):  # keys of latent attention
         config["head_dim"] = sum(parts)
