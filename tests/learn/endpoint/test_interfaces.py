@@ -223,12 +223,47 @@ def test_what_chat_refuses(request_: str, key: str, tokenizer: Any, tmp_path: Pa
         ("responses.create(input='a', background=True)", "'background'"),
         ("responses.create(input='a', previous_response_id='resp_9')", "resp_9"),
         ("responses.create(input=[{'type': 'item_reference'}])", "item_reference"),
-        ("responses.create(input='a', tools=[{'type': 'web_search'}])", "web_search"),
+        ("responses.create(input='a', tools=[{'type': 'function'}])", "'name'"),
+        (
+            "responses.create(input='a', tools=[{'type': 'web_search'}], "
+            "tool_choice={'type': 'web_search'})",
+            "'tool_choice'",
+        ),
     ],
 )
 def test_what_the_others_refuse(call: str, key: str, tokenizer: Any, tmp_path: Path) -> None:
     rollout = played(tokenizer, tmp_path, f"await client.{call}", says("x<|im_end|>"))
     assert rollout.status is Status.ENVIRONMENT_FAILED and key in str(rollout.error)
+
+
+def test_tools_of_a_provider_are_left_out_and_namespaces_are_opened(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """As Codex and Claude Code list them."""
+    body = """
+add = {"type": "function", "name": "add", "parameters": {}}
+tools = [{"type": "web_search"}, {"type": "namespace", "name": "sums", "tools": [add]}]
+answer = await client.responses.create(input="Go.", tools=tools)
+(call,) = answer.output
+assert (call.name, call.namespace) == ("add", "sums")
+said = [{"type": "message", "role": "user", "content": "Go."}, call]
+said += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
+await client.responses.create(input=said, tools=tools)
+search = {"type": "web_search_20250305", "name": "web_search"}
+tools = [search, {"name": "add", "input_schema": {}}]
+answer = await client.messages.create(messages=START, tools=tools)
+return float(answer.content[0].name == "add")
+"""
+    seen: list[str] = []
+
+    def policy(text: str) -> str:
+        seen.append(text)
+        return CALL + "<|im_end|>"
+
+    rollout = ok(played(tokenizer, tmp_path, body, policy))
+    assert rollout.reward == 1.0 and not any("web_search" in text for text in seen)
+    assert rollout.notes["not_enforced"] == {"unoffered_tools": ["web_search_20250305"]}
+    assert [len(record.turns) for record in rollout.records if record.turns] == [2, 1], "one grew"
 
 
 def test_items_of_one_turn_are_one_message() -> None:

@@ -80,7 +80,7 @@ return float(stopped.content[0].text == "one")
         ("messages=GO, max_tokens=0", "'max_tokens'"),
         ("messages=[{'role': 'tool', 'content': 'x'}]", "'role'"),
         ("messages=[{'role': 'user', 'content': [{'type': 'image'}]}]", "image 1"),
-        ("messages=GO, tools=[{'type': 'web_search_20250305', 'name': 'w'}]", "input_schema"),
+        ("messages=GO, tools=[{'type': 'custom', 'name': 'w'}]", "input_schema"),
         ("messages=GO, tools=[TOOL], tool_choice={'type': 'tool', 'name': 'ad'}", "'add'"),
         ("messages=GO, tool_choice={'type': 'any'}", "'tool_choice'"),
         ("messages=GO, tool_choice={'type': 'most'}", "'tool_choice.type'"),

@@ -33,6 +33,8 @@ OVERRIDDEN = (
     "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
     "logit_bias",
 )  # fmt: skip
+UNOFFERED = "unoffered_tools"
+"""Tools of a request that the policy is not told of, because their provider would run them."""
 NOT_ENFORCED: Mapping[str, tuple[object, ...]] = {
     "tool_choice": (None, "auto", "none"),
     "response_format": (None, {"type": "text"}),
@@ -40,6 +42,7 @@ NOT_ENFORCED: Mapping[str, tuple[object, ...]] = {
     "reasoning_effort": (None,),
     "verbosity": (None,),
     "guided_json": (None,),
+    UNOFFERED: (None, []),
 }
 """Parameters that can constrain the policy's answer, with their values that do not. Other values
 are noted."""

@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, Field
 
 from tunesmith.errors import shortened
 from tunesmith.learn.endpoint.asks import (
+    UNOFFERED,
     BadRequest,
     ChatRequest,
     Fields,
@@ -41,7 +42,7 @@ class MessagesRequest(BaseModel):
     messages: Annotated[list[Object], Field(min_length=1)]
     max_tokens: Number | None = None
     system: str | list[Object] | None = None
-    tools: list[Annotated[ClientTool, BeforeValidator(as_dict)]] | None = None
+    tools: list[Object] | None = None
     tool_choice: Object | None = None
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     output_config: Object | None = None
@@ -51,15 +52,18 @@ class MessagesRequest(BaseModel):
         """The equivalent chat request. Raises BadRequest: it has none."""
         system = [{"role": "system", "content": _text(self.system)}] if self.system else []
         messages = [one for message in self.messages for one in _chat_messages(message)]
+        tools = self.tools or []
+        own = [parse(ClientTool, tool) for tool in tools if not _runs_there(tool)]
         functions = [
             {"name": t.name, "description": t.description or "", "parameters": t.input_schema}
-            for t in self.tools or ()
+            for t in own
         ]
         choice = self.tool_choice or {}
         return {
             **{name: request[name] for name in PASSED_ON if request.get(name) is not None},
             "messages": [*system, *messages],
             "tools": [{"type": "function", "function": function} for function in functions] or None,
+            UNOFFERED: [tool["type"] for tool in tools if _runs_there(tool)],
             "tool_choice": _choice(choice),
             "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
             "max_completion_tokens": self.max_tokens,
@@ -88,7 +92,7 @@ class MessagesExchange:
     def whole(self, answer: Answer) -> Json:
         reply = answer.replies[0]
         text = reply.message["content"]
-        blocks = [{"type": "text", "text": text, "citations": None}] if text else []
+        blocks = [{"type": "text", "text": text}] if text else []
         return {
             **self._message,
             "content": [*blocks, *_calls(reply)],
@@ -158,6 +162,11 @@ def _calls(reply: Reply) -> list[Json]:
         }
         for call in reply.message.get("tool_calls", ())
     ]
+
+
+def _runs_there(tool: Fields) -> bool:
+    """Whether a tool is one of Anthropic's own, such as ``web_search_20250305``."""
+    return "input_schema" not in tool and tool.get("type", "custom") != "custom"
 
 
 def _choice(choice: Fields) -> object:

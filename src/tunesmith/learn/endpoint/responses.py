@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator
 
 from tunesmith.learn.endpoint.asks import (
+    UNOFFERED,
     BadRequest,
     ChatRequest,
     Fields,
@@ -29,13 +30,15 @@ PASSED_ON = (
 """Parameters that a ``responses`` request has in common with a chat request."""
 LOGPROBS = "message.output_text.logprobs"
 """The entry of ``include`` that asks for log-probabilities."""
+NAMESPACE = "namespace"
+KINDS = ("function", NAMESPACE)
+"""Of tools that the client runs; the others would run at OpenAI, or have a grammar."""
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 class FunctionTool(BaseModel):
     """A tool of a ``responses`` request."""
 
-    type: Annotated[str, Field(pattern="^function$")]
     name: str
     description: str | None = None
     parameters: Json | None = None
@@ -45,7 +48,7 @@ class ResponseRequest(BaseModel):
     input: Annotated[list[Object], BeforeValidator(as_messages)] = []
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[Annotated[FunctionTool, BeforeValidator(as_dict)]] | None = None
+    tools: list[Object] | None = None
     text: Json | None = None
     reasoning: Json | None = None
     include: list[Any] | None = None
@@ -56,19 +59,29 @@ class ResponseRequest(BaseModel):
         """The equivalent chat request with these messages, after ``instructions`` as a system
         message."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        tools = self.tools or ()
-        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in tools]
+        functions = [function for _, function in self.functions()]
+        others = [tool.get("type") for tool in self.tools or () if tool.get("type") not in KINDS]
         text = self.text or {}
         return {
             **{name: request[name] for name in PASSED_ON if request.get(name) is not None},
             "messages": [*system, *messages],
             "tools": [{"type": "function", "function": function} for function in functions] or None,
+            UNOFFERED: others,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": text.get("format"),
             "verbosity": text.get("verbosity"),
             "reasoning_effort": (self.reasoning or {}).get("effort"),
             "logprobs": LOGPROBS in (self.include or ()) or bool(self.top_logprobs),
         }
+
+    def functions(self) -> Iterator[tuple[str | None, Json]]:
+        """The tools that the client runs, each with its namespace. Raises BadRequest."""
+        for tool in self.tools or ():
+            inner = tool.get("tools") if tool.get("type") == NAMESPACE else [tool]
+            for one in inner if isinstance(inner, list) else ():
+                if isinstance(one, Mapping) and one.get("type") == "function":
+                    space = tool.get("name") if one is not tool else None
+                    yield space, parse(FunctionTool, one).model_dump(exclude_none=True)
 
 
 class ResponseExchange:
@@ -85,6 +98,8 @@ class ResponseExchange:
         self.ask = parse(ChatRequest, chat).as_ask(chat)
         self.streamed = bool(request.get("stream"))
         self._request = request
+        self._spaces = {function["name"]: space for space, function in parsed.functions() if space}
+        """The namespaces of tools that are in one."""
         self._head = head_of(policy)
         self._decode = policy.renderer.verbatim
         self._responses = policy.responses
@@ -211,7 +226,9 @@ class ResponseExchange:
         for index, call in enumerate(calls):
             name = f"fc_{self._head.number}_{index}"
             head = {"id": name, "type": "function_call", "status": "completed"}
-            items.append({**head, "call_id": call["id"], **call["function"]})
+            space = self._spaces.get(call["function"]["name"])
+            within = {"namespace": space} if space else {}
+            items.append({**head, "call_id": call["id"], **call["function"], **within})
         return items
 
     def _item(
