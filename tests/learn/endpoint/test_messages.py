@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.episodes import check_tokens, load, made_task, ok, play
+from tunesmith.learn.endpoint import checks
 from tunesmith.learn.endpoint.asks import Ask, BadRequest, ChatRequest, parse
-from tunesmith.learn.endpoint.checks import check_schema, problems_of, unlike
+from tunesmith.learn.endpoint.checks import check_schema, problems_of
+from tunesmith.learn.endpoint.schema_program import unlike
 from tunesmith.learn.environments.conversation import Reply
 from tunesmith.learn.environments.tools import ToolCall
 from tunesmith.types import Completion, Status
@@ -136,6 +139,30 @@ def test_no_reference_of_a_schema_is_fetched() -> None:
         check_schema({"type": "number of things"})
 
 
+def nested() -> dict[str, Any]:
+    """Two alternatives that are itself: an error at depth n is found 2^n times."""
+    again: Any = {"items": {"$ref": "#/$defs/a"}, "type": "array"}
+    return {"$defs": {"a": {"anyOf": [again, again]}}, "$ref": "#/$defs/a"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "string", "pattern": "(a+)+$"}, json.dumps("a" * 40 + "!")),
+        (nested(), "[" * 40 + "1" + "]" * 40),
+    ],
+)
+async def test_a_schema_without_end_holds_nobody_up(
+    schema: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("jsonschema")
+    monkeypatch.setattr(checks._pool, "_deadline", 0.3)
+    done = Completion([1], [0.0], [0], "stop")
+    reply = Reply({"content": text}, text, [], 1, done)
+    (problem,) = await problems_of(Ask(schema=schema), [reply])
+    assert problem.parameter == "response_format" and "not checked" in problem.reason
+
+
 @pytest.mark.parametrize(
     ("ask", "called", "problems"),
     [
@@ -148,10 +175,10 @@ def test_no_reference_of_a_schema_is_fetched() -> None:
         (Ask(schema=SCHEMA), ["f"], []),
     ],
 )
-def test_problems_of_calls(ask: Ask, called: list[str], problems: list[str]) -> None:
+async def test_problems_of_calls(ask: Ask, called: list[str], problems: list[str]) -> None:
     done = Completion([1], [0.0], [0], "stop")
     reply = Reply({"content": ""}, "", [ToolCall(name) for name in called], 1, done)
-    assert [problem.parameter for problem in problems_of(ask, [reply])] == problems
+    assert [problem.parameter for problem in await problems_of(ask, [reply])] == problems
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,20 @@ So its replies are checked, and an answer says where they are not what was asked
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from tunesmith.errors import shortened
+from tunesmith.errors import DeadlineExceeded, shortened
 from tunesmith.learn.endpoint.asks import Ask, BadRequest, Json
 from tunesmith.learn.environments.conversation import Reply
 from tunesmith.learn.environments.tools import ToolCall
+from tunesmith.learn.usercode.killable import Pool, UserProgram, WorkerError
+
+CHECK_SECONDS = 5.0
+_PROGRAM = UserProgram(Path(__file__).with_name("schema_program.py"), "unlike")
+_pool = Pool(_PROGRAM, CHECK_SECONDS, workers=2)
+"""Starts a process at the first schema, which ends with this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ def check_schema(schema: Json) -> None:
         raise BadRequest(f"'response_format' is no JSON schema: {why}") from None
 
 
-def problems_of(ask: Ask, replies: Sequence[Reply]) -> list[Unmet]:
+async def problems_of(ask: Ask, replies: Sequence[Reply]) -> list[Unmet]:
     found: list[Unmet] = []
     for index, reply in enumerate(replies):
         called = [call.name for call in reply.calls if isinstance(call, ToolCall)]
@@ -52,9 +58,16 @@ def problems_of(ask: Ask, replies: Sequence[Reply]) -> list[Unmet]:
             reason = f"{len(called)} tools were called in one turn"
             found.append(Unmet(index, "parallel_tool_calls", reason))
         if ask.schema is not None and not called:
-            reason = unlike(ask.schema, reply.text)
+            reason = await _unlike(ask.schema, reply.text)
             found += [Unmet(index, "response_format", reason)] if reason else []
     return found
+
+
+async def _unlike(schema: Json, text: str) -> str:
+    try:
+        return await _pool.run(schema, text)
+    except (DeadlineExceeded, WorkerError) as error:
+        return f"not checked against the schema: {error}"
 
 
 def _missing_call(wanted: str, called: Sequence[str], index: int) -> list[Unmet]:
@@ -62,27 +75,3 @@ def _missing_call(wanted: str, called: Sequence[str], index: int) -> list[Unmet]
         return []
     instead = f"{', '.join(called)} was called" if called else "no tool was called"
     return [Unmet(index, "tool_choice", instead)]
-
-
-def unlike(schema: Json, text: str) -> str:
-    """Why a text is not JSON of this schema; empty if it is."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return f"the text is not JSON: {error}"
-    if schema == {"type": "object"}:
-        return "" if isinstance(value, dict) else "the text is not a JSON object"
-    try:
-        from jsonschema import validators
-        from jsonschema.exceptions import best_match
-        from referencing import Registry
-        from referencing.exceptions import Unresolvable
-    except ModuleNotFoundError:
-        return "not checked against the schema: pip install tunesmith[schema]"
-    # The registry is empty, so that no reference is fetched from the network.
-    validator = validators.validator_for(schema)(schema, registry=Registry())
-    try:
-        error = best_match(validator.iter_errors(value))
-    except (Unresolvable, RecursionError) as unknown:
-        return f"not checked against the schema: {unknown}"
-    return "" if error is None else f"{error.json_path}: {shortened(error.message)}"

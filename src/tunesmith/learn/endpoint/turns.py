@@ -147,7 +147,7 @@ async def all_replies(ask: Ask, reply: Callable[[int], Awaitable[Reply]]) -> Ans
     except ExceptionGroup as several:
         raise several.exceptions[0] from None
     replies = [task.result() for task in tasks]
-    return Answer(replies, problems_of(ask, replies))
+    return Answer(replies, await problems_of(ask, replies))
 
 
 class Spoken:
