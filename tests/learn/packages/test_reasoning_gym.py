@@ -59,6 +59,32 @@ def test_the_right_answer_scores_one_and_another_less(name: str) -> None:
         assert right == 1.0 and wrong is not None and wrong < 1.0
 
 
+SEVERAL_ANSWERS = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Their tasks have many right answers, of which the package names none."""
+ANY_TEXT = "game_of_life_halting"
+"""The package's score of it takes every text for the answer ``True``."""
+
+
+@need("reasoning_gym")
+def test_all_generators_score_their_answer_and_no_other() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    for name in sorted(DATASETS.keys() - {"composite"}):
+        (row,) = rows(name, size=1, seed=5)
+        right, *wrong = score(
+            [f"<answer>{row['answer']}</answer>", "<answer>?!</answer>", ""], [place(row)] * 3
+        )
+        assert (right == 1.0) == (name not in SEVERAL_ANSWERS), name
+        assert name == ANY_TEXT or all(each is not None and each < 1.0 for each in wrong), name
+
+
+@need("reasoning_gym")
+def test_several_generators_are_one() -> None:
+    parts = [{"name": name, "weight": 1} for name in ("chain_sum", "letter_counting")]
+    for row in rows("composite", datasets=parts, size=4):
+        assert score([str(row["answer"]), "?!"], [place(row)] * 2) == [1.0, 0.0]
+
+
 @need("reasoning_gym")
 def test_splits_share_no_question() -> None:
     """One-digit sums of two terms: a small space, which seeds alone would not keep apart."""

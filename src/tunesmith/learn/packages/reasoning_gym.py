@@ -16,6 +16,9 @@ from tunesmith.learn.packages.splits import SHARES, check_split, is_of, number
 from tunesmith.types import Prompt
 
 SIZE = 500
+COMPOSITE = "composite"
+"""A generator of others: ``datasets`` is a list of tables with ``name``, ``weight`` and
+``config``."""
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -96,6 +99,10 @@ def _generator(name: str, options: str) -> Generator:
             known = f"valid are {', '.join(valid)}"
             raise ConfigError(f"reasoning_gym:{name} has no option '{option}'; {known}.{hint}")
     try:
+        if name == COMPOSITE and "datasets" in given:
+            spec = import_module("reasoning_gym.composite").DatasetSpec
+            parts = [{"weight": 1.0, "config": {}, **part} for part in given["datasets"]]
+            given["datasets"] = [spec(**part) for part in parts]
         return factory.create_dataset(name, **given)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
