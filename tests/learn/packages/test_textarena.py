@@ -76,6 +76,7 @@ FIRST_MOVES = {
     "Sudoku-v0": "[1 1 1]",
     "TowerOfHanoi-v0": "[A C]",
     "Secretary-v0": "[continue]",
+    "Countdown-v0": "[0 1 +]",
 }
 
 
@@ -110,6 +111,24 @@ def test_the_policy_plays_itself_and_is_trained_on_one_seat(tmp_path: Path) -> N
     assert ok(rollout).reward == 1.0
     assert len(rollout.records) == 1 and len(rollout.records[0].turns) == 3
     assert len(engine.exchanges) == 5, "the opponent's two turns are sampled and not kept"
+
+
+@need("textarena")
+def test_a_game_that_ends_before_the_first_turn_is_begun_anew(tmp_path: Path) -> None:
+    """The opponent, who begins, makes no valid move twice; then both seats play."""
+    tries: list[str] = []
+
+    def moves(text: str) -> str:
+        if "You are Player 1" in text or len(tries) > 4:
+            return f"[{8 - text.count('<|im_start|>assistant')}]{END}"
+        tries.append(text)
+        return f"nothing{END}"
+
+    (rollout,), _ = play(
+        environments(tmp_path, "TicTacToe-v0"), TOKENIZER,
+        tasks("TicTacToe-v0", size=1, seat=1), moves,
+    )  # fmt: skip
+    assert ok(rollout).turns and len(tries) > 2
 
 
 @need("textarena")

@@ -4,6 +4,8 @@ task is in two."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from itertools import count
 
 from tunesmith.errors import ConfigError, nearest
 from tunesmith.learn.packages.adapter import Options
@@ -24,6 +26,12 @@ def check_split(what: str, split: str) -> None:
 def is_of(split: str, task: str) -> bool:
     """Whether a task, as text, belongs to a split."""
     return hashlib.blake2b(task.encode(), digest_size=8).digest()[0] % 10 in SHARES[split]
+
+
+def alike(task: int) -> Iterator[int]:
+    """A seed, and those after it of the same split."""
+    (split,) = [name for name in SHARES if is_of(name, str(task))]
+    return (each for each in count(task) if is_of(split, str(each)))
 
 
 def number(what: str, options: Options, key: str, default: int, least: int) -> int:

@@ -20,12 +20,14 @@ from tunesmith.learn.endpoint.client import PolicyClient
 from tunesmith.learn.environments.conversation import OutOfRoom
 from tunesmith.learn.environments.steps import StepResult
 from tunesmith.learn.packages.adapter import Foreign, Options, TaskRow
-from tunesmith.learn.packages.splits import check_split, is_of, number
+from tunesmith.learn.packages.splits import alike, check_split, is_of, number
 from tunesmith.types import Message
 
 SIZE = 200
 OWN_OPTIONS = ("size", "seed", "players", "seat")
 MOST_PLAYERS = 6
+BEGINNINGS = 8
+"""That are tried until the policy's seat has a turn."""
 NOT_ALONE = ("QuantumTicTacToe", "MarketEntryGame", "PublicGoodsGame", "SpiteAndMalice")
 """Games for several players that let one begin."""
 CONTINUE = "It is your turn."
@@ -121,7 +123,9 @@ class GameTable:
         state = self._inner.state
         new = state.observations.get(player, [])
         state.observations[player] = []
-        said = [_shown(who, text) for who, text, _ in new if who != player]
+        # Some games give the arguments of what is said in an older order.
+        ordered = [said if isinstance(said[0], int) else (said[1], said[2]) for said in new]
+        said = [_shown(*each[:2]) for each in ordered if each[0] != player]
         return "\n".join(said) or CONTINUE
 
     def move(self, text: str) -> bool:
@@ -159,7 +163,20 @@ class TextArenaGame:
 async def self_play(
     client: PolicyClient, opponent: PolicyClient, textarena: Mapping[str, Foreign]
 ) -> StepResult:
-    """A game in which the policy has all seats, and is trained on one."""
+    """A game in which the policy has all seats, and is trained on one. If others end it before this
+    one's first turn, of which nothing could be learned, another beginning is played."""
+    result = StepResult(done=True)
+    for seed in islice(alike(textarena["seed"]), BEGINNINGS):
+        result, moved = await _played(client, opponent, {**textarena, "seed": seed})
+        if moved:
+            break
+    return result
+
+
+async def _played(
+    client: PolicyClient, opponent: PolicyClient, textarena: Mapping[str, Foreign]
+) -> tuple[StepResult, bool]:
+    """A game's outcome for the seat, and whether that had a turn."""
     table = GameTable(textarena)
     talks: dict[int, list[Message]] = {}
     while True:
@@ -171,8 +188,8 @@ async def self_play(
             reply = await mind.chat.completions.create(messages=talk)
         except OutOfRoom:
             cut = table.outcome(textarena["seat"])
-            return replace(cut, metrics={**cut.metrics, "unfinished": 1.0})
+            return replace(cut, metrics={**cut.metrics, "unfinished": 1.0}), True
         text = reply.choices[0].message.content
         talk.append({"role": "assistant", "content": text})
         if table.move(text):
-            return table.outcome(textarena["seat"])
+            return table.outcome(textarena["seat"]), textarena["seat"] in talks
