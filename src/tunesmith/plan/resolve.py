@@ -29,7 +29,7 @@ from tunesmith.plan.derive.lengths import isolate, with_episode, with_limits
 from tunesmith.plan.derive.training import with_training
 from tunesmith.plan.derive.weights import with_weights
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.layout.fitting import memory_notes, memory_problems
+from tunesmith.plan.layout.fitting import memory_notes, memory_problems, shortages
 from tunesmith.plan.layout.profiles import with_system_profile
 from tunesmith.plan.layout.search import with_layout
 from tunesmith.plan.mixed import idle_notes, parts
@@ -45,25 +45,31 @@ from tunesmith.plan.rules.checks import check, contradictions, raise_all, unread
 from tunesmith.plan.rules.devices import expert_parallelism
 from tunesmith.plan.rules.notes import notes
 from tunesmith.plan.rules.situation import Situation, resolved_algorithm
+from tunesmith.plan.rules.training import length_of_completions
 from tunesmith.plan.rules.vllm import with_vllm
 
 C = TypeVar("C", bound=RunConfig)
 
 
-def resolve(said: C, facts: Facts) -> Plan[C]:
+def resolve(said: C, facts: Facts, *, advise: bool = True) -> Plan[C]:
     """Check what was said and derive every key that follows from ``facts``.
 
     A key that depends on an unknown fact gets no value.
+
+    Args:
+        advise: whether the refusal of a run that lacks memory says what would fit, which takes
+            seconds to find.
 
     Raises:
         ConfigError: settings contradict each other or the facts; all of them are listed.
         CapacityError: the run needs more memory than its devices have.
     """
     if facts.other_hardware:
-        return _with_best_parts(said, facts)
+        return _with_best_parts(said, facts, advise=advise)
     check(said, installed=not facts.hardware.named)
-    # Before no layout is found with it, which would be said to lack memory.
-    raise_all([*expert_parallelism(Situation(said, facts))])
+    # Before all layouts are tried in vain, and the run is said to lack memory.
+    situation: Situation[RunConfig] = Situation(said, facts)
+    raise_all([*expert_parallelism(situation), *length_of_completions(situation)])
     reasons = Reasons()
     plan = _begin(said, facts, reasons)
     plan = with_episode(with_training(plan, reasons), reasons)
@@ -71,34 +77,41 @@ def resolve(said: C, facts: Facts) -> Plan[C]:
     plan = with_device(plan, reasons)
     kind = fast_engine(plan)
     if kind is None:
-        return _whole(with_said_engine(plan, reasons), said, reasons)
+        return _whole(with_said_engine(plan, reasons), said, reasons, advise=advise)
+    fast = reasons.copy()
     own = reasons.copy()
     try:
-        return _whole(with_fast_engine(plan, kind, reasons), said, reasons)
+        return _whole(with_fast_engine(plan, kind, fast), said, fast, advise=False)
     except ConfigError as error:
         # A run that Tunesmith's own engine can do is not refused for another one.
         with suppress(ConfigError):
-            return _whole(with_said_engine(plan, own, str(error.problems[0])), said, own)
-        raise
+            why = str(error.problems[0])
+            return _whole(with_said_engine(plan, own, why), said, own, advise=False)
+        if not advise:
+            raise
+    return _whole(with_fast_engine(plan, kind, reasons), said, reasons)
 
 
-def _with_best_parts(said: C, facts: Facts) -> Plan[C]:
+def _with_best_parts(said: C, facts: Facts, *, advise: bool) -> Plan[C]:
     """The plan in which kinds of machines have the parts with the fastest step."""
     plans: list[Plan[C]] = []
-    refused: list[ConfigError] = []
+    refused: list[Facts] = []
+    short: list[Facts] = []
     for part in parts(said, facts):
         try:
-            plans.append(resolve(said, part))
-        except ConfigError as error:
-            refused.append(error)
+            plans.append(resolve(said, part, advise=False))
+        except CapacityError:
+            short.append(part)
+        except ConfigError:
+            refused.append(part)
     if not plans:
-        raise next((each for each in refused if isinstance(each, CapacityError)), refused[0])
+        return resolve(said, [*short, *refused][0], advise=advise)
     best = min(plans, key=lambda plan: compared_seconds(plan) or inf)
     idle = tuple(idle_notes(best, plans, (facts.hardware, *facts.other_hardware)))
     return replace(best, facts=replace(best.facts, idle=idle), notes=(*best.notes, *idle))
 
 
-def _whole(plan: Plan[C], said: C, reasons: Reasons) -> Plan[C]:
+def _whole(plan: Plan[C], said: C, reasons: Reasons, *, advise: bool = True) -> Plan[C]:
     """The plan with all that follows from its device and engine."""
     # The device is derived before the limits, which are often far higher than the data needs.
     plan = with_system_profile(with_own_processes(plan, reasons), reasons)
@@ -107,7 +120,7 @@ def _whole(plan: Plan[C], said: C, reasons: Reasons) -> Plan[C]:
     derived = tuple(reasons.entries)
     plan = replace(plan, given=given, reasons=derived, assumed=reasons.assumed)
     unread = unread_problems(said, plan)
-    problems = [*memory_problems(plan, said)]
+    problems = [*(memory_problems(plan, said) if advise else shortages(plan))]
     if problems:
         raise CapacityError(*problems)  # what else does not fit follows from it
     raise_all([*unread, *contradictions(plan)])

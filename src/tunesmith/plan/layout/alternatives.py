@@ -86,7 +86,7 @@ def next_best(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
     for changes in _others(config, plan):
         with suppress(ConfigError):
-            other = resolve(with_values(config, changes), facts)
+            other = resolve(with_values(config, changes), facts, advise=False)
             layout = _layout(other)
             devices = planned_devices(other)
             seconds = step_seconds(other).get("step")
@@ -161,7 +161,8 @@ def limits(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:
         found.append({"limit": what, "step": whole_step(plan, halved)})
     room = {"system.device_memory": megabytes(2 * plan.free_memory)}
     with suppress(ConfigError):
-        step_there = step_seconds(resolve(with_values(config, room), plan.facts))["step"]
+        there = resolve(with_values(config, room), plan.facts, advise=False)
+        step_there = step_seconds(there)["step"]
         found.append({"limit": "the GPUs' memory", "step": step_there})
     ranked = [
         {**each, "times": step / each["step"]} for each in found if step > LEAST_GAIN * each["step"]
@@ -181,7 +182,7 @@ def costly(config: RunConfig, plan: AnyPlan) -> list[str]:
         said = config.system.model_dump(exclude_unset=True, exclude={key})
         other = config.model_copy(update={"system": type(config.system).model_validate(said)})
         with suppress(ConfigError):
-            seconds = step_seconds(resolve(other, plan.facts)).get("step")
+            seconds = step_seconds(resolve(other, plan.facts, advise=False)).get("step")
             if step and seconds and step > COSTLY * seconds:
                 value = toml_value(settings(config)[f"system.{key}"])
                 notes.append(

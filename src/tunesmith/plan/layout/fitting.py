@@ -9,6 +9,8 @@ from math import ceil
 from typing import Any
 
 from tunesmith.config.changing import with_values
+from tunesmith.config.engines import EngineKind
+from tunesmith.config.schema import RunConfig
 from tunesmith.config.values import format_size
 from tunesmith.errors import Problem
 from tunesmith.plan.cost.device import PARTS, Price
@@ -21,6 +23,7 @@ from tunesmith.plan.cost.memory import (
 )
 from tunesmith.plan.cost.price import USUAL_RANK
 from tunesmith.plan.derive.savings import (
+    Saving,
     fits_somehow,
     lacking_on_the_host,
     with_savings_as_said,
@@ -30,9 +33,11 @@ from tunesmith.plan.layout.longest import longest_that_fits
 from tunesmith.plan.layout.process_layout import KEYS
 from tunesmith.plan.layout.search import fastest_layout
 from tunesmith.plan.plan import AnyPlan, C, Plan, plain, reopened, with_said
-from tunesmith.plan.rules.checks import said_contradictions
+from tunesmith.plan.rules.checks import contradictions, said_contradictions
 from tunesmith.records.toml import toml_value
 
+LESS = frozenset({"lora.rank", "model.quantize"})
+"""Settings with which less is trained or kept, so that other layouts may fit."""
 MORE_GPUS = (2, 4, 8, 16, 32, 64, 128)
 
 
@@ -75,6 +80,17 @@ def memory_problems(plan: Plan[C], given: C) -> Iterator[Problem]:
             yield Problem(keys, text, "memory")
 
 
+def shortages(plan: AnyPlan) -> Iterator[Problem]:
+    """``memory_problems`` in few words, without what would fit."""
+    for name, needed, free in planned_devices(plan, least=True):
+        if not may_fit(plan, name, needed, free):
+            sizes = f"at least {format_size(needed.peak)}, and {format_size(free)} are free"
+            yield Problem(("model.path",), f"the {name}'s device has to hold {sizes}", "memory")
+        problem = host_problem(plan, needed)
+        if problem:
+            yield Problem(("system.offload_optimizer",), f"it takes {problem}", "memory")
+
+
 def _free_of_layout(plan: Plan[C], given: C) -> Plan[C]:
     """The run with ``[system]`` as it was given, but without its layout, on the planned device."""
     return reopened(plan, without_layout(given.system))
@@ -114,18 +130,25 @@ def _remedy(plan: Plan[C], free: int, given: C, free_of_layout: Plan[C]) -> str:
     fastest = fastest_layout(free_of_layout)
     said = bool(given.system.offload_reference)
     without = {"system.offload_reference": False} if said and plan.kind.reference else {}
-    for changes in _changes(plan, fastest.settings if fastest else {}):
-        changes |= without if "lora.rank" in changes else {}  # an adapter needs no reference
-        if any(said_contradictions(with_values(given, stated | changes))):
-            continue
-        there = with_said(plan, always | changes)
-        name, changed, _ = planned_devices(there, least=True)[0]
-        if may_fit(there, name, changed, free) and not host_problem(plan, changed):
-            words = " and ".join(
-                f"{key} = {toml_value(plain(value))}" for key, value in (stated | changes).items()
-            )
-            return f"what fits: {words} ({format_size(changed.peak)}){more}"
-        peaks.append(changed.peak)
+    for engine in _engines(plan, given):
+        base = plan.with_devices(engine=engine)
+        allowed = Saving(base).refused
+        for changes in _changes(base, fastest.settings if fastest else {}):
+            changes |= without if "lora.rank" in changes else {}  # an adapter needs no reference
+            if any(said_contradictions(with_values(given, stated | changes))):
+                continue
+            there = with_said(base, always | changes)
+            (name, changed, _), *others = planned_devices(there, least=True)
+            on_host = not host_problem(plan, changed)
+            roomy = on_host and all(may_fit(there, *each) for each in others)
+            roomy = roomy and may_fit(there, name, changed, free)
+            if roomy and Saving(there).refused <= allowed:
+                return (
+                    f"what fits: {_in_words(stated | changes)} ({format_size(changed.peak)}){more}"
+                )
+            if changes.keys() & LESS and _fits_in_some_layout(plan, given, stated | changes):
+                return f"what fits: {_in_words(stated | changes)}{more}"
+            peaks += [changed.peak] if on_host else []
     shorter = longest_that_fits(reopened(plan, plan.said.system), plan.training.longest or 0)
     if shorter:
         return f"what fits: samples of at most {shorter} tokens{more}"
@@ -134,10 +157,42 @@ def _remedy(plan: Plan[C], free: int, given: C, free_of_layout: Plan[C]) -> str:
     size = "under 1M"
     if largest >= 1e6:
         size = f"{largest / 1e9:.2g}B" if largest >= 1e8 else f"{largest / 1e6:.2g}M"
+    if largest >= 1e10:
+        size = f"{largest / 1e9:.0f}B"
+    if largest >= parameters:
+        return f"nothing that saves memory is enough{more}"
     return (
         f"a model of this shape may have {size} parameters at most, with all that saves "
         f"memory{more}"
     )
+
+
+def _in_words(changes: Mapping[str, object]) -> str:
+    return " and ".join(f"{key} = {toml_value(plain(value))}" for key, value in changes.items())
+
+
+def _engines(plan: AnyPlan, given: RunConfig) -> list[EngineKind]:
+    """The engine of the plan, and the run's own if a run gets it where the other does not fit."""
+    own = given.system.engine_kind
+    both = plan.kind.samples and own != plan.devices.engine
+    return [plan.devices.engine, own] if both else [plan.devices.engine]
+
+
+def _fits_in_some_layout(plan: Plan[C], given: C, changes: Mapping[str, object]) -> bool:
+    """Whether the run, with changes, fits in a layout that its settings allow."""
+    if any(said_contradictions(with_values(given, changes))):
+        return False
+    for engine in _engines(plan, given):
+        if engine.third_party and "model.quantize" in changes:
+            continue
+        there = reopened(plan, given.system).with_devices(engine=engine)
+        there = with_said(there, changes)
+        found = (layout.of(there) for layout in layouts(there))
+        if any(
+            fits_somehow(each) and not any(contradictions(each, settled=False)) for each in found
+        ):
+            return True
+    return False
 
 
 def layout_that_fits(plan: Plan[C], given: C) -> str:

@@ -81,13 +81,13 @@ def plan_run(config: RunConfig, on: str, base_dir: Path | None = None, context: 
     if spread is not None:
         # Where a cluster cannot do it, or is not needed, one machine may.
         with suppress(ConfigError):
-            plan = _plan_on(spread, kinds, base_dir, context)
+            plan = _plan_on(spread, kinds, base_dir, context, advise=False)
             if _counted(plan) > 1:
                 return _with_planned_cluster(plan)
             one = replace(plan.facts.hardware, accelerator=None)
             return _plan_on(config, [one], base_dir, context, plan.facts.idle)
         with suppress(ConfigError):
-            return _plan_alone(config, kinds, base_dir, context)
+            return _plan_alone(config, kinds, base_dir, context, advise=False)
     if config.rl and config.system.cluster == "ray":
         return _plan_on(config, kinds, base_dir, context)
     return _plan_alone(spread or config, kinds, base_dir, context)
@@ -109,17 +109,23 @@ def _counted(plan: AnyPlan) -> int:
 
 
 def _plan_alone(
-    config: RunConfig, kinds: Sequence[Hardware], base_dir: Path | None, context: int
+    config: RunConfig,
+    kinds: Sequence[Hardware],
+    base_dir: Path | None,
+    context: int,
+    *,
+    advise: bool = True,
 ) -> AnyPlan:
     """The plan on the kind of machines on which a step is fastest."""
     if len(kinds) < 2:
-        return _plan_on(config, kinds, base_dir, context)
+        return _plan_on(config, kinds, base_dir, context, advise=advise)
     plans: list[AnyPlan] = []
     for kind in kinds:
         with suppress(CapacityError):
-            plans.append(_plan_on(config, [replace(kind, accelerator=None)], base_dir, context))
+            alone = [replace(kind, accelerator=None)]
+            plans.append(_plan_on(config, alone, base_dir, context, advise=False))
     if not plans:
-        return _plan_on(config, kinds[:1], base_dir, context)
+        return _plan_on(config, kinds[:1], base_dir, context, advise=advise)
     best = min(plans, key=lambda plan: compared_seconds(plan) or inf)
     return replace(best, notes=(*best.notes, *idle_notes(best, plans, kinds)))
 
@@ -139,8 +145,11 @@ def _plan_on(
     base_dir: Path | None,
     context: int,
     idle: tuple[str, ...] = (),
+    *,
+    advise: bool = True,
 ) -> AnyPlan:
-    """Args: kinds: of machines; none: this one. idle: remarks on those that take no part."""
+    """Args: kinds: of machines; none: this one. idle: remarks on those that take no part.
+    advise: see ``resolve``."""
     facts = replace(facts_of_run(config, machines=kinds), idle=idle)
     usual = facts.model.context if facts.model else None
     if facts.model and usual and usual < context:
@@ -149,7 +158,7 @@ def _plan_on(
     if usual and usual < context:
         notes.append(f"{context} tokens are more than the model's context of {usual}")
     facts = _with_launched_ranks(config, facts)
-    plan = resolve(config, facts)
+    plan = resolve(config, facts, advise=advise)
     if base_dir is not None and not kinds:
         engine = plan.devices.engine.name
         note = check_inputs(config, base_dir, facts.model, engine, hub=False, imports=True)
