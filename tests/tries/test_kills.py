@@ -141,6 +141,12 @@ def left_in_memory() -> set[str]:
     return {p.name for p in memory.glob("tunesmith-*")} if memory.is_dir() else set()
 
 
+def rollouts_of(run: Path) -> bytes:
+    """What it sampled; a supervised run has no such file."""
+    written = run / "rollouts.jsonl"
+    return written.read_bytes() if written.exists() else b""
+
+
 def faults(case: Case, run: str) -> list[str]:
     """What differs from the run that nothing disturbed."""
     straight = case.folder / "straight"
@@ -161,7 +167,7 @@ def faults(case: Case, run: str) -> list[str]:
         found.append("another state")
     if untimed(straight / "metrics.jsonl") != lines:
         found.append("other metrics")
-    if (straight / "rollouts.jsonl").read_bytes() != (ours / "rollouts.jsonl").read_bytes():
+    if rollouts_of(straight) != rollouts_of(ours):
         found.append("other rollouts")
     return found
 
