@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +30,8 @@ BATCH = Packing.of(SAMPLES, 40)
 OTHERS = (
     "mixtral", "qwen2_moe", "granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa",
     "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "lfm2_moe", "qwen3_next",
-    "qwen3_5_moe_text", "deepseek_v2", "kimi_linear", "gemma4_text",
+    "qwen3_5_moe_text", "deepseek_v2", "kimi_linear", "gemma4_text", "cohere2_moe", "dots1",
+    "exaone_moe", "flex_olmo", "hy_v3", "mellum", "olmoe", "solar_open",
 )  # fmt: skip
 FAMILIES = (
     *("qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h"),
@@ -181,6 +184,20 @@ def test_a_reinforced_run_ends_as_one_process(tmp_path: Path) -> None:
     one = placement.run_rl(None, rl_settings(tmp_path, path, "one", **changed))
     changed |= DIVIDED
     same(one, placement.run_rl(None, rl_settings(tmp_path, path, "two", **changed)))
+
+
+def test_ranks_of_torchrun_divide_experts(tmp_path: Path) -> None:
+    torchrun = Path(sys.executable).parent / "torchrun"
+    path = saved(tmp_path, "qwen3_moe")
+    one = placement.run_sft(None, sft_settings(tmp_path, path, "one"))
+    divided = {name: value for name, value in DIVIDED.items() if name != "system__trainer_ranks"}
+    settings = sft_settings(tmp_path, path, "launched", **divided)
+    (tmp_path / "run.toml").touch()
+    launcher = (str(torchrun), "--nproc-per-node", "2", "-m", "tunesmith", "sft", "run.toml")
+    subprocess.run([*launcher, *settings], cwd=tmp_path, check=True, timeout=300)
+    launched = tmp_path / "launched"
+    checkpoint = launched / one.checkpoint.relative_to(one.run_dir)
+    same(one, placement.RunResult(launched, checkpoint, [], {}))
 
 
 def test_a_run_is_resumed_bitwise(tmp_path: Path) -> None:
