@@ -89,7 +89,7 @@ template <class X, class T> static void products(int64_t rows, int64_t N, int64_
     const auto bias = drawn<float>((N + PANEL - 1) / PANEL * PANEL);
     std::vector<T> panels((N + PANEL - 1) / PANEL * PANEL * K + 2 * W);
     std::vector<float> y(rows * N + W);
-    pack_panels(N, K, together, weight.data(), panels.data(), 1);
+    pack_panels(N, K, together, weight.data(), panels.data(), 1, [](int64_t, auto x) { return x; });
     multiply_panels(rows, N, K, panels.data(), {bias.data(), nullptr}, x.data(), y.data(), 2);
     std::vector<double> out(rows * N);
     for (int64_t r = 0; r < rows; r++)
@@ -108,7 +108,7 @@ template <class T, class Exact> static void rounded(const char* name, int64_t ro
     std::uniform_int_distribution<int> bits(0, 0x7bff);
     for (T& w : weight) { const uint16_t b = bits(generator) % 0x4800 | (bits(generator) & 1) << 15; std::memcpy(&w, &b, sizeof w); }
     std::vector<float> y(rows * N + W);
-    pack_panels(N, K, 1, weight.data(), panels.data(), 1);
+    pack_panels(N, K, 1, weight.data(), panels.data(), 1, [](int64_t, auto x) { return x; });
     const bool scaled = sizeof(T) == 1;
     multiply_panels(rows, N, K, panels.data(), {bias.data(), scaled ? scale.data() : nullptr}, x.data(), y.data(), 2);
     std::vector<double> out(rows * N);

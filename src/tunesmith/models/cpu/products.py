@@ -39,6 +39,8 @@ class WeightLayout(IntEnum):
     AS_IT_IS = 0
     PANELS = 1
     PAIRS = 2
+    HALVES = 3
+    BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Compiled:
         layout: of the weights.
         rows: dtype of the input.
         result: dtype of the output.
-        scale: ``[N]``, by which outputs are multiplied, of a weight in int8.
+        scale: ``[N]``, by which outputs are multiplied, of a weight that becomes int8.
     """
 
     def __init__(
@@ -123,16 +125,15 @@ def _panels(weight: Tensor, bias: Tensor | None) -> Product:
 
 def _float16(weight: Tensor, bias: Tensor | None) -> Product:
     """A product of float32 rows with the weight rounded to float16."""
-    return Compiled(weight.half(), bias, WeightLayout.PANELS, torch.float32, torch.float32)
+    return Compiled(weight, bias, WeightLayout.HALVES, torch.float32, torch.float32)
 
 
 def _int8(weight: Tensor, bias: Tensor | None) -> Product:
     """A product of float32 rows with the weight rounded to whole numbers of steps, each row with a
     step of its own: its largest number is 127 steps."""
-    wide = weight.detach().float()
-    step = wide.abs().amax(1) / 127
-    whole = (wide / step.where(step > 0, 1)[:, None]).round_().to(torch.int8)
-    return Compiled(whole, bias, WeightLayout.PANELS, torch.float32, torch.float32, step)
+    largest = torch.maximum(weight.amax(1), -weight.amin(1))
+    step = largest.detach().float() / 127
+    return Compiled(weight, bias, WeightLayout.BYTES, torch.float32, torch.float32, step)
 
 
 def _float32(weight: Tensor, bias: Tensor | None) -> Product:

@@ -153,12 +153,14 @@ enum Weights {
     AS_IT_IS,      // weight [N, K] of bfloat16, for rows of bfloat16; the others are panels
     PANELS,        // of any type, for rows of float32
     PAIRS,         // of bfloat16, pairs of inputs side by side, for rows of bfloat16
+    HALVES,        // panels of float16, which a weight is rounded to
+    BYTES,         // panels of int8, the same, in steps of each output's scale
 };
 
 struct Product : Kept {
     const void *weight, *bias;
     const float* scale;               // of outputs, where the weight is int8
-    int64_t outputs, inputs, layout;  // a Weights
+    int64_t outputs, inputs, layout;  // a Weights; panels of any numbers are PANELS
     ScalarType type;                  // of the weight
 };
 
@@ -581,18 +583,27 @@ static Tensor product(Tensor weight, Maybe bias, Maybe scale, int64_t layout) {
     Product* p = new Product();
     p->outputs = weight.size(0), p->inputs = weight.size(1), p->layout = layout, p->type = weight.scalar_type();
     weight = whole(weight);
+    if (scale) p->scale = p->keep<float>(whole_panels(*scale, p->outputs));
     if (layout == AS_IT_IS) {
         p->weight = p->keep<void>(weight), p->bias = p->keep<void>(bias);
         return tensor_of(p);
     }
-    const Tensor packed = empty(weight, {(p->outputs + PANEL - 1) / PANEL * PANEL * p->inputs});
-    by_weight(p->type, [&](auto number) {
-        using T = decltype(number);
-        pack_panels(p->outputs, p->inputs, layout == PAIRS ? 2 : 1, numbers<T>(weight), numbers<T>(packed), threads());
-    });
+    if (layout == HALVES || layout == BYTES) p->layout = PANELS, p->type = layout == BYTES ? ScalarType::Char : ScalarType::Half;
+    const Tensor packed = empty(weight, {(p->outputs + PANEL - 1) / PANEL * PANEL * p->inputs}, p->type);
+    const float* steps = p->scale;
+    auto pack = [&](auto number, auto kept, auto as) {
+        using X = decltype(number);
+        pack_panels(p->outputs, p->inputs, layout == PAIRS ? 2 : 1, numbers<X>(weight), numbers<decltype(kept)>(packed), threads(), as);
+    };
+    if (p->type == weight.scalar_type())
+        by_weight(p->type, [&](auto number) { pack(number, number, [](int64_t, auto x) { return x; }); });
+    else
+        by_type(narrow(weight), [&](auto number) {
+            if (layout == HALVES) pack(number, torch::headeronly::Half(), [](int64_t, auto x) { return torch::headeronly::Half(as_float(x)); });
+            else pack(number, int8_t(), [=](int64_t n, auto x) { return (int8_t)(steps[n] > 0 ? std::nearbyint(as_float(x) / steps[n]) : 0); });
+        });
     p->weight = p->keep<void>(packed);
     if (bias) p->bias = p->keep<void>(whole_panels(*bias, p->outputs));
-    if (scale) p->scale = p->keep<float>(whole_panels(*scale, p->outputs));
     return tensor_of(p);
 }
 

@@ -21,7 +21,8 @@ template <int R, bool First, class T> static inline void add_panel(Vec (&a)[R][2
         if constexpr (First && ASKS<T>)
             for (int64_t line = 0; line < PANEL * (int64_t)sizeof(T); line += 64)
                 __builtin_prefetch((const char*)(panel + k * PANEL) + AHEAD + line);
-        const Vec low = load(panel + k * PANEL), high = load(panel + k * PANEL + W);
+        Vec low = load(panel + k * PANEL), high = load(panel + k * PANEL + W);
+        in_registers(low, high);
         for (int r = 0; r < R; r++) {
             a[r][0] += x[r * K + k] * low;
             a[r][1] += x[r * K + k] * high;
@@ -31,9 +32,14 @@ template <int R, bool First, class T> static inline void add_panel(Vec (&a)[R][2
 
 // The same of rows of bfloat16 and a panel [K / 2, PANEL, 2]
 template <int R, bool First> static inline void add_panel(Vec (&a)[R][2], const bfloat16* x, int64_t K, const bfloat16* panel) {
-    for (int64_t k = 0; k < K; k += 2)
-        for (int r = 0; r < R; r++)
-            for (int h = 0; h < 2; h++) a[r][h] = add_pair(a[r][h], x + r * K + k, panel + k * PANEL + h * 2 * W);
+    for (int64_t k = 0; k < K; k += 2) {
+        Bits low = load_pairs(panel + k * PANEL), high = load_pairs(panel + k * PANEL + 2 * W);
+        in_registers(low, high);
+        for (int r = 0; r < R; r++) {
+            a[r][0] = add_pair(a[r][0], x + r * K + k, low);
+            a[r][1] = add_pair(a[r][1], x + r * K + k, high);
+        }
+    }
 }
 
 // out [R, n] of R rows x and a panel, of which n outputs are there. First: of the rows that read this panel.
@@ -91,12 +97,13 @@ static void multiply_panels(int64_t rows, int64_t N, int64_t K, const T* weight,
     }
 }
 
-// `together` inputs, of which K is a multiple, lie side by side.
-template <class T> static void pack_panels(int64_t N, int64_t K, int64_t together, const T* weight, T* panels, int64_t threads) {
+// `together` inputs, of which K is a multiple, lie side by side. as(output, number): how the panel keeps a number.
+template <class X, class T, class As>
+static void pack_panels(int64_t N, int64_t K, int64_t together, const X* weight, T* panels, int64_t threads, As as) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t from = 0; from < N; from += PANEL)
         for (int64_t k = 0; k < K; k += together)
             for (int64_t i = 0; i < PANEL; i++)
                 for (int64_t j = 0; j < together; j++)
-                    panels[from * K + k * PANEL + i * together + j] = from + i < N ? weight[(from + i) * K + k + j] : T{};
+                    panels[from * K + k * PANEL + i * together + j] = from + i < N ? as(from + i, weight[(from + i) * K + k + j]) : T{};
 }

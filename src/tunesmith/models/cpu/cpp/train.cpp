@@ -54,7 +54,7 @@ static void multiply(const bfloat16* left, int64_t left_step, const bfloat16* ri
             for (int64_t p = 0; p < W; p++)
                 for (int r = 0; r < TALL; r++)
                     for (int b = 0; b < B; b++)
-                        sums[r][b] = add_pair(sums[r][b], rows + s * TILE + r * PLACES + 2 * p, right + b * right_step + s * TILE + p * PLACES);
+                        sums[r][b] = add_pair(sums[r][b], rows + s * TILE + r * PLACES + 2 * p, load_pairs(right + b * right_step + s * TILE + p * PLACES));
         for (int r = 0; r < TALL; r++)
             for (int b = 0; b < B; b++) store(out + r * out_step + b * W, sums[r][b]);
     }

@@ -90,7 +90,12 @@ template <class T> static inline void store(T* p, Vec v, int64_t n) {
     std::memcpy(p, part, n * sizeof(T));
 }
 static inline float as_float(float x) { return x; }
-static inline float as_float(bfloat16 x) { return load(&x, 1)[0]; }
+static inline float as_float(bfloat16 x) {
+    const uint32_t bits = (uint32_t)x.bits << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
 static inline float sum(Vec v) {
     float part[W];
     store(part, v);
@@ -99,11 +104,18 @@ static inline float sum(Vec v) {
     return part[0];
 }
 
+// Products read them from registers. A compiler may load them again for each product, but a core loads no more vectors than it
+// multiplies: products of three or four rows then take twice as long.
+template <class V> static inline void in_registers(V& a, V& b) {
+#ifdef __AVX2__
+    asm("" : "+v"(a), "+v"(b));
+#endif
+}
+
+static inline Bits load_pairs(const bfloat16* p) { Bits pairs; std::memcpy(&pairs, p, sizeof pairs); return pairs; }
 // acc + the products of two numbers x and W pairs
-static inline Vec add_pair(Vec acc, const bfloat16* x, const bfloat16* pairs) {
-    Bits w;
+static inline Vec add_pair(Vec acc, const bfloat16* x, Bits w) {
     uint32_t two;
-    std::memcpy(&w, pairs, sizeof w);
     std::memcpy(&two, x, sizeof two);
 #ifdef __AVX512BF16__
     return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(two));
