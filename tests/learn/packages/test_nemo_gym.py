@@ -70,6 +70,14 @@ def test_function_calls_go_to_the_server_which_scores_the_response(tmp_path: Pat
     assert [len(record.turns) for record in right.records if record.turns] == [2]
     wrong = ok(played(tmp_path, "example_session_state_mgmt", refuses))
     assert wrong.reward == 0.0 and wrong.metrics["tool_calls"] == 0.0
+    seen: list[str] = []
+
+    def sneaks(text: str) -> str:
+        seen.append(text)
+        return f"Done.{END}" if "tool_response" in text else call("verify") + END
+
+    ok(played(tmp_path, "example_session_state_mgmt", sneaks))
+    assert "There is no tool verify" in seen[-1]
 
 
 @need("nemo_gym")

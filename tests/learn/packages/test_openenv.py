@@ -55,6 +55,12 @@ def test_episodes_are_played_over_the_server_that_the_run_starts(tmp_path: Path)
 
 
 @need("openenv")
+def test_an_action_that_the_server_refuses_is_no_action(tmp_path: Path) -> None:
+    (rollout,) = played(tmp_path, "hot", {"seed": 3})
+    assert ok(rollout).reward == 0.0 and rollout.metrics["bad_actions"] == len(rollout.turns) == 12
+
+
+@need("openenv")
 def test_a_server_that_dies_fails_its_episode_and_is_started_again(tmp_path: Path) -> None:
     (dead,) = played(tmp_path, '{"number": 99}', {"seed": 3})
     assert dead.status is not Status.OK and dead.reward is None

@@ -82,6 +82,7 @@ async def _play(
     response: Foreign = None
     await _post(session, what, "seed_session", row)
     calls: list[Foreign] = []
+    tools = {tool.get("name") for tool in asked.get("tools") or ()}
     while response is None or calls:
         try:
             response = await client.responses.create(**{**asked, "input": [*items, *written]})
@@ -94,7 +95,7 @@ async def _play(
         calls = [item for item in response["output"] if item["type"] == "function_call"]
         for call in calls:
             metrics["tool_calls"] += 1
-            answer = await _called(session, call)
+            answer = await _called(session, call, tools)
             kind = "function_call_output"
             written.append({"type": kind, "call_id": call["call_id"], "output": answer})
     judged = {**row, "response": {**response, "output": written}}
@@ -104,8 +105,11 @@ async def _play(
     return StepResult(reward=verdict["reward"], done=True, metrics=metrics)
 
 
-async def _called(session: aiohttp.ClientSession, call: Mapping[str, str]) -> str:
-    """What the server answers to a function call, also where that is an error."""
+async def _called(session: aiohttp.ClientSession, call: Mapping[str, str], tools: set[str]) -> str:
+    """What the server answers to a function call, also where that is an error. Only the task's
+    tools are asked: the server has other paths, such as ``verify``."""
+    if call["name"] not in tools:
+        return json.dumps({"error": f"There is no tool {call['name']}."})
     try:
         arguments = json.loads(call["arguments"])
     except ValueError as error:

@@ -27,6 +27,8 @@ from tunesmith.types import Message
 SIZE = 200
 PROMPT = "Answer each observation with an action."
 STEP_SECONDS = 60.0
+REFUSED = "VALIDATION_ERROR"
+"""In the package's error: an action has values that its schema does not allow."""
 LONGEST = 100_000
 """Characters of an observation; a longer one fails its episode."""
 
@@ -76,19 +78,31 @@ async def _play(
         try:
             reply = await client.chat.completions.create(messages=talk)
         except OutOfRoom:
-            return StepResult(reward=total, done=True, metrics={"unfinished": 1.0})
+            cut = {"unfinished": 1.0, "bad_actions": float(unreadable)}
+            return StepResult(reward=total, done=True, metrics=cut)
         text = reply.choices[0].message.content
         talk.append({"role": "assistant", "content": text})
         action = action_in(text, schema)
-        if action is None:
+        moved = None if action is None else await _step(far, action)
+        if moved is None:
             unreadable += 1
             talk.append({"role": "user", "content": f"No action. {_head(schema)}"})
             continue
-        result = await far.step(action)
+        result = moved
         total += float(result.reward or 0.0)
         talk.append({"role": "user", "content": _shown(result.observation)})
     metrics = {"unfinished": 0.0, "bad_actions": float(unreadable)}
     return StepResult(reward=total, done=True, metrics=metrics)
+
+
+async def _step(far: Foreign, action: Mapping[str, object]) -> Foreign | None:
+    """The result of an action; None if the server does not take it for one."""
+    try:
+        return await far.step(action)
+    except RuntimeError as error:
+        if REFUSED in str(error):
+            return None
+        raise
 
 
 def action_in(text: str, schema: Mapping[str, Foreign]) -> dict[str, object] | None:
