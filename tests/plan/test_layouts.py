@@ -197,7 +197,22 @@ def test_gpus_of_another_kind_or_with_another_program_are_left_alone() -> None:
         known = facts("2xH100", SMALL)
         known = replace(known, hardware=replace(known.hardware, gpus=gpus))
         config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
-        assert resolve(config, known).settings["system.trainer_ranks"] == ranks
+        plan = resolve(config, known)
+        assert plan.settings["system.trainer_ranks"] == ranks
+        assert any("take no part" in note for note in plan.notes) == (l4 in gpus)
+        assert not any("other programs use it" in note for note in plan.notes)
+    known = replace(known, hardware=replace(known.hardware, gpus=(busy, h100)))
+    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
+    assert any("CUDA_VISIBLE_DEVICES" in note for note in resolve(config, known).notes)
+
+
+def test_nothing_is_compiled_for_gpus_that_triton_does_not_know() -> None:
+    old = replace(machine("V100-16GB").gpus[0], name="NVIDIA TITAN Xp", capability=(6, 1))
+    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d"])
+    for gpu, compiled in ((old, False), (replace(old, capability=(7, 0)), "default")):
+        known = facts("H100", replace(SMALL, family="llama"))
+        known = replace(known, hardware=replace(known.hardware, gpus=(gpu,)))
+        assert resolve(config, known).settings["system.compile"] == compiled
 
 
 def test_what_is_learned_stays() -> None:

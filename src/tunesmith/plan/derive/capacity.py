@@ -24,6 +24,8 @@ from tunesmith.plan.facts.hardware import Gpu, compilers
 from tunesmith.plan.parts import Checkpointing
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, gpu_of
 
+TRITON = (7, 0)
+"""The least compute capability for which Triton compiles."""
 _DEVICE = re.compile(r"cpu|cuda(?::(\d+))?")
 
 
@@ -196,6 +198,9 @@ def _compile(plan: AnyPlan) -> tuple[bool | str, str]:
         return False, "this run has nothing to compile"
     if compiler is None:
         return False, f"no C++ compiler was found ({compilers()})"
+    gpu = plan.gpu
+    if gpu and gpu.capability < TRITON:
+        return False, f"Triton compiles for no GPU as old as {gpu.name}"
     mode = "default" if plan.devices.on_gpu and plan.compiles_layers else True
     return mode, f"found: {compiler}"
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from tunesmith.config.values import format_size
 from tunesmith.plan.cost.memory import attends_without_kernel
+from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.rules.situation import Situation
+
+FILLED = 0.75
+"""A GPU with less free memory than this share of another one's is used by other programs."""
 
 
 def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
@@ -21,6 +26,8 @@ def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
             'computes. If there is a GPU, set system.device = "cuda" and system.device_memory, '
             'such as "40GB"'
         )
+    if device_derived and machine and s.system.device == "cuda" and system.cluster == "none":
+        yield from _unused_gpus(machine)
     if system.tuned and s.facts and s.facts.tuned is None:
         yield (
             "system.tuned = true, but no such run was tuned on this machine: run tunesmith tune "
@@ -43,4 +50,23 @@ def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
             f"{s.said('system.compile')}: the first steps compile the layers, which may take "
             "minutes in which no step ends. The functions are kept in ~/.cache/tunesmith/inductor "
             "for the next run"
+        )
+
+
+def _unused_gpus(machine: Hardware) -> Iterator[str]:
+    """That other programs fill the first GPU, whose free memory is planned for all; and that GPUs
+    of other kinds are idle."""
+    first = machine.gpus[0]
+    alike = [gpu.memory_free for gpu in machine.gpus if gpu.name == first.name]
+    if first.memory_free < FILLED * max(alike):
+        yield (
+            f"the first GPU has {format_size(first.memory_free)} free and another one "
+            f"{format_size(max(alike))}: other programs use it, and no more is planned of any GPU. "
+            "Leave it out with CUDA_VISIBLE_DEVICES"
+        )
+    others = sorted({gpu.name for gpu in machine.gpus} - {first.name})
+    if others:
+        yield (
+            f"{' and '.join(others)} take no part: a run uses GPUs like the first one, which "
+            "CUDA_VISIBLE_DEVICES chooses"
         )
