@@ -124,7 +124,8 @@ def test_a_served_model_keeps_to_a_schema(tmp_path: Path) -> None:
     }
 
     async def answered() -> Answer:
-        served = open_model(str(model), ["system.engine=vllm", "model.dtype=float32"])
+        said = ["system.engine=vllm", "model.dtype=float32", "sampling.max_new_tokens=200"]
+        served = open_model(str(model), said)
         try:
             ask = Ask(raw="true?", schema=schema, max_tokens=200, sampling={"seed": 1})
             return await ServedPolicy(served).answer(ask)
