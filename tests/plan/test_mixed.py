@@ -180,3 +180,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1xT4-16GB takes no part" in shown and 'cluster = "ray"' not in shown
     shown = plan("sft.toml", "--on", "2xA100-40GB+H100-80GB")
     assert "takes no part: with it a step takes at least" in shown
+    shown = plan("sft.toml", "--on", "H100-80GB+2xA100-80GB", "system.trainer_ranks=2")
+    assert "1xH100-80GB takes no part: this run cannot use it" in shown

@@ -121,7 +121,7 @@ def _plan_alone(
         return _plan_on(config, kinds, base_dir, context, advise=advise)
     plans: list[AnyPlan] = []
     for kind in kinds:
-        with suppress(CapacityError):
+        with suppress(ConfigError):
             alone = [replace(kind, accelerator=None)]
             plans.append(_plan_on(config, alone, base_dir, context, advise=False))
     if not plans:
