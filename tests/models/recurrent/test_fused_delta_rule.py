@@ -30,6 +30,14 @@ def inputs(device: str, dtype: torch.dtype, *, by_channel: bool) -> list[Tensor]
     return [part.to(device).requires_grad_() for part in drawn]
 
 
+def never(value: Tensor) -> bool:  # noqa: ARG001
+    return False
+
+
+def always(value: Tensor) -> bool:  # noqa: ARG001
+    return True
+
+
 def results(given: list[Tensor]) -> list[Tensor]:
     """Outputs, states at the ends, and gradients through both."""
     out, end = gated_delta_rule(*given[:5], LENGTHS, given[5])  # pyright: ignore
@@ -57,13 +65,14 @@ def test_the_package_is_called_with_bounds_and_states(
         cu_seqlens: Tensor,
     ) -> tuple[Tensor, Tensor]:
         assert output_final_state and use_qk_l2norm_in_kernel
-        monkeypatch.setattr(KERNELS, "fits", lambda _: False)
+        monkeypatch.setattr(KERNELS, "fits", never)
         found: list[tuple[Tensor, Tensor]] = []
         for number, start in enumerate(cu_seqlens[:-1].tolist()):
             stop = int(cu_seqlens[number + 1])
-            own = [part[0, start:stop] for part in (q, k, v, g, beta)]
+            alone = PackedLengths([stop - start])
+            query, key, value, decay, rate = (p[0, start:stop] for p in (q, k, v, g, beta))
             state = initial_state[number : number + 1]
-            found.append(gated_delta_rule(*own, PackedLengths([stop - start]), state))
+            found.append(gated_delta_rule(query, key, value, decay, rate, alone, state))
         outs, ends = zip(*found, strict=True)
         return torch.cat(outs).unsqueeze(0), torch.cat(ends)
 
@@ -72,7 +81,7 @@ def test_the_package_is_called_with_bounds_and_states(
     stand_in = ModuleType(package)
     setattr(stand_in, names[package], rule)
     monkeypatch.setitem(sys.modules, package, stand_in)
-    monkeypatch.setattr(KERNELS, "fits", lambda _: True)
+    monkeypatch.setattr(KERNELS, "fits", always)
     got = results(inputs("cpu", torch.float32, by_channel=by_channel))
     for found, want in zip(got, plain, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
@@ -111,7 +120,7 @@ def test_kernels_compute_what_pytorch_computes(
     given = inputs("cuda", torch.bfloat16, by_channel=by_channel)
     assert KERNELS.fits(given[2])
     got = results(given)
-    monkeypatch.setattr(KERNELS, "fits", lambda _: False)
+    monkeypatch.setattr(KERNELS, "fits", never)
     for found, want in zip(got, results(given), strict=True):
         apart = (found.float() - want.float()).norm() / want.float().norm()
         assert apart < 0.02
