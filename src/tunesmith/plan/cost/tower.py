@@ -49,7 +49,7 @@ def trained_tower(
     patches = share * sizes.patches
     # Inputs and outputs of both norms and of attention, queries, keys and values before and after
     # rotation; the feed-forward network's vectors; norms and rotations in float32.
-    vectors = 10 * hidden + (4 if sizes.gated else 2) * inner
+    vectors = 10 * hidden + (4 if sizes.gated else 2 + sizes.quick) * inner
     wide = sizes.joins * 4 * hidden * (4 if size == 2 else 5 if sizes.gated else 2)
     block = patches * (size * vectors + wide)
     joined = patches * size * (4 * hidden * sizes.projectors + sizes.pixels)

@@ -25,6 +25,8 @@ class TowerSizes:
     """Whether a projector joins the patches of a row; otherwise it takes their mean."""
     gated: bool = False
     """Feed-forward networks have three matrices."""
+    quick: bool = False
+    """Their activation is QuickGELU, which saves its sigmoid too."""
     whole: int = 0
     """Layers whose attention spans the whole image; those of others see ``window`` patches."""
     window: int = 0
@@ -73,7 +75,7 @@ def tower_of(whole: Written) -> TowerSizes | None:
     pixels = 3 * (first(vision, "temporal_patch_size") or 2) * (side or 14) ** 2
     sizes = TowerSizes(layers, hidden, inner, merged, 1 + deep, whole=layers, pixels=pixels)
     if whole.get("model_type") != "qwen2_5_vl":
-        return sizes
+        return replace(sizes, quick=whole.get("model_type") == "qwen2_vl")
     window = ((first(vision, "window_size") or 112) // (side or 14)) ** 2
     full = len(vision.get("fullatt_block_indexes") or (7, 15, 23, 31))
     return replace(sizes, gated=True, whole=min(layers, full), window=window)
