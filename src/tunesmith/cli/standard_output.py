@@ -12,6 +12,8 @@ from typing import Any, TextIO, cast
 
 FIRST_WORDS = (0.8, 10.0, 30.0, 60.0)
 """Seconds after its start at which a command that has printed nothing says that it is starting."""
+LOADED = 10.0
+"""Seconds after which packages are usually loaded, and a command that is silent plans."""
 _WRITTEN = threading.Event()
 
 
@@ -28,7 +30,8 @@ def _report_start() -> None:
         if _WRITTEN.wait(begun + moment - time.monotonic()):
             return
         with suppress(OSError, ValueError, AttributeError):
-            print(f"starting: loading Python packages ({moment:g} s)", file=sys.stderr, flush=True)
+            doing = "loading Python packages" if moment < LOADED else "loading and planning"
+            print(f"starting: {doing} ({moment:g} s)", file=sys.stderr, flush=True)
 
 
 def open_standard_streams() -> None:
