@@ -70,7 +70,7 @@ def test_a_dry_run_takes_no_more_than_is_planned(number: str, family: str, tmp_p
     check_within_plan(plan, 0.5)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_ranks_that_divide_experts_take_no_more_than_is_planned(stage: int, tmp_path: Path) -> None:
     """Tokens travel evenly. Experts are most of the model, so a rank has little more than its share
     of it."""
