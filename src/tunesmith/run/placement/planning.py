@@ -148,8 +148,13 @@ def _plan_on(
     *,
     advise: bool = True,
 ) -> AnyPlan:
-    """Args: kinds: of machines; none: this one. idle: remarks on those that take no part.
-    advise: see ``resolve``."""
+    """The plan on the named machines.
+
+    Args:
+        kinds: of machines; none: this one.
+        idle: remarks on machines that take no part.
+        advise: see ``resolve``.
+    """
     facts = replace(facts_of_run(config, machines=kinds), idle=idle)
     usual = facts.model.context if facts.model else None
     if facts.model and usual and usual < context:
