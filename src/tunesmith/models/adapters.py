@@ -38,35 +38,13 @@ from tunesmith.models.parallel.sharding import unshard_trained, whole
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.models.source import load_config
 
-_CONTINUED = frozenset(
-    {
-        *(
-            "r",
-            "lora_alpha",
-            "use_rslora",
-            "rank_pattern",
-            "alpha_pattern",
-            "lora_dropout",
-            "fan_in_fan_out",
-        ),
-        *(
-            "target_modules",
-            "exclude_modules",
-            "layers_to_transform",
-            "layers_pattern",
-            "init_lora_weights",
-        ),
-        *(
-            "base_model_name_or_path",
-            "revision",
-            "task_type",
-            "peft_type",
-            "peft_version",
-            "auto_mapping",
-        ),
-        *("inference_mode", "modules_to_save", "runtime_config"),
-    }
-)
+_CONTINUED = frozenset((
+    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout",
+    "fan_in_fan_out", "target_modules", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "init_lora_weights", "base_model_name_or_path", "revision", "task_type",
+    "peft_type", "peft_version", "auto_mapping", "inference_mode", "modules_to_save",
+    "runtime_config",
+))  # fmt: skip
 """peft's settings of plain LoRA: two matrices beside linear modules of the decoder, whatever their
 ranks and scales."""
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")

@@ -20,38 +20,14 @@ from tunesmith.plan.layout.alternatives import cost, limits, next_best
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.toml import toml_value
 
-LAYOUT = (
-    *(
-        "model.dtype",
-        "system.device",
-        "system.trainer_ranks",
-        "system.zero_stage",
-        "system.shard_size",
-        "system.expert_parallel_size",
-    ),
-    *(
-        "system.sequence_parallel.size",
-        "system.gradient_checkpointing",
-        "system.offload_activations",
-    ),
-    *("system.offload_reference", "system.offload_optimizer", "system.offload_parameters"),
-    *("system.max_tokens_per_microbatch", "system.scoring_max_tokens", "system.critic_max_tokens"),
-    *("system.reward_max_tokens", "system.engine", "system.engine_process", "system.engines"),
-    *(
-        "system.vllm.tensor_parallel_size",
-        "system.hybrid",
-        "system.weight_plane",
-        "system.weight_copy",
-    ),
-    *(
-        "system.kv_memory",
-        "system.max_running",
-        "system.threads",
-        "system.placement",
-        "system.compile",
-        "system.experts_implementation",
-    ),
-)
+LAYOUT = ("model.dtype", *(f"system.{key}" for key in (
+    "device", "trainer_ranks", "zero_stage", "shard_size", "expert_parallel_size",
+    "sequence_parallel.size", "gradient_checkpointing", "offload_activations",
+    "offload_reference", "offload_optimizer", "offload_parameters", "max_tokens_per_microbatch",
+    "scoring_max_tokens", "critic_max_tokens", "reward_max_tokens", "engine", "engine_process",
+    "engines", "vllm.tensor_parallel_size", "hybrid", "weight_plane", "weight_copy", "kv_memory",
+    "max_running", "threads", "placement", "compile", "experts_implementation",
+)))  # fmt: skip
 """The settings that a plan shows, besides given settings in ``[system]`` and ``[lora]``."""
 
 
