@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -26,43 +28,10 @@ OLDEST = (0, 31)
 NEWEST = (0, 33)
 """The minor versions between which the adapter is tested. It steps vLLM in its own process and
 reads some of its internals, which may change with any."""
-OWN_ARGUMENTS: Mapping[str, str] = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "dtype": "model.dtype",
-    "trust_remote_code": "model.trust_remote_code",
-    "max_num_seqs": "system.max_running",
-    "kv_cache_memory_bytes": "system.kv_memory",
-    "gpu_memory_utilization": "system.vllm.memory_share",
-    "enable_sleep_mode": "system.hybrid",
-    "data_parallel_size": "system.engines",
-    "spec_model": "system.draft_model",
-    "spec_tokens": "system.speculative_tokens",
-    "max_model_len": "system.vllm.max_model_len",
-    "max_num_batched_tokens": "system.vllm.max_batched_tokens",
-    "enable_chunked_prefill": "system.vllm.chunked_prefill",
-    "enable_prefix_caching": "system.vllm.prefix_caching",
-    "enforce_eager": "system.vllm.eager",
-    "tensor_parallel_size": "system.vllm.tensor_parallel_size",
-    "pipeline_parallel_size": "system.vllm.pipeline_parallel_size",
-    "quantization": "system.vllm.quantization",
-    "cudagraph_capture_sizes": "system.vllm.cuda_graph_sizes",
-    "enable_lora": "system.adapter_sync",
-    "max_lora_rank": "lora.rank",
-    "lora_target_modules": "lora.targets",
-    "enable_return_routed_experts": "algorithm.routing_replay",
-}
+_ARGUMENTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+OWN_ARGUMENTS: Mapping[str, str] = _ARGUMENTS["own"]
 """vLLM's engine arguments that have a key in a run file."""
-_OF_SAMPLING = "only [rollout] and [sampling] set how tokens are sampled"
-FIXED_ARGUMENTS: Mapping[str, str] = {
-    "logprobs_mode":
-        "log-probabilities have to be those of the distribution that tokens are sampled from",
-    "generation_config": _OF_SAMPLING,
-    "override_generation_config": _OF_SAMPLING,
-    "distributed_executor_backend": "an engine's ranks are processes on one machine",
-    "load_format": "sampling starts from the model's own weights",
-    "disable_log_stats": "the run's metrics are made of them",
-}
+FIXED_ARGUMENTS: Mapping[str, str] = _ARGUMENTS["fixed"]
 """vLLM's engine arguments that cannot be changed, and why."""
 LEAST_HEAD = 32
 """vLLM on a CPU supports attention heads of this width and, in steps of 16, wider ones."""
