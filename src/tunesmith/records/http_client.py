@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import time
 from contextlib import suppress
@@ -29,11 +30,25 @@ class BadAnswer(TunesmithError, RuntimeError):
 
 
 class Unavailable(TunesmithError, RuntimeError):
-    """A server answered that it cannot serve now, perhaps for ``after`` seconds."""
+    """A server answered that it cannot serve now, perhaps for ``after`` seconds; or it did not
+    answer, and ``late`` says whether it ran out of time."""
 
-    def __init__(self, reason: str, after: float = 0.0) -> None:
+    def __init__(self, reason: str, after: float = 0.0, *, late: bool = False) -> None:
         super().__init__(reason)
         self.after = after
+        self.late = late
+
+
+def token_in(variable: str | None) -> str:
+    """The token in an environment variable; empty if there is none."""
+    return os.environ.get(variable or "", "").strip()
+
+
+def open_session(seconds: float, token: str) -> aiohttp.ClientSession:
+    """A session whose requests may take ``seconds``, and send the token if there is one. A session
+    per call leaves nothing open between steps or after the run."""
+    headers = {"Authorization": f"Bearer {token}"} if token else None
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds), headers=headers)
 
 
 async def request_json(
@@ -76,15 +91,24 @@ async def request_json(
         raise BadAnswer(f"{url} did not answer with JSON: {one_line(text)}") from None
 
 
-async def request_patiently(
-    session: aiohttp.ClientSession,
-    url: str,
-    data: bytes,
-    *,
-    deadline: float,
-    longest: int | None = None,
+async def attempt_json(
+    session: aiohttp.ClientSession, url: str, data: bytes, longest: int
 ) -> object:
-    """``request_json`` until there is an answer, with growing pauses or the server's.
+    """The JSON answer to one POST. Raises BadAnswer or Unavailable: there is no usable answer."""
+    try:
+        return await request_json(session, url, data, longest=longest)
+    except TimeoutError:
+        late = f"{url} did not answer within {session.timeout.total:g} s"
+        raise Unavailable(late, late=True) from None
+    except (aiohttp.ClientError, OSError) as error:
+        why = f"had no answer from {url}: {error or type(error).__name__}"
+        raise Unavailable(why) from None
+
+
+async def request_patiently(
+    session: aiohttp.ClientSession, url: str, data: bytes, longest: int, *, deadline: float
+) -> object:
+    """``attempt_json`` until there is an answer, with growing pauses or the server's.
 
     Raises:
         BadAnswer: another attempt would not help.
@@ -96,14 +120,10 @@ async def request_patiently(
         tried += 1
         wait = pause(tried)
         try:
-            return await request_json(session, url, data, longest=longest)
+            return await attempt_json(session, url, data, longest)
         except Unavailable as error:
             reason = str(error)
             wait += error.after
-        except TimeoutError:
-            reason = f"{url} did not answer in time"
-        except (aiohttp.ClientError, OSError) as error:
-            reason = f"had no answer from {url}: {error or type(error).__name__}"
         if time.monotonic() + wait > end:
             raise Unavailable(f"{reason} (attempts: {tried})")
         await asyncio.sleep(wait)

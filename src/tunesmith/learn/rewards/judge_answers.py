@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,15 @@ import aiohttp
 from tunesmith.config.judges import JudgeReward
 from tunesmith.errors import EngineError, NoEngineError, UserError
 from tunesmith.learn.usercode.calls import PerLoop
-from tunesmith.records.http_client import BadAnswer, Unavailable, one_line, pause, request_json
+from tunesmith.records.http_client import (
+    BadAnswer,
+    Unavailable,
+    attempt_json,
+    one_line,
+    open_session,
+    pause,
+    token_in,
+)
 from tunesmith.records.metrics import JsonLines, keep_lines
 from tunesmith.records.redact import HIDDEN, redact
 
@@ -67,14 +74,6 @@ class Judge(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class _TryAgain(Exception):
-    """An attempt failed, and another one may work after ``wait`` seconds."""
-
-    def __init__(self, reason: str, wait: float = 0.0) -> None:
-        super().__init__(reason)
-        self.wait = wait
 
 
 class AnswerFile:
@@ -129,7 +128,7 @@ class ServedJudge:
         assert entry.url is not None
         self._entry = entry
         self._url = f"{entry.url.rstrip('/')}/chat/completions"
-        self._key = os.environ.get(entry.token_env or "", "").strip()
+        self._key = token_in(entry.token_env)
         self._kept = kept
         self._room = PerLoop(lambda: asyncio.Semaphore(entry.concurrency))
         self._next = 0.0
@@ -148,10 +147,7 @@ class ServedJudge:
         self.tally.cached += sum(question in found for question in questions)
         asked = [question for question in keys if question not in found]
         if asked:
-            headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
-            timeout = aiohttp.ClientTimeout(total=self._entry.timeout)
-            # A session per call leaves nothing open between steps or after the run.
-            async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+            async with open_session(self._entry.timeout, self._key) as session:
                 jobs = (self._ask(session, question, keys[question]) for question in asked)
                 answers = await asyncio.gather(*jobs)
             found |= zip(asked, answers, strict=True)
@@ -199,9 +195,9 @@ class ServedJudge:
                 return await self._attempt(session, body)
             except BadAnswer as error:
                 return self._unanswered(str(error), tried)
-            except _TryAgain as error:
+            except Unavailable as error:
                 reason = str(error)
-                wait = error.wait + pause(tried)
+                wait = error.after + pause(tried)
             if tried > (0 if self._down else entry.retries):
                 self._down = True
                 return self._unanswered(reason, tried)
@@ -216,25 +212,18 @@ class ServedJudge:
 
         Raises:
             BadAnswer: another attempt would not help.
-            _TryAgain: it might.
+            Unavailable: it might.
         """
         self.tally.requests += 1
         try:
-            async with asyncio.timeout(self._entry.timeout):
-                answer = await request_json(session, self._url, body, longest=LONGEST_ANSWER)
+            answer = await attempt_json(session, self._url, body, LONGEST_ANSWER)
         except BadAnswer:
             self._down = False
             raise
         except Unavailable as error:
             if error.after <= self._entry.deadline:
                 self._next = max(self._next, time.monotonic() + error.after)
-            raise _TryAgain(str(error), error.after) from None
-        except TimeoutError:
-            late = f"{self._url} did not answer within {self._entry.timeout:g} s"
-            raise _TryAgain(late) from None
-        except (aiohttp.ClientError, OSError) as error:
-            why = f"had no answer from {self._url}: {error or type(error).__name__}"
-            raise _TryAgain(why) from None
+            raise
         self._down = False
         return self._read(answer)
 

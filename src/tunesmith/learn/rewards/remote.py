@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,15 @@ from tunesmith.learn.rewards.function import (
     completions_of,
     scores_from,
 )
-from tunesmith.records.http_client import BadAnswer, Unavailable, one_line, pause, request_json
+from tunesmith.records.http_client import (
+    BadAnswer,
+    Unavailable,
+    attempt_json,
+    one_line,
+    open_session,
+    pause,
+    token_in,
+)
 from tunesmith.records.plain import plain
 from tunesmith.records.redact import redact
 from tunesmith.types import Rollout, Status
@@ -51,9 +58,6 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
         decode: turns a rollout's tokens into OpenRLHF's ``query`` and ``prompts``.
     """
     client = RewardClient(entry)
-    headers = dict[str, str]()
-    if entry.token_env is not None:
-        headers["Authorization"] = f"Bearer {os.environ[entry.token_env].strip()}"
 
     async def score(rollouts: Sequence[Rollout], texts: Sequence[str], _: Notes) -> list[Score]:
         async def ask(start: int) -> list[Score]:
@@ -65,9 +69,7 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
                 body = tunesmith_body(some, texts[part])
             return await client.ask(session, body, len(some))
 
-        # A session per call leaves nothing open between steps or after the run.
-        timeout = aiohttp.ClientTimeout(total=entry.timeout)
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        async with open_session(entry.timeout, token_in(entry.token_env)) as session:
             scores = await asyncio.gather(*map(ask, range(0, len(rollouts), entry.batch_size)))
         return [score for part in scores for score in part]
 
@@ -143,7 +145,7 @@ class RewardClient:
             server.outstanding += 1
             server.sent += 1
             try:
-                answer = await request_json(session, url, data, longest=most)
+                answer = await attempt_json(session, url, data, most)
                 server.works()
                 return scores_of(answer, size, url)
             except BadAnswer as error:
@@ -154,15 +156,7 @@ class RewardClient:
             except Unavailable as error:
                 server.rests()
                 reason = str(error)
-                status = Status.REWARD_FAILED
-            except TimeoutError:
-                server.rests()
-                reason = f"{url} did not answer within {self.entry.timeout:g} s"
-                status = Status.TIMED_OUT
-            except (aiohttp.ClientError, OSError) as error:
-                server.rests()
-                reason = f"had no answer from {url}: {error or type(error).__name__}"
-                status = Status.REWARD_FAILED
+                status = Status.TIMED_OUT if error.late else Status.REWARD_FAILED
             finally:
                 server.outstanding -= 1
         if len(tried) > 1:

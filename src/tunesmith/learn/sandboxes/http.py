@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import shlex
 
 import aiohttp
@@ -14,7 +13,14 @@ from tunesmith.config.sandboxes import HttpSandbox
 from tunesmith.config.values import parse_size
 from tunesmith.learn.sandboxes.base import SandboxError, SandboxJob, SandboxOutcome, at_once
 from tunesmith.learn.usercode.calls import PerLoop
-from tunesmith.records.http_client import BadAnswer, Unavailable, one_line, request_patiently
+from tunesmith.records.http_client import (
+    BadAnswer,
+    Unavailable,
+    one_line,
+    open_session,
+    request_patiently,
+    token_in,
+)
 from tunesmith.records.redact import redact
 
 PATIENCE_SECONDS = 30.0
@@ -31,7 +37,7 @@ class HttpRunner:
 
     def __init__(self, section: HttpSandbox) -> None:
         self._section = section
-        self._token = os.environ.get(section.token_env or "", "").strip()
+        self._token = token_in(section.token_env)
         self._places = PerLoop(lambda: asyncio.Semaphore(at_once(section)))
 
     async def run(self, job: SandboxJob) -> SandboxOutcome:
@@ -46,12 +52,8 @@ class HttpRunner:
             "files": files,
         }
         data = json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else None
-        timeout = aiohttp.ClientTimeout(total=section.program_seconds + WAITING_SECONDS)
-        async with (
-            self._places.here,
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-        ):
+        seconds = section.program_seconds + WAITING_SECONDS
+        async with self._places.here, open_session(seconds, self._token) as session:
             return self._outcome(await self._answer(session, data))
 
     def close(self) -> None:
@@ -61,9 +63,7 @@ class HttpRunner:
         most = 16 * parse_size(self._section.output) + 2**16
         url = self._section.url
         try:
-            return await request_patiently(
-                session, url, data, deadline=PATIENCE_SECONDS, longest=most
-            )
+            return await request_patiently(session, url, data, most, deadline=PATIENCE_SECONDS)
         except (BadAnswer, Unavailable) as error:
             raise SandboxError(redact(str(error))) from None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import compress
@@ -16,7 +15,14 @@ from tunesmith.config.commands import TeacherSection
 from tunesmith.errors import RewardError
 from tunesmith.learn.data.batch import Floats
 from tunesmith.models.teacher import TEACHER_LOGPROBS, TEACHER_TOKENS
-from tunesmith.records.http_client import BadAnswer, Unavailable, one_line, request_patiently
+from tunesmith.records.http_client import (
+    BadAnswer,
+    Unavailable,
+    one_line,
+    open_session,
+    request_patiently,
+    token_in,
+)
 from tunesmith.records.redact import redact
 from tunesmith.types import Sample
 
@@ -62,11 +68,9 @@ class ServedTeacher:
         return {TEACHER_TOKENS: said[:, 0], TEACHER_LOGPROBS: said[:, 1]}
 
     async def _score(self, samples: Sequence[Sample]) -> list[Floats]:
-        key = os.environ.get(self._section.token_env or "", "").strip()
-        headers = {"Authorization": f"Bearer {key}"} if key else None
-        timeout = aiohttp.ClientTimeout(total=ATTEMPT_SECONDS)
+        token = token_in(self._section.token_env)
         room = asyncio.Semaphore(self._section.concurrency)
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        async with open_session(ATTEMPT_SECONDS, token) as session:
 
             async def ask(sample: Sample) -> Floats:
                 async with room:
