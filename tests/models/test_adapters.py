@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.families import build, logprobs, samples
 from tests.support.peft_adapters import TOKENS, WRITTEN, Written, logits_of, write
+from tests.support.training import forest_of
 from tunesmith.config.reading.files import adapter_directory
 from tunesmith.config.schema import LoraSection
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.micro_batches import build_forest
 from tunesmith.models import adapters
+from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.run import placement
 from tunesmith.run.engines.local.engine import LocalEngine
@@ -167,3 +171,29 @@ def test_an_adapter_in_a_folder_of_its_name_is_found_and_pickled_ones_are_refuse
     file.rename(file.with_name("model.safetensors"))  # another file of this kind is not the adapter
     with pytest.raises(ConfigError, match=r"adapter_model\.bin"):
         adapter_directory(file.parent)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen2_moe", "qwen3_next"])
+def test_routed_experts_have_no_adapter(model_type: str) -> None:
+    """In some families peft takes the names of shared and dense networks for stacked experts, also
+    when another program loads the adapter. Merged weights compute as the adapter does."""
+    model = build(model_type)
+    model.module.set_attn_implementation(ATTENTION_NAME)
+    adapter = adapters.attach(model, LoraSection(rank=4))
+    names = [name for name, part in model.module.named_modules() if isinstance(part, LoraLayer)]
+    assert any(name.endswith("q_proj") or name.endswith("q_b_proj") for name in names)
+    assert not any(".experts" in name for name in names)
+    shared = any(".shared_expert." in name for name in names)
+    assert shared == (model_type == "qwen2_moe")
+    with torch.no_grad():
+        for _, weight in adapter.own_weights():
+            weight.add_(torch.randn_like(weight) * 0.05)
+    forest = forest_of(samples())
+    want = logprobs(model, forest)[0]
+    plain = build(model_type)
+    plain.module.load_state_dict(dict(adapter.merged_weights()))
+    plain.module.set_attn_implementation(ATTENTION_NAME)
+    torch.testing.assert_close(logprobs(plain, forest)[0], want, rtol=0, atol=1e-4)
+    if not shared:
+        with pytest.raises(ConfigError, match="routed experts"):
+            adapters.attach(build(model_type), LoraSection(rank=4, targets=("down_proj",)))

@@ -17,10 +17,13 @@ from tests.support.vision import (
     samples_with_images,
     save_vision_model,
 )
+from tunesmith.config.schema import LoraSection
+from tunesmith.models.adapters import attach
 from tunesmith.models.parallel.activations import compute_again
 from tunesmith.plan.cost.tower import trained_tower
 from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.model_files import is_of_tower
+from tunesmith.types import VisionTower
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -44,6 +47,34 @@ def test_gradients_of_all_weights_equal_those_of_one_sequence_at_a_time(
     idle = [own.pop(name) for name in own.keys() - want_gradients.keys()]  # a head without a use
     assert not any(gradient.any() for gradient in idle)
     assert_same_gradients(own, want_gradients, 1e-4)
+
+
+@pytest.mark.parametrize(("model_type", "tower"), [("gemma3", "trained"), ("qwen3_vl", "projector")])
+def test_beside_an_adapter_a_tower_learns_as_without_and_the_reference_has_the_original(
+    tmp_path: Path, model_type: str, tower: VisionTower
+) -> None:
+    path = save_vision_model(tmp_path / "m", model_type)
+    pictures = [picture(0), picture(1), picture(2, 112, 28)]
+    model, vocabulary = load_vision_model(path, pictures, tower=tower)
+    adapter = attach(model, LoraSection(rank=4))
+    batch = samples_with_images(vocabulary)
+    module, want = one_by_one(path, vocabulary, batch)
+    want_gradients = gradients(module, want)
+    got, _ = logprobs(model, forest_of(batch))
+    own = gradients(model, got)
+    towers = {n.replace(".modules_to_save.default", ""): g for n, g in own.items() if "lora_" not in n}
+    wanted = {n: g for n, g in want_gradients.items() if n in towers}
+    assert any("merger" in name or "projector" in name for name in wanted)
+    assert all(not gradient.any() for n, gradient in towers.items() if n not in wanted)
+    assert_same_gradients({n: towers[n] for n in wanted}, wanted, 1e-4)
+    with torch.no_grad():
+        for _, weight in adapter.own_weights():
+            weight.add_(torch.randn_like(weight) * 0.05)
+        learnt, _ = logprobs(model, forest_of(batch))
+        with adapter.reference():
+            again, _ = logprobs(model, forest_of(batch))
+    torch.testing.assert_close(again, want, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(learnt, want, atol=1e-3)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.fake_runs import resolved
 from tunesmith.errors import ConfigError
+from tunesmith.plan.cost.copies import copy_bytes
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import price
 from tunesmith.plan.cost.work import step_work
@@ -64,6 +65,20 @@ def test_a_rank_holds_its_experts_and_gathers_none(stage: int) -> None:
     in_host_memory = price(model, replace(layout, offload=True))
     assert in_host_memory.host > 16 * own
     assert in_host_memory.optimizer == 0
+
+
+def test_experts_beside_an_adapter_are_weights_alone() -> None:
+    """They are frozen, and bitsandbytes does not quantise them: they are no linear modules."""
+    model = qwen()
+    layout = Layout(2, shards=RANKS, zero_stage=3, divides=True, tokens=4096, lora_rank=16)
+    found = price(model, layout)
+    assert found.weights > 2 * ROUTED // RANKS
+    assert found.gradients + found.optimizer < 0.05 * found.weights
+    rest = (model.parameters or 0) - ROUTED - model.outside_layers
+    copy = 2 * (ROUTED + model.outside_layers) + int(0.516 * rest)
+    assert copy_bytes(model, 2, "nf4") == copy
+    quantised = price(model, replace(layout, divides=False, quantize="nf4"))
+    assert copy // RANKS <= quantised.weights < 1.05 * copy // RANKS
 
 
 def test_tokens_travel_instead_of_weights(tmp_path: Path) -> None:

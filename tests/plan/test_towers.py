@@ -83,6 +83,11 @@ def test_memory_of_a_trained_tower_by_hand() -> None:
     assert own.weights - plain.weights == 4 * 1000 // 4
     assert own.gathered - plain.gathered == 2 * 1000
     assert own.gradients - plain.gradients == 4 * 25
+    beside = replace(layout, lora_rank=8)  # the original, and what is trained
+    plain = price(MODEL, beside)
+    own = price(MODEL, replace(beside, tower=tower))
+    assert own.weights - plain.weights == 2 * (1000 + 100)
+    assert own.optimizer - plain.optimizer == (4 + 8) * 100
     away = replace(layout, offload=True)
     host = price(MODEL, replace(away, tower=tower)).host - price(MODEL, away).host
     assert host == 16 * 100

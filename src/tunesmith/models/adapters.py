@@ -11,9 +11,10 @@ from typing import Any, cast
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG, WEIGHTS
@@ -37,6 +38,7 @@ from tunesmith.models.lora import (
 from tunesmith.models.parallel.sharding import unshard_trained, whole
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.models.source import load_config
+from tunesmith.models.weight_checks import listed
 
 _CONTINUED = frozenset((
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout",
@@ -50,6 +52,8 @@ ranks and scales."""
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 """Initial values of the matrices (``init_lora_weights``) that leave the base's weights as they
 are."""
+_JOINED = ("gate_proj", "up_proj", "w1", "w3")
+"""Of these peft takes no one without the other."""
 _FUSED_OUTPUT = ("falcon_h1", "nemotron_h")
 """Families whose output projections peft refuses, because fused kernels read their weights past the
 module."""
@@ -63,7 +67,8 @@ def attach(
     trust_remote_code: bool = False,
     frozen: bool = False,
 ) -> LoraAdapter:
-    """Insert an adapter into ``model`` and freeze everything else except a new score head.
+    """Insert an adapter into ``model`` and freeze everything else except a new score head, and what
+    the run trains of a tower.
 
     Args:
         section: resolved.
@@ -93,20 +98,19 @@ def _fresh(model: Decoder, section: LoraSection, kind: str) -> PeftModel:
     rank = section.rank
     assert rank is not None, "a new adapter needs a rank"
     linear = linear_modules(text_decoder(model.module))
-    targets = choose_targets(linear, section.targets)
-    if model.module.config.model_type in _FUSED_OUTPUT and not isinstance(section.targets, tuple):
-        targets.remove("out_proj")
     config = LoraConfig(
         task_type=kind,
         r=rank,
         lora_alpha=cast(int, section.alpha or 2 * rank),
         lora_dropout=section.dropout,
-        target_modules=targets,
+        target_modules=_targets(model.module, section),
         fan_in_fan_out=any(isinstance(m, Conv1D) for m in linear.values()),
+        modules_to_save=list(model.towers.trained) or None,
+        exclude_modules=model.towers.pattern if model.towers.kept else None,
     )
     with boundary(ModelError, "lora: peft cannot adapt this model", ANY_OF_PEFT):
         peft = get_peft_model(model.module, config)
-    # For programs that load the whole model; here nothing is left to exclude.
+    # For programs that load the whole model; of a frozen tower nothing is left here to exclude.
     config.exclude_modules = model.towers.pattern
     return peft
 
@@ -117,12 +121,18 @@ def _continued(
     config = read_config(path)
     if config.task_type not in (kind, None):
         raise ModelError(f"{path} is an adapter for {config.task_type}, and this model is a {kind}")
-    extensions = beyond_plain(config)
+    extensions = beyond_plain(config, model.towers.trained)
     if extensions:
         raise ModelError(
             f"{path / ADAPTER_CONFIG}: {', '.join(extensions)} changes more than two matrices "
             "beside linear modules of an unchanged base, which is what training continues. "
             f"Merge it with its base: tunesmith merge {path} OUT_DIR"
+        )
+    if not set(model.towers.trained) <= set(config.modules_to_save or ()):
+        raise ModelError(
+            f"{path} was trained with another model.vision_tower: it does not hold "
+            f"{', '.join(model.towers.trained)}. Set it as the run did that saved the adapter",
+            keys=("model.vision_tower", "lora.path"),
         )
     _check_embeddings(path, model)
     config.lora_dropout = section.dropout
@@ -139,10 +149,11 @@ def _continued(
     return peft
 
 
-def beyond_plain(config: Any) -> list[str]:
-    """The settings of an adapter that make it more than plain LoRA."""
+def beyond_plain(config: Any, tower: Sequence[str] = ()) -> list[str]:
+    """The settings of an adapter that make it more than plain LoRA, and what the run trains of a
+    tower beside it."""
     plain = LoraConfig()
-    heads = {"score", "classifier"}  # peft adds both to every adapter of a score model
+    heads = {"score", "classifier", *tower}  # peft adds both to every adapter of a score model
     set_by_user = {
         f.name for f in fields(config) if getattr(config, f.name) != getattr(plain, f.name, None)
     }
@@ -196,7 +207,39 @@ def check_targets(
         config = load_config(base, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             module = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-        choose_targets(linear_modules(text_decoder(module)), section.targets)
+        _targets(module, section)
+
+
+def _targets(module: PreTrainedModel, section: LoraSection) -> list[str]:
+    """``choose_targets``, without those that peft refuses or takes for others.
+
+    Raises:
+        ConfigError: as ``choose_targets``, or one was asked for that is taken for another.
+    """
+    targets = choose_targets(linear_modules(text_decoder(module)), section.targets)
+    family = module.config.model_type
+    experts = _taken_for_experts(module, targets)
+    if not isinstance(section.targets, tuple):
+        refused = experts | ({"out_proj"} if family in _FUSED_OUTPUT else set())
+        return [target for target in targets if target not in refused]
+    if experts:
+        raise ConfigError(
+            f"lora.targets: in a model of type '{family}' peft takes {listed(experts)} for the "
+            "stacked weights of routed experts, which are not adapted here; leave it out",
+            keys=("lora.targets",),
+        )
+    return targets
+
+
+def _taken_for_experts(module: PreTrainedModel, targets: Sequence[str]) -> set[str]:
+    """The targets that peft takes for weights of experts, and not for linear modules.
+
+    It does so also when other programs load an adapter, so no file could hold what such linear
+    modules have learnt.
+    """
+    probe = LoraConfig(target_modules=[*targets, *_JOINED])
+    convert_peft_config_for_transformers(probe, module, None)
+    return {*targets} - {*cast(Sequence[str], probe.target_modules)}
 
 
 def linear_modules(decoder: nn.Module) -> dict[str, nn.Module]:

@@ -481,10 +481,13 @@ class Decoder:
             ModelError: the base does not exist, or the adapter does not fit it.
             StorageError: the model cannot be written.
         """
-        from tunesmith.models.lora import merge_into
+        from tunesmith.models.lora import holds_tower, merge_into
 
         stored = load_config(base, trust_remote_code=trust_remote_code).dtype
-        model = cls.load(base, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+        tower: VisionTower = "trained" if holds_tower(adapter) else "frozen"
+        model = cls.load(
+            base, tokenizer=tokenizer, trust_remote_code=trust_remote_code, tower=tower
+        )
         end = end_of_turn(model.tokenizer)
         changes = set_ends(model.module, model.tokenizer, end_of_turn=end, saved=generation)
         if changes:

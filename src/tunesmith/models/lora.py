@@ -33,7 +33,12 @@ from tunesmith.errors import CheckpointError, ModelError, boundary
 from tunesmith.models.kernels.quantised import weights_of
 from tunesmith.models.parallel.sharding import whole
 from tunesmith.models.weight_checks import listed
+from tunesmith.plan.facts.model_files import is_of_tower
 
+_WHOLE = ".modules_to_save."
+_OF_PEFT = (".lora_", _WHOLE, ".original_module.")
+"""In the names of weights that the model has beside its own, and of those that modules which peft
+trains whole replace."""
 TRAINED = "default"
 START = "start"
 """Names of peft adapters: the trained one, and the frozen copy of a saved one that training
@@ -82,7 +87,7 @@ class LoraAdapter:
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The trained weights, under their names in the module."""
         for name, tensor in self.peft.get_base_model().state_dict().items():
-            if f".{TRAINED}." in name and ".lora_" in name:
+            if f".{TRAINED}." in name and (".lora_" in name or _WHOLE in name):
                 yield name, tensor
 
     @torch.no_grad()
@@ -127,10 +132,11 @@ class LoraAdapter:
                 del delta
             if made and in_host_memory:
                 tensor = tensor.cpu()
+            trained = name.replace(f"{_WHOLE}{TRAINED}.", ".")
             if is_adapted:
                 yield f"{owner}.{rest}", tensor
-            elif ".lora_" not in name:
-                yield name, tensor
+            elif trained != name or not any(own in name for own in _OF_PEFT):
+                yield trained, tensor
             del tensor
 
     def save(self, directory: Path, *, weights: bool = True) -> None:
@@ -212,6 +218,12 @@ def merge_into(module: PreTrainedModel, adapter: Path) -> PreTrainedModel:
         merged.all_tied_weights_keys = merged.get_expanded_tied_weights_keys(all_submodels=True)
         merged.tie_weights()
     return merged
+
+
+def holds_tower(adapter: Path) -> bool:
+    """Whether an adapter's file has weights of a tower that sees, beside the decoder's."""
+    with safe_open(adapter / WEIGHTS, framework="pt") as file:
+        return any(is_of_tower(key.removeprefix("base_model.model.")) for key in file.keys())
 
 
 def _separate(module: nn.Module) -> None:

@@ -10,14 +10,14 @@ dtype.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_WEIGHTS_FILE_PATTERN
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from transformers import PreTrainedModel
 
@@ -48,7 +48,9 @@ class Towers:
     """Under their names in the checkpoint's files."""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes], repr=False)
     kept: tuple[str, ...] = ()
-    """Names of the parts that are trained, and therefore were not taken out."""
+    """Names of the parts that were not taken out, because some of them are trained."""
+    trained: tuple[str, ...] = ()
+    """Dotted names of the modules that are trained."""
 
     @classmethod
     def beside(cls, module: PreTrainedModel, path: str | Path, trained: VisionTower) -> Towers:
@@ -91,19 +93,24 @@ class Towers:
                 keys=("model.vision_tower",),
             )
         module.config.vision_config._attn_implementation = "sdpa"  # pyright: ignore
+        parts = names
         if trained == "projector":
-            for name in names:
-                for inner, parameter in module.base_model.get_submodule(name).named_parameters():
-                    of_projector = not PROJECTORS.isdisjoint(f"{name}.{inner}".split("."))
-                    parameter.requires_grad_(parameter.requires_grad and of_projector)
+            base = module.base_model
+            parts = tuple(part for name in names for part in _projectors(base, name))
+            every = {id(p) for name in names for p in base.get_submodule(name).parameters()}
+            every -= {id(p) for part in parts for p in base.get_submodule(part).parameters()}
+            for parameter in base.parameters():
+                if id(parameter) in every:
+                    parameter.requires_grad_(False)
         files = {} if detect_fake_mode() else _processor_files(directory_of(path))
-        return cls(kept=names, files=files)
+        return cls(kept=names, files=files, trained=parts)
 
     @property
     def pattern(self) -> str | None:
         """Matches the names of the modules inside the towers, some of which are like the
         decoder's."""
-        return rf"(.*\.)?({'|'.join(self.modules)})\..*" if self.modules else None
+        names = (*self.modules, *self.kept)
+        return rf"(.*\.)?({'|'.join(names)})\..*" if names else None
 
     def allowed(self, differences: Differences) -> Differences:
         """The differences between files and module that are allowed, with the towers' weights."""
@@ -137,6 +144,16 @@ def _names(module: PreTrainedModel) -> tuple[str, ...]:
     base = module.base_model
     parts = (*base.named_children(), *base.named_parameters(recurse=False))
     return tuple(name for name, _ in parts if name in TOWERS)
+
+
+def _projectors(base: nn.Module, tower: str) -> Iterator[str]:
+    """The names of the modules that make features of a tower's outputs, each of a list by
+    itself."""
+    for name, part in base.get_submodule(tower).named_modules(prefix=tower):
+        *around, own = name.split(".")
+        listed = bool(around) and around[-1] in PROJECTORS and own.isdecimal()
+        if listed or (own in PROJECTORS and not isinstance(part, nn.ModuleList)):
+            yield name
 
 
 def _processor_files(directory: Path) -> dict[str, bytes]:

@@ -18,8 +18,10 @@ from tests.support.rank_runs import same
 from tests.support.sharded_ranks import Ranks
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, same_tensors, sft_settings, untimed
+from tunesmith.config.schema import LoraSection
 from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.learn.data.micro_batches import Packing
+from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.run import placement
 from tunesmith.run.trainers.optimizer import AdamWSettings
@@ -59,9 +61,15 @@ def saved(folder: Path, family: str) -> Path:
     return save_model(folder / "model", family, **SPECIAL[family], **more)
 
 
-def alone(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> TorchBackend[CausalLM]:
+def alone(
+    path: Path, dtype: torch.dtype = torch.float32, adapter: int | None = None, **options: Any
+) -> TorchBackend[CausalLM]:
     settings = AdamWSettings(max_grad_norm=1.0, weight_decay=0.1)
-    return TorchBackend(CausalLM.load(path, dtype=dtype), settings, CausalLM.predict, **options)
+    model = CausalLM.load(path, dtype=dtype)
+    if adapter is not None:
+        torch.manual_seed(0)
+        attach(model, LoraSection(rank=adapter))
+    return TorchBackend(model, settings, CausalLM.predict, **options)
 
 
 def check_gradients(found: Any, one: TorchBackend[CausalLM], most: float = 1e-5) -> None:
@@ -94,6 +102,28 @@ def test_loss_and_gradients_are_those_of_one_process(tmp_path: Path, family: str
     path = saved(tmp_path, family)
     with divided(path, 3) as ranks:
         check_gradients(ranks("gradient", BATCH), alone(path))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_adapter_beside_divided_experts_has_the_gradients_of_one_process(
+    tmp_path: Path, stage: int
+) -> None:
+    """On attention, and on the experts that all tokens share; routed experts are frozen."""
+    path = saved(tmp_path, "qwen2_moe")
+    one = alone(path, adapter=4)
+    with divided(path, stage, adapter=4) as ranks:
+        (_, theirs), *_ = ranks("gradient", BATCH)
+        ranks("backend.give_up")
+        (found, _), *_ = ranks("train", BATCH)
+    expected: list[float] = []
+    for step in range(3):
+        one.forward_backward(BATCH, SFTObjective())
+        if step == 0:
+            ours = {name: m.grad for name, m in one.optimizer.masters.items()}
+            assert training.difference(theirs, ours) < 1e-5
+            assert any("shared_expert." in name for name in ours)
+        expected.append(one.step(1e-2)["grad_norm"])
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_ranks_that_share_sequences_divide_experts_too(tmp_path: Path) -> None:
@@ -184,6 +214,26 @@ def test_a_reinforced_run_ends_as_one_process(tmp_path: Path) -> None:
     one = placement.run_rl(None, rl_settings(tmp_path, path, "one", **changed))
     changed |= DIVIDED
     same(one, placement.run_rl(None, rl_settings(tmp_path, path, "two", **changed)))
+
+
+def test_a_resumed_run_with_an_adapter_ends_as_one_process(tmp_path: Path) -> None:
+    """With the base as the reference; the engine gets the adapter, or all weights with it merged
+    in."""
+    path = saved(tmp_path, "qwen3_moe")
+    changed: dict[str, Any] = {
+        "algorithm__kl__coef": 0.1,
+        "lora__rank": 4,
+        "train__lr": 1e-3,
+        "train__schedule": "constant",
+        "checkpoint__every": 1,
+    }
+    one = placement.run_rl(None, rl_settings(tmp_path, path, "one", **changed))
+    changed |= DIVIDED
+    for sync in ("adapter", "merged"):
+        changed |= {"system__adapter_sync": sync, "system__hybrid": False}
+        placement.run_rl(None, rl_settings(tmp_path, path, sync, **changed, train__steps=2))
+        again = rl_settings(tmp_path, path, sync, **changed, checkpoint__resume=True)
+        same(one, placement.run_rl(None, again))
 
 
 def test_ranks_of_torchrun_divide_experts(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from tests.support.long import again
 from tests.support.rank_runs import same
 from tests.support.tiny_runs import rl_settings, same_tensors, sft_settings
 from tests.support.vision import FAMILIES, save_vision_model, weights_of
+from tunesmith.errors import TunesmithError
 from tunesmith.plan.facts.model_files import is_of_tower
 from tunesmith.run import placement
 
@@ -65,6 +67,70 @@ def test_rewards_train_the_tower_that_samples(picture_folder: Path, checkpointin
 
 
 RANKS = {"system__trainer_ranks": 2}
+ADAPTER: dict[str, Any] = {"data__chat": None, "lora__rank": 4, "train__lr": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tower"),
+    [("gemma3", "trained"), ("qwen3_vl", "projector"), again("qwen2_5_vl", "trained")],
+)
+def test_a_tower_trained_beside_an_adapter_is_merged_and_loaded_elsewhere(
+    picture_folder: Path, model_type: str, tower: str
+) -> None:
+    model = save_vision_model(picture_folder / "model", model_type)
+    adapter = sft_run(picture_folder, model, "run", tower, lora__rank=4, lora__save_merged=True)
+    merged = weights_of(adapter.with_name("model_merged"))
+    before = weights_of(model)
+    assert before.keys() == merged.keys()
+    for name in before:
+        in_projector = "merger" in name or "projector" in name
+        learns = in_projector or tower == "trained" or not is_of_tower(name)
+        whole = not (is_of_tower(name) or name.endswith("proj.weight"))
+        idle = "vision_tower.head" in name or whole
+        assert torch.equal(before[name], merged[name]) is not (learns and not idle), name
+    loaded = AutoModelForImageTextToText.from_pretrained(model)
+    peft: Any = PeftModel.from_pretrained(loaded, adapter).merge_and_unload()
+    want = AutoModelForImageTextToText.from_pretrained(adapter.with_name("model_merged"))
+    for name, weight in want.state_dict().items():
+        torch.testing.assert_close(peft.state_dict()[name], weight, rtol=1e-6, atol=1e-6)
+
+
+def test_the_reference_of_an_adapter_has_the_original_tower(picture_folder: Path) -> None:
+    """So the first step's KL is zero and the next is not; ratios say that engines see what the
+    trainer sees, in its process, in their own, and beside ranks that shard the model."""
+    model = save_vision_model(picture_folder / "model")
+    shared = {**ADAPTER, "algorithm__kl__coef": 0.1, "model__vision_tower": "trained"}
+    shared |= {"lora__targets": ["o_proj"]}
+    one = placement.run_rl(None, rl_settings(picture_folder, model, "one", **shared))
+    assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in one.metrics)
+    divergence = [line["ref_kl"] for line in one.metrics]
+    assert divergence[0] == pytest.approx(0, abs=1e-6) and divergence[-1] > 1e-6
+    places: dict[str, Any] = {
+        "sharded": {**RANKS, "system__zero_stage": 3, "system__engines": 2},
+        "merged": {"system__engine_process": True, "system__adapter_sync": "merged"},
+    }
+    for name, place in places.items():
+        settings = rl_settings(picture_folder, model, name, **shared, **place)
+        same(one, placement.run_rl(None, settings))
+
+
+def test_an_adapter_with_a_tower_is_continued_and_resumed(picture_folder: Path) -> None:
+    model = save_vision_model(picture_folder / "model", "gemma3")
+    shared: dict[str, Any] = {"checkpoint__every": 2, "train__schedule": "constant"}
+    shared |= ADAPTER
+    whole = sft_run(picture_folder, model, "whole", "projector", train__steps=4, **shared)
+    sft_run(picture_folder, model, "half", "projector", train__steps=2, **shared)
+    shared["checkpoint__resume"] = "auto"
+    half = sft_run(picture_folder, model, "half", "projector", train__steps=4, **shared)
+    same_tensors(whole.parent, half.parent)
+    continued = {"lora__path": str(whole), "train__lr": 1e-3}
+    for name, ranks in (("next", {}), ("ranks", {**RANKS, "system__zero_stage": 3})):
+        after = sft_run(picture_folder, model, name, "projector", **continued, **ranks)
+        assert any("projector" in each for each in weights_of(after))
+    with pytest.raises(TunesmithError, match="vision_tower"):
+        sft_run(picture_folder, model, "other", "trained", **continued)
+    with pytest.raises(TunesmithError, match="modules_to_save"):
+        sft_run(picture_folder, model, "frozen", "frozen", **continued)
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,12 @@ def engine_copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | 
 
 
 def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = None) -> int:
-    """Bytes of one copy of the weights; embedding and head are never quantised."""
+    """Bytes of one copy of the weights; embedding, head and experts, which are stacked in tensors
+    of their own, are never quantised."""
     numbers = model.parameters or 0
     if quantize is None:
         return numbers * bytes_per_number
-    whole = min(numbers, model.outside_layers)
+    whole = min(numbers, model.outside_layers + model.mixtures.parameters)
     return whole * bytes_per_number + int((numbers - whole) * QUANTISED_BYTES[quantize])
 
 
@@ -45,8 +46,8 @@ def layer_copy(model: ModelFacts, layout: Layout) -> int:
 
 
 def _layer_copy(model: ModelFacts, bytes_per_number: int, quantize: str | None) -> int:
-    each = bytes_per_number if quantize is None else QUANTISED_BYTES[quantize]
-    return int(((model.parameters or 0) - model.outside_layers) // model.layers * each)
+    outside = model.outside_layers * bytes_per_number
+    return (copy_bytes(model, bytes_per_number, quantize) - outside) // model.layers
 
 
 def away_of_layer(model: ModelFacts, layout: Layout) -> int:

@@ -113,10 +113,12 @@ def _on_the_way(model: ModelFacts, layout: Layout, trained: int, blocks: int) ->
 
 def _with_own_experts(rest: Price, model: ModelFacts, layout: Layout) -> Price:
     """The price of a rank with its experts, which are never gathered or summed: weights in the
-    dtype of the computation, float32 masters beside 16 bits, float32 gradients and two moments;
-    and one layer's gradients before they are added up."""
+    dtype of the computation, and without an adapter float32 masters beside 16 bits, float32
+    gradients and two moments, and one layer's gradients before they are added up."""
     own = layout.models * model.mixtures.parameters // layout.shards
     size = layout.bytes_per_number
+    if layout.lora_rank is not None:
+        return replace(rest, weights=rest.weights + size * own)
     average = 4 if layout.ema else 0
     kept = (12 if size == 2 else 8) + average
     arriving = size * own // model.mixtures.layers

@@ -65,7 +65,7 @@ def with_tower(found: Price, layout: Layout) -> Price:
     """A model's memory with that of the tower which trains along with it, but its activations.
 
     Ranks that shard the model gather the tower with the embedding, and sum its gradients after
-    everything else.
+    everything else. Beside an adapter the original stays, and each rank has whole what is trained.
     """
     tower = layout.tower
     if tower is None:
@@ -79,10 +79,15 @@ def with_tower(found: Price, layout: Layout) -> Price:
     if not layout.trains:
         return replace(found, weights=found.weights + copy * layout.holds_model)
     shards = layout.shards if layout.zero_stage else 1
-    rows = tower.trained // shards
+    adapter = layout.lora_rank is not None
+    rows = tower.trained if adapter else tower.trained // shards
     ema = 4 if layout.ema else 0
     state: dict[str, Any] = {"gradients": 4 * (tower.trained if layout.zero_stage == 1 else rows)}
-    if layout.zero_stage:
+    if adapter:
+        original = copy // shards if layout.zero_stage else copy * layout.holds_model
+        state |= {"weights": original + size * rows, "gathered": copy * (layout.zero_stage > 0)}
+        state |= {"optimizer": ((8 if size == 4 else 12) + ema) * rows}
+    elif layout.zero_stage:
         state |= {"weights": 4 * tower.numbers // shards, "gathered": copy}
         state |= {"head": (4 + size) * tower.trained, "optimizer": (8 + ema) * rows}
     else:
@@ -90,7 +95,7 @@ def with_tower(found: Price, layout: Layout) -> Price:
         state |= {"weights": copy * layout.holds_model, "optimizer": kept * rows}
     if layout.offload:
         state |= {"host": (16 + ema) * rows, "optimizer": 0}
-        state["gradients"] *= layout.zero_stage == 1
+        state["gradients"] *= layout.zero_stage == 1 and not adapter
     return replace(found, **{part: getattr(found, part) + more for part, more in state.items()})
 
 

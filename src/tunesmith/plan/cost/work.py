@@ -380,6 +380,7 @@ def _new_weights(plan: AnyPlan, model: ModelFacts) -> Amounts:
     sent = copy
     if plan.kind.adapter and devices.adapter_sync == "adapter":
         sent = 4 * adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
+        sent += tower.trained * devices.bytes_per_number if tower else 0
     through_host = plane == "nccl" and devices.weight_copy != "gpu"
     gathers = devices.zero_stage == 3 or devices.expert_parallel > 1
     spread = devices.shards > (plan.gpus or devices.shards)

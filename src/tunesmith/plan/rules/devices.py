@@ -92,10 +92,6 @@ def expert_parallelism(s: Situation[RunConfig]) -> Iterator[Problem]:
 def not_with_divided_experts(s: Situation[RunConfig]) -> Iterator[Problem]:
     if s.devices.expert_parallel == 1:
         return
-    if s.config.lora.on:
-        yield s.clash(EXPERTS,
-            ": the frozen base of an adapter is sharded, not divided; leave it out",
-            "lora.rank", "lora.path")
     if s.system.offload_parameters:
         yield s.clash(EXPERTS,
             f"with {s.said(PARAMETERS)}: a rank's experts stay on its GPU; leave one of the two "

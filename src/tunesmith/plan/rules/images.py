@@ -44,9 +44,6 @@ def trained_tower(s: Situation[RunConfig]) -> Iterator[Problem]:
             TOWER, f": tunesmith {config.command} shows its model no images; leave it out"
         )
         return
-    if config.lora.on:
-        why = ": an adapter's files hold no tower; train all weights, or leave it out"
-        yield s.clash(TOWER, why, "lora.rank", "lora.path")
     sees = s.model and family_around(s.model.family).images and s.model.tower_parameters
     if s.model and not sees:
         yield s.clash(

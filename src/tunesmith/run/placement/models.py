@@ -163,7 +163,6 @@ class ModelSpec:
                 experts=self.experts,
                 tower=self.vision_tower,
             )
-            model.take_images()
         self._share_sequences(model)
         if isinstance(self.compile, str):
             model.compile_layers(self.compile)
@@ -175,6 +174,8 @@ class ModelSpec:
             self._attach(model, self.lora)
         elif self.frozen and model.sharding is None:
             model.module.requires_grad_(False)
+        with about(self.key):
+            model.take_images()  # with what an adapter has put in the place of the tower's parts
         return model
 
     def _share_sequences(self, model: Decoder) -> None:
