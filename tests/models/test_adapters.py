@@ -181,7 +181,7 @@ def test_routed_experts_have_no_adapter(model_type: str) -> None:
     model.module.set_attn_implementation(ATTENTION_NAME)
     adapter = adapters.attach(model, LoraSection(rank=4))
     names = [name for name, part in model.module.named_modules() if isinstance(part, LoraLayer)]
-    assert any(name.endswith("q_proj") or name.endswith("q_b_proj") for name in names)
+    assert any(name.endswith(("q_proj", "q_b_proj")) for name in names)
     assert not any(".experts" in name for name in names)
     shared = any(".shared_expert." in name for name in names)
     assert shared == (model_type == "qwen2_moe")

@@ -49,7 +49,9 @@ def test_gradients_of_all_weights_equal_those_of_one_sequence_at_a_time(
     assert_same_gradients(own, want_gradients, 1e-4)
 
 
-@pytest.mark.parametrize(("model_type", "tower"), [("gemma3", "trained"), ("qwen3_vl", "projector")])
+@pytest.mark.parametrize(
+    ("model_type", "tower"), [("gemma3", "trained"), ("qwen3_vl", "projector")]
+)
 def test_beside_an_adapter_a_tower_learns_as_without_and_the_reference_has_the_original(
     tmp_path: Path, model_type: str, tower: VisionTower
 ) -> None:
@@ -62,7 +64,9 @@ def test_beside_an_adapter_a_tower_learns_as_without_and_the_reference_has_the_o
     want_gradients = gradients(module, want)
     got, _ = logprobs(model, forest_of(batch))
     own = gradients(model, got)
-    towers = {n.replace(".modules_to_save.default", ""): g for n, g in own.items() if "lora_" not in n}
+    towers = {
+        n.replace(".modules_to_save.default", ""): g for n, g in own.items() if "lora_" not in n
+    }
     wanted = {n: g for n, g in want_gradients.items() if n in towers}
     assert any("merger" in name or "projector" in name for name in wanted)
     assert all(not gradient.any() for n, gradient in towers.items() if n not in wanted)

@@ -3,6 +3,7 @@ its base."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -108,7 +109,11 @@ def _fresh(model: Decoder, section: LoraSection, kind: str) -> PeftModel:
         modules_to_save=list(model.towers.trained) or None,
         exclude_modules=model.towers.pattern if model.towers.kept else None,
     )
-    with boundary(ModelError, "lora: peft cannot adapt this model", ANY_OF_PEFT):
+    with (
+        warnings.catch_warnings(),
+        boundary(ModelError, "lora: peft cannot adapt this model", ANY_OF_PEFT),
+    ):
+        warnings.filterwarnings("ignore", "You have passed exclude_modules")  # not all towers match
         peft = get_peft_model(model.module, config)
     # For programs that load the whole model; of a frozen tower nothing is left here to exclude.
     config.exclude_modules = model.towers.pattern

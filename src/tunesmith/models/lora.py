@@ -223,7 +223,8 @@ def merge_into(module: PreTrainedModel, adapter: Path) -> PreTrainedModel:
 def holds_tower(adapter: Path) -> bool:
     """Whether an adapter's file has weights of a tower that sees, beside the decoder's."""
     with safe_open(adapter / WEIGHTS, framework="pt") as file:
-        return any(is_of_tower(key.removeprefix("base_model.model.")) for key in file.keys())
+        keys = list(file.keys())
+    return any(is_of_tower(key.removeprefix("base_model.model.")) for key in keys)
 
 
 def _separate(module: nn.Module) -> None:

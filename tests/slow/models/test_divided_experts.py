@@ -119,7 +119,8 @@ def test_an_adapter_beside_divided_experts_has_the_gradients_of_one_process(
     for step in range(3):
         one.forward_backward(BATCH, SFTObjective())
         if step == 0:
-            ours = {name: m.grad for name, m in one.optimizer.masters.items()}
+            masters = one.optimizer.masters.items()
+            ours = {name: m.grad for name, m in masters if m.grad is not None}
             assert training.difference(theirs, ours) < 1e-5
             assert any("shared_expert." in name for name in ours)
         expected.append(one.step(1e-2)["grad_norm"])
