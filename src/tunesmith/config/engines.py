@@ -74,8 +74,11 @@ class EngineKind:
     files of weights."""
     third_party: bool = False
     """It does not compute with the trainer's model: it always has its own copy of the weights,
-    takes them under the names of the model's files (no quantised base), and uses the same rotary
+    takes them under the names of the model's files (never quantised), and uses the same rotary
     frequencies for all lengths. It also has its own formats of weights and of keys and values."""
+    rounds_base: bool = False
+    """It rounds the base that it loads as ``model.quantize`` says, so that an adapter alone goes
+    with it."""
     adapters: Adapters | None = None
     """The adapters that it takes alone, onto the same base; None: it takes whole weights."""
     spans_devices: bool = False

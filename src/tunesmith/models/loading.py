@@ -23,13 +23,19 @@ from transformers.initialization import no_init_weights
 
 from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.models.attention import ATTENTION_NAME
-from tunesmith.models.kernels.quantised import Quantize, quantise
+from tunesmith.models.kernels.quantised import (
+    QuantisedLinear,
+    Quantize,
+    quantise,
+    quantised_weights,
+)
 from tunesmith.models.parallel.shard_files import (
     WeightFiles,
     conversions_of,
     fill,
     is_converted,
     is_finite,
+    renamed,
     shapes_of,
     stored_names,
     turned_names,
@@ -300,6 +306,29 @@ def read_shards(
         else:
             wrong = fill(module, files.rows, wanted & files.names)
     check_values(path, wrong if sharding is None else sharding.any_of(wrong))
+
+
+def quantised_in(
+    path: str | Path,
+    quantize: Quantize,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    trust_remote_code: bool = False,
+) -> dict[str, QuantisedLinear]:
+    """The modules that ``load_module`` quantises, without their bytes, by the names of their
+    weights in the model and in its files; they round weights that are on ``device``."""
+    files = readable(path)
+    config = load_config(files, trust_remote_code=trust_remote_code)
+    make = partial(auto_class(config).from_config, config, trust_remote_code=trust_remote_code)
+    with boundary(ModelError, f"cannot make model '{files}' without its weights", ANY_ERROR):
+        module = _without_weights(files, make, trains=False, device=None)
+    quantise(module, quantize, dtype)
+    found = quantised_weights(module)
+    for part in found.values():
+        for name, levels in list(part.named_buffers()):
+            setattr(part, name, levels.to(device))
+    return found | {stored: found[name] for name, stored in renamed(module, found).items()}
 
 
 def takes_tf32(dtype: torch.dtype, device: str | torch.device) -> bool:

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG, WEIGHTS
 from tunesmith.errors import CheckpointError, ModelError, boundary
-from tunesmith.models.kernels.quantised import weights_of
+from tunesmith.models.kernels.quantised import quantised_weights, weights_of
 from tunesmith.models.parallel.sharding import whole
 from tunesmith.models.weight_checks import listed
 from tunesmith.plan.facts.model_files import is_of_tower
@@ -109,8 +109,8 @@ class LoraAdapter:
         """The weights of the base with the adapter merged in, under the base's names; the module is
         not changed.
 
-        Each sum ``W + scale · B A`` is computed in float32 and rounded to the base's dtype. The
-        ranks of a sharded base iterate together.
+        Each sum ``W + scale · B A`` is computed in float32 and rounded to the base's dtype; a
+        quantised ``W`` is dequantised. The ranks of a sharded base iterate together.
 
         Args:
             in_host_memory: put sums and gathered weights on the CPU, because together they would be
@@ -121,10 +121,14 @@ class LoraAdapter:
         adapted = {
             name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)
         }
+        quantised = quantised_weights(module)
         for name, part in module.state_dict().items():
             owner, is_adapted, rest = name.partition(".base_layer.")
             made = isinstance(part, DTensor)
             tensor = whole(part) if made else part
+            if name in quantised:
+                tensor = quantised[name].dequantised(tensor)
+                made = True
             if is_adapted and rest == "weight":
                 delta = cast(Any, adapted[owner]).get_delta_weight(TRAINED)
                 tensor = (tensor.to(delta.device).float() + delta.float()).to(tensor.dtype)

@@ -190,6 +190,12 @@ class Plan(Generic[C]):
         return adapters.reserved(self.adapter_rank) or 0
 
     @property
+    def engine_quantize(self) -> str | None:
+        """The format of the weights that engines hold: the trainer's, but for engines of others,
+        which hold the numbers that it stands for."""
+        return None if self.devices.engine.third_party else self.said.model.quantize
+
+    @property
     def replays_routing(self) -> bool:
         """Whether training lets tokens choose the experts that they chose in the engine."""
         return self.algorithm is not None and self.algorithm.routing_replay == "sampler"

@@ -19,6 +19,7 @@ from tunesmith.plan.cost.sync import sync_notes
 from tunesmith.plan.derive.capacity import with_capacity, with_device
 from tunesmith.plan.derive.engines import (
     fast_engine,
+    short_of_kv,
     with_fast_engine,
     with_own_processes,
     with_said_engine,
@@ -80,16 +81,24 @@ def resolve(said: C, facts: Facts, *, advise: bool = True) -> Plan[C]:
         return _whole(with_said_engine(plan, reasons), said, reasons, advise=advise)
     fast = reasons.copy()
     own = reasons.copy()
+    found: Plan[C] | None = None
+    refusal: ConfigError | None = None
     try:
-        return _whole(with_fast_engine(plan, kind, fast), said, fast, advise=False)
+        found = _whole(with_fast_engine(plan, kind, fast), said, fast, advise=False)
+        why = short_of_kv(found)
+        if why is None:
+            return found
     except ConfigError as error:
-        # A run that Tunesmith's own engine can do is not refused for another one.
-        with suppress(ConfigError):
-            why = str(error.problems[0])
-            return _whole(with_said_engine(plan, own, why), said, own, advise=False)
-        if not advise:
-            raise
-    return _whole(with_fast_engine(plan, kind, reasons), said, reasons)
+        refusal = error
+        why = f"this run cannot use it: {error.problems[0]}"
+    # A run that Tunesmith's own engine can do, or does faster, is not left to another one.
+    with suppress(ConfigError):
+        other = _whole(with_said_engine(plan, own, why), said, own, advise=False)
+        if found is None or compared_seconds(other) < compared_seconds(found):
+            return other
+    if refusal and not advise:
+        raise refusal
+    return found or _whole(with_fast_engine(plan, kind, reasons), said, reasons)
 
 
 def _with_best_parts(said: C, facts: Facts, *, advise: bool) -> Plan[C]:

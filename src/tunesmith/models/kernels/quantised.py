@@ -96,6 +96,12 @@ class QuantisedLinear(nn.Linear):
             view.copy_(part.flatten())
         return found
 
+    @torch.no_grad()
+    def dequantised(self, weight: Tensor) -> Tensor:
+        """The weight of these bytes, laid out as in a model's files."""
+        found = self.whole(self.opened(*self._views(weight)), self.dtype)
+        return found.t() if self.transposed else found
+
     def open(self, weight: Tensor) -> Any:
         """The ``opened`` parts, cached: sharded bytes are gathered into the same storage, so views
         stay valid."""
@@ -258,6 +264,15 @@ def quantise(module: PreTrainedModel, quantize: Quantize, dtype: torch.dtype) ->
 
 def is_quantised(module: nn.Module) -> bool:
     return any(isinstance(part, QuantisedLinear) for part in module.modules())
+
+
+def quantised_weights(module: nn.Module) -> dict[str, QuantisedLinear]:
+    """The quantised linear modules, by the names of their weights."""
+    return {
+        f"{name}.weight": part
+        for name, part in module.named_modules()
+        if isinstance(part, QuantisedLinear)
+    }
 
 
 def weights_of(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:

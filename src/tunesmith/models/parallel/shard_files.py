@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 from transformers.dynamic_module_utils import custom_object_save
 
-from tunesmith.models.kernels.quantised import QuantisedLinear
+from tunesmith.models.kernels.quantised import quantised_weights
 from tunesmith.models.parallel.mxfp4 import unpacked
 from tunesmith.models.parallel.sharding import Sharding, first_row, local, whole
 from tunesmith.plan.facts.model_files import BLOCKS, SCALES, weights_in
@@ -76,11 +76,7 @@ def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[
     second-level scales. Returns the names of those with values that are not finite.
     """
     wrong: list[str] = []
-    quantised = {
-        f"{name}.weight": part
-        for name, part in module.named_modules()
-        if isinstance(part, QuantisedLinear)
-    }
+    quantised = quantised_weights(module)
     for name, tensor in module.state_dict().items():
         if name not in names:
             continue
@@ -99,11 +95,7 @@ def fill(module: nn.Module, rows: Callable[[str, int, int], Tensor], names: set[
 
 def shapes_of(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The weights of a module with their shapes in a model's files."""
-    quantised = {
-        f"{name}.weight": part
-        for name, part in module.named_modules()
-        if isinstance(part, QuantisedLinear)
-    }
+    quantised = quantised_weights(module)
     for name, tensor in module.state_dict().items():
         part = quantised.get(name)
         if part:
@@ -140,7 +132,12 @@ def stored_names(module: PreTrainedModel) -> dict[str, str]:
     nothing."""
     if any(isinstance(conversion, WeightConverter) for conversion in conversions_of(module)):
         return {}
-    tags = {name: torch.empty(0) for name in module.state_dict()}
+    return renamed(module, module.state_dict())
+
+
+def renamed(module: PreTrainedModel, own: Iterable[str]) -> dict[str, str]:
+    """The names in a module's files of weights that transformers only renames."""
+    tags = {name: torch.empty(0) for name in own}
     names = {id(tag): name for name, tag in tags.items()}
     return {names[id(tag)]: name for name, tag in revert_weight_conversion(module, tags).items()}
 

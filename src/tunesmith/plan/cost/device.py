@@ -58,6 +58,7 @@ class Layout:
     lora_rank: int | None = None
     """Rank of the adapter; None: the whole model is trained."""
     quantize: str | None = None
+    engine_quantize: str | None = None
     muon: bool = False
     """Whether Muon trains the layers' matrices, with a single moment."""
     offload: bool = False  # optimizer state and gradients to host memory

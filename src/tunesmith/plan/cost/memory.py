@@ -76,6 +76,7 @@ def layout_of(plan: AnyPlan, tokens: int | None = None, kv_bytes: int = 0) -> La
         trains=kind.trains,
         lora_rank=(plan.adapter_rank or USUAL_RANK) if kind.adapter else None,
         quantize=said.model.quantize,
+        engine_quantize=plan.engine_quantize,
         offload=memory.offload_optimizer,
         offload_parameters=memory.offload_parameters,
         offload_frozen=memory.offload_reference,
@@ -233,7 +234,7 @@ def engine_kv(plan: AnyPlan, model: ModelFacts, *, least: bool = False) -> int:
     share = plan.said.system.vllm.memory_share
     gpu = plan.engine_gpu
     if share is not None and gpu is not None:
-        copy = engine_copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
+        copy = engine_copy_bytes(model, plan.devices.bytes_per_number, plan.engine_quantize)
         taken = library_bytes(plan) + copy // plan.devices.ranks_per_engine
         left = int(share * gpu.memory_total) - taken
         return max(request_kv(plan, model) // plan.devices.ranks_per_engine, left)
@@ -302,7 +303,7 @@ def planned_elsewhere(plan: AnyPlan, *, least: bool = False) -> Price | None:
     model = plan.facts.model
     if model is None or model.parameters is None or not plan.engines_elsewhere:
         return None
-    copy = engine_copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
+    copy = engine_copy_bytes(model, plan.devices.bytes_per_number, plan.engine_quantize)
     # With NCCL: the bucket that is being written, the next one on its way, and the last tensor of
     # the one before.
     arriving = 3 * _bucket_bytes(plan, model) if plan.devices.weight_plane == "nccl" else 0

@@ -58,7 +58,7 @@ def _price(model: ModelFacts, layout: Layout) -> Price:
         "turns": layout.turns,
         "keeps_base": layout.keeps_base,
     }
-    own = engine_copy_bytes(model, layout.bytes_per_number, layout.quantize)
+    own = engine_copy_bytes(model, layout.bytes_per_number, layout.engine_quantize)
     engines = layout.engines * own // layout.ranks
     room = layout.engines * size * adapter_numbers(model, layout.reserved_rank)
     beside["engine"] = engines + layout.prepared + room

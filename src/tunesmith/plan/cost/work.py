@@ -494,7 +494,7 @@ def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> 
     new = min(plan.said.rollout.max_new_tokens, tokens)
     rounded = system.engine_weights
     if rounded == "model":
-        weights = copy_bytes(model, plan.devices.bytes_per_number, plan.said.model.quantize)
+        weights = copy_bytes(model, plan.devices.bytes_per_number, plan.engine_quantize)
     else:
         weights = rounded_bytes(model.parameters or 0, model.hidden_size, rounded)
     per_token = kv_bytes_per_token(plan, model)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from tunesmith.config.engines import EngineKind, engine_kinds
+from tunesmith.config.values import format_size
+from tunesmith.plan.cost.seconds import compared_seconds
+from tunesmith.plan.derive.sizes import wanted_kv
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
 
 ENGINE = "system.engine"
@@ -34,7 +37,7 @@ def with_said_engine(plan: Plan[C], reasons: Reasons, refused: str | None = None
     """The plan with the engine that was named, or Tunesmith's own.
 
     Args:
-        refused: why the engine that samples fastest on GPUs cannot be used for this run.
+        refused: why this run does not get the engine that samples fastest on GPUs.
     """
     own = plan.devices.engine
     if plan.said.system.engine is not None:
@@ -43,9 +46,27 @@ def with_said_engine(plan: Plan[C], reasons: Reasons, refused: str | None = None
     fast = plan.facts.fast_engine
     if fast is not None and may_be_faster(plan):
         title = engine_kinds()[fast.name].title
-        why = f"this run cannot use it: {refused}" if refused else fast.where
-        reasons.add(ENGINE, own.name, f"{title} samples faster on GPUs, but {why}")
+        why = f"{title} samples faster on GPUs, but {refused or fast.where}"
+        reasons.add(ENGINE, own.name, why)
     return plan
+
+
+def short_of_kv(plan: AnyPlan) -> str | None:
+    """Why another engine may be faster, though this one samples fastest: beside its copy of the
+    weights there is room for fewer than half of the keys and values that are wanted."""
+    model = plan.facts.model
+    system = plan.said.system
+    open_yet = system.kv_memory is None and system.vllm.memory_share is None
+    if model is None or not model.parameters or not plan.training.longest or not open_yet:
+        return None
+    _, wanted = wanted_kv(plan, model, plan.devices.engines_together(plan.gpus))
+    if 2 * plan.memory.kv_bytes * plan.devices.ranks_per_engine >= wanted:
+        return None
+    held = format_size(plan.memory.kv_bytes)
+    return (
+        f"its own copy of the weights leaves {held} for keys and values: a step would take about "
+        f"{compared_seconds(plan):.3g} s"
+    )
 
 
 def with_own_processes(plan: Plan[C], reasons: Reasons) -> Plan[C]:

@@ -302,7 +302,7 @@ def _with_most_tokens(plan: Plan[C]) -> Plan[C]:
     model = plan.facts.model if plan.kind.samples and plan.devices.on_gpu else None
     if model and said.vllm.memory_share is None and said.kv_memory is None:
         number = plan.devices.bytes_per_number
-        copy = copy_bytes(model, number, plan.said.model.quantize)
+        copy = copy_bytes(model, number, plan.engine_quantize)
         left = plan.engine_memory - copy // plan.devices.ranks_per_engine
         free["kv"] = f"{max(1, left)}B"
     return plan.with_memory(**free)

@@ -85,7 +85,8 @@ def _with_running(plan: Plan[C], reasons: Reasons) -> Plan[C]:
         kv = engine_kv(plan, model) * plan.devices.ranks_per_engine
         held = kv // request_kv(plan, model)
         running = next((count for count in RUNNING if count <= held), USUAL_RUNNING)
-        why = f"system.kv_memory holds {held} requests of {plan.training.longest} tokens at once"
+        requests = "1 request" if held == 1 else f"{held} requests"
+        why = f"system.kv_memory holds {requests} of {plan.training.longest} tokens at once"
         reasons.add("system.max_running", running, why)
     return replace(plan, sampling=replace(plan.sampling, running=running))
 
@@ -220,7 +221,7 @@ def _kv_memory(plan: AnyPlan, budget: int) -> tuple[str, str] | None:
     part = f"{part} of the free memory" + (f", shared by {engines} engines" if engines > 1 else "")
     if model is None:
         return megabytes(min(share, 4 * 10**9)), f"{part}, at most 4GB"
-    together, wanted = _wanted_kv(plan, model, engines)
+    together, wanted = wanted_kv(plan, model, engines)
     one = ceil(request_kv(plan, model) / plan.devices.ranks_per_engine)
     if one > share:
         share = one
@@ -234,7 +235,7 @@ def _kv_memory(plan: AnyPlan, budget: int) -> tuple[str, str] | None:
     return megabytes(min(wanted, share)), f"{reason}, in {number}"
 
 
-def _wanted_kv(plan: AnyPlan, model: ModelFacts, engines: int) -> tuple[int, int]:
+def wanted_kv(plan: AnyPlan, model: ModelFacts, engines: int) -> tuple[int, int]:
     """Concurrent requests per engine, and the bytes of their KV cache."""
     said = plan.said
     together = plan.sampling.running

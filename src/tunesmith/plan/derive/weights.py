@@ -63,6 +63,8 @@ def _usual_sync(plan: AnyPlan) -> tuple[str, str]:
     problem = adapters.problem(family, plan.adapter_rank)
     if problem:
         return "merged", f"{engine.title}: {problem}"
+    if plan.said.model.quantize and engine.third_party and not engine.rounds_base:
+        return "merged", f"{engine.title} does not round the base as the trainer does"
     if adapters.slow_on_cpu and not plan.devices.on_gpu:
         return "merged", f"on a CPU {engine.title} is slow with an adapter beside the base"
     if engine.third_party:

@@ -183,8 +183,6 @@ def _fits_in_some_layout(plan: Plan[C], given: C, changes: Mapping[str, object])
     if any(said_contradictions(with_values(given, changes))):
         return False
     for engine in _engines(plan, given):
-        if engine.third_party and "model.quantize" in changes:
-            continue
         there = reopened(plan, given.system).with_devices(engine=engine)
         there = with_said(there, changes)
         found = (layout.of(there) for layout in layouts(there))
@@ -272,7 +270,8 @@ def _changes(plan: AnyPlan, layout: Mapping[str, Any]) -> Iterator[dict[str, Any
             yield {"lora.rank": USUAL_RANK}
     engine = plan.devices.engine
     fixed = plan.kind.score_model or (plan.kind.trains and muon)
-    if plan.said.model.quantize is None and not engine.third_party and not fixed:
+    held = engine.third_party and not plan.kind.trains
+    if plan.said.model.quantize is None and not held and not fixed:
         lora = {} if not plan.kind.trains or plan.kind.adapter else {"lora.rank": USUAL_RANK}
         yield from ({**lora, "model.quantize": name} for name in ("int8", "nf4"))
     if engine.spans_devices and not plan.kind.rl and not plan.kind.supervised:

@@ -196,12 +196,34 @@ def weights_as_engines_take_them(s: Situation[RunConfig]) -> Iterator[Problem]:
         if problem:
             yield s.clash(SYNC,
                 f'with {s.said(ENGINE)}: {problem}; set "merged", or leave it out', ENGINE)
-    if s.config.model.quantize and (s.engine.third_party or s.devices.adapter_sync == "merged"):
-        yield s.clash("model.quantize",
-            "with engines that do not quantise the base: they would not compute with the quantised "
-            "weights that the adapter is trained on, so the samples would come from another "
-            'policy. Set system.engine = "local" (and system.adapter_sync = "adapter"), or leave '
-            "out model.quantize", ENGINE, "system.adapter_sync")
+
+
+@rule(RunConfig)
+def quantised_bases_of_engines(s: Situation[RunConfig]) -> Iterator[Problem]:
+    """Engines of others keep the base unquantised: they compute with the numbers that it stands
+    for."""
+    key = "model.quantize"
+    quantize = s.config.model.quantize
+    if not quantize:
+        return
+    other = s.engine.third_party
+    if other and not s.config.trains:
+        yield s.clash(key,
+            f"with {s.said(ENGINE)}, which keeps weights unquantised, so nothing would be saved. "
+            f'Set {ENGINE} = "local", or leave out model.quantize', ENGINE)
+    elif other and s.devices.adapter_sync == "adapter" and not s.engine.rounds_base:
+        yield s.clash(key,
+            f"with an adapter alone for {s.said(ENGINE)}, which does not round the base as the "
+            'trainer does; set "merged", or leave it out', SYNC, ENGINE)
+    elif other and quantize == "int8" and s.algorithm and s.algorithm.correction.name == "none":
+        yield s.clash(key,
+            f"with {s.said(ENGINE)}, which does not round activations to 8 bits, as the trainer "
+            'does; set model.quantize = "nf4", or correct for it with '
+            'algorithm.correction = "token_truncate"', ENGINE, "algorithm.correction")
+    elif not other and s.devices.adapter_sync == "merged":
+        yield s.clash(key,
+            "with merged weights: the engine would not compute with the quantised weights that "
+            f'the adapter is trained on. Set {SYNC} = "adapter", or leave it out', SYNC)
 
 
 @rule(RunConfig)

@@ -82,6 +82,7 @@ def vllm_spec(plan: AnyPlan) -> VllmSpec:
         "sleeps": devices.device != "cpu" and (devices.hybrid or not devices.engines_apart),
         "speculative_tokens": system.speculative_tokens,
         "draft_model": system.draft_model,
+        "base": said.model.quantize,
         **system.vllm.model_dump(),
         "tensor_parallel_size": devices.tensor,
         "prefix_caching": plan.vllm.prefix_caching,

@@ -160,10 +160,13 @@ def published_bytes(model: Decoder, *, merged: bool = True) -> int:
 
 def _sizes(model: Decoder, *, merged: bool) -> list[int]:
     """Bytes of each published tensor, with tied weights counted once."""
+    from tunesmith.models.kernels.quantised import weights_of
+
     if model.adapter is not None and not merged:
         return [tensor.nbytes for _, tensor in model.adapter.own_weights()]
+    counts = {id(parameter): count for parameter, count in weights_of(model.module)}
     parameters = {
-        id(p): p.numel() * model.dtype.itemsize
+        id(p): counts[id(p)] * model.dtype.itemsize
         for name, p in model.module.named_parameters()
         if ".lora_" not in name
     }
@@ -174,7 +177,9 @@ def _sizes(model: Decoder, *, merged: bool) -> list[int]:
 
 def largest_bytes(model: Decoder) -> int:
     """Bytes of the largest bucket of published weights."""
-    largest = max((p.numel() for p in model.module.parameters()), default=0)
+    from tunesmith.models.kernels.quantised import weights_of
+
+    largest = max((count for _, count in weights_of(model.module)), default=0)
     return max(BUCKET, largest * model.dtype.itemsize)
 
 
@@ -184,8 +189,8 @@ def published(
     """The weights that engines elsewhere need: the model's, with the adapter merged in, or only the
     adapter's.
 
-    Quantised weights are never sent: they are not trained, and an engine quantises the same weights
-    itself.
+    Quantised weights are sent only if an adapter is merged into them, which dequantises them: they
+    are not trained, and an engine rounds the same weights itself.
 
     Args:
         as_stored: use the names and shapes of the model's and the adapter's files, which

@@ -172,7 +172,7 @@ FAR = 'system.engine_urls=["http://node7:30000"]'
         (["system.engine=sglang", HERE, "system.draft_model=org/m"], "leave it out"),
         (
             ["system.engine=sglang", HERE, "lora.rank=4", "model.quantize=int8"],
-            "with engines that do not quantise the base",
+            "does not round activations to 8 bits",
         ),
         (
             ["system.engine=sglang", HERE, "rollout.top_p=0.9"],

@@ -11,6 +11,7 @@ KIND = EngineKind(
     "vLLM",
     "tunesmith.run.placement.engines:vllm_spec",
     third_party=True,
+    rounds_base=True,
     adapters=Adapters(
         ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
         modules={

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.errors import EngineError, ModelError, UserError, boundary
+from tunesmith.models.kernels.quantised import Quantize
 from tunesmith.models.source import directory_of, readable
 from tunesmith.plan.facts.model_files import is_packed
 from tunesmith.plan.rules.vllm import extra_problem, version_problem
@@ -47,6 +48,8 @@ class VllmSettings:
     pipeline_parallel_size: int = 1
     cuda_graph_sizes: Sequence[int] | None = None
     quantization: str | None = None
+    base: Quantize | None = None
+    """The format of the trainer's quantised base, to which weights are rounded as they are read."""
     extra: Mapping[str, Any] | None = None
     """Further arguments of vLLM's ``EngineArgs``, by name."""
     draft_model: str | None = None
@@ -119,12 +122,13 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
 
 
 def _reading(settings: VllmSettings) -> Mapping[str, object]:
-    """Arguments with which vLLM reads weights in MXFP4 as bfloat16; none for other models."""
-    if not is_packed(directory_of(settings.model)):
+    """Arguments with which vLLM reads weights in MXFP4 as bfloat16, or rounds a base as the trainer
+    does; none for other models."""
+    if not settings.base and not is_packed(directory_of(settings.model)):
         return {}
-    from tunesmith.run.engines.vllm.unpacked import LOADER, without_method
+    from tunesmith.run.engines.vllm.unpacked import LOADERS, without_method
 
-    return {"load_format": LOADER, "hf_overrides": without_method}
+    return {"load_format": LOADERS[settings.base], "hf_overrides": without_method}
 
 
 def _refusal(error: ValueError, settings: VllmSettings, version: str) -> UserError:
