@@ -20,6 +20,8 @@ SETTINGS = {
 
 def measure(wanted: Measure) -> Result:
     os.environ.update(SETTINGS)
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        _hold_to_avx2()
     vllm: Any = import_module("vllm")
     workload = WORKLOADS[wanted.workload]
     lengths = workload.lengths()
@@ -54,6 +56,15 @@ def measure(wanted: Measure) -> Result:
             "the lengths were not forced"
         )
     return Result({wanted.part: runs[1:]}, sum(lengths), peak_memory_mb())
+
+
+def _hold_to_avx2() -> None:
+    """vLLM chooses its library of kernels by what the CPU can do, whatever PyTorch is held to: of
+    its three, take the one for AVX2, and nothing that was compiled for another kind."""
+    cpu = import_module("torch").cpu
+    for unit in ("avx512", "avx512_bf16", "amx_tile", "amx_fp16"):
+        setattr(cpu, f"_is_{unit}_supported", lambda: False)
+    os.environ["VLLM_CACHE_ROOT"] = os.path.expanduser("~/.cache/vllm-avx2")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,13 @@ static inline Vec fold(Vec* a) {  // the sums of W vectors
 #endif
 }
 
+template <int Q> static inline void copy_sums(const float* found, int64_t n, float* out, int64_t out_step) {  // the first n of W / Q
+    constexpr int S = W / Q;
+    for (int i = 0; i < Q; i++)
+        if (n == S) std::memcpy(out + i * out_step, found + i * S, S * sizeof(float));
+        else std::copy_n(found + i * S, n, out + i * out_step);
+}
+
 // out[i][s] = q[i] . k[s] of n rows k; q is padded with zeros to a multiple of W. Whole: d is such a multiple.
 template <int Q, bool Whole, class T>
 static __attribute__((noinline)) void dots(const float* q, int64_t q_step, const T* k, int64_t k_step, int64_t n, int64_t d,
@@ -43,8 +50,7 @@ static __attribute__((noinline)) void dots(const float* q, int64_t q_step, const
             }
         float found[W];
         store(found, fold(a));
-        for (int i = 0; i < Q; i++)
-            for (int j = 0; j < S && s + j < n; j++) out[i * out_step + s + j] = found[i * S + j];
+        copy_sums<Q>(found, std::min<int64_t>(n - s, S), out + s, out_step);
     }
 }
 
@@ -74,29 +80,28 @@ static __attribute__((noinline)) void narrow_dots(const bfloat16* q, const bfloa
                 for (int i = 0; i < Q; i++) a[i * S + j] = add_products(a[i * S + j], rows[j] + c, q + i * d + c);
         float found[W];
         store(found, fold(a));
-        for (int i = 0; i < Q; i++)
-            for (int j = 0; j < S && s + j < n; j++) out[i * out_step + s + j] = found[i * S + j];
+        copy_sums<Q>(found, std::min<int64_t>(n - s, S), out + s, out_step);
     }
 }
 
 // out[i] += sum over s of w[i][s] v[s]; out is padded to a multiple of 2 W. `runs` calls f(s, v, n) for each n rows from
-// s that follow each other.
-template <int Q, bool Whole, class T, class Runs>
+// s that follow each other. H: vectors of v together; Whole: d is a multiple of them.
+template <int Q, int H, bool Whole, class T, class Runs>
 static __attribute__((noinline)) void mix(const float* w, int64_t w_step, const Runs& runs, int64_t d, float* out, int64_t out_step) {
-    for (int64_t c = 0; c < d; c += 2 * W) {
-        Vec a[Q][2];
+    for (int64_t c = 0; c < d; c += H * W) {
+        Vec a[Q][H];
         for (int i = 0; i < Q; i++)
-            for (int h = 0; h < 2; h++) a[i][h] = load(out + i * out_step + c + h * W);
+            for (int h = 0; h < H; h++) a[i][h] = load(out + i * out_step + c + h * W);
         runs([&](int64_t from, const T* v, int64_t n) {
             for (int64_t s = 0; s < n; s++)
-                for (int h = 0; h < 2; h++) {
+                for (int h = 0; h < H; h++) {
                     const T* row = v + s * d + c + h * W;
                     Vec x = Whole ? load(row) : load(row, std::max<int64_t>(d - c - h * W, 0));
                     for (int i = 0; i < Q; i++) a[i][h] += w[i * w_step + from + s] * x;
                 }
         });
         for (int i = 0; i < Q; i++)
-            for (int h = 0; h < 2; h++) store(out + i * out_step + c + h * W, a[i][h]);
+            for (int h = 0; h < H; h++) store(out + i * out_step + c + h * W, a[i][h]);
     }
 }
 
@@ -118,8 +123,9 @@ template <class T> static void all_dots(int64_t queries, const float* q, int64_t
 
 template <class T, class Runs> static void all_mix(int64_t queries, const float* w, int64_t w_step, const Runs& runs, int64_t d, float* out, int64_t out_step) {
     by_queries(queries, [&](int64_t i, auto size) {
-        constexpr int Q = decltype(size)::value;
-        (d % (2 * W) ? mix<Q, false, T, Runs> : mix<Q, true, T, Runs>)(w + i * w_step, w_step, runs, d, out + i * out_step, out_step);
+        constexpr int Q = decltype(size)::value, H = Q > 2 ? 2 : Q == 1 && W == 8 ? 8 : 4;  // eight sums at least: each waits for the one before
+        const auto mixed = d % (2 * W) ? mix<Q, 2, false, T, Runs> : d % (H * W) ? mix<Q, 2, true, T, Runs> : mix<Q, H, true, T, Runs>;
+        mixed(w + i * w_step, w_step, runs, d, out + i * out_step, out_step);
     });
 }
 
@@ -238,6 +244,10 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
     auto by_block = [&](const int64_t* table, int64_t from, int64_t to, auto f) {
         for (int64_t slot = from, n; slot < to; slot += n) f(slot, at(table, slot), n = std::min(to - slot, size - slot % size));
     };
+    // Keys and values of a step lie in many small blocks, each of which a core would begin to read too late.
+    auto ask = [&](const T* p, int64_t n) {
+        for (const char *line = (const char*)p, *end = (const char*)(p + n * D); line < end; line += 64) __builtin_prefetch(line, 0, 2);
+    };
     const int64_t* shared = s.prompts + rows[0] * s.prompts_width;
     for (int64_t m = 0; m < count; m++) {
         const int64_t row = rows[m], slot = s.written[row], begin = std::max<int64_t>(begin_of(row) - prompt, 0);
@@ -251,6 +261,9 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
         }
         for (int64_t g = 0; g < G; g++) make_head(s, l, x + (head * G + g) * D, l.q_norm, row, l.scale, q + (m * G + g) * padded);
         by_block(table, begin, slot + 1, [&](int64_t from, const T* k, int64_t n) {
+            ask(k + s.bank.plane, n);
+            if (from + n <= slot) ask(at(table, from + n), std::min(size, slot + 1 - from - n));
+            else if (m + 1 < count) ask(bank + s.own[rows[m + 1] * s.own_width] * s.bank.block, std::min(size, s.written[rows[m + 1]]));
             all_dots(G, q + m * G * padded, padded, k, n, D, scores + m * G * width + prompt + from, width);
         });
     }
