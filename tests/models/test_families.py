@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support import tiny
 from tests.support.families import (
+    DECODERS,
     assert_same_gradients,
     build,
     gradients,
@@ -31,9 +32,11 @@ from tunesmith.plan.facts.families import REFUSED, check_family, families, publi
 LEAN = [name for name, each in families().items() if each.lean and not each.inner] + ["qwen3_vl"]
 
 
-@pytest.mark.parametrize("model_type", published())
-def test_forest_equals_one_sequence_at_a_time(model_type: str) -> None:
-    model = build(model_type)
+@pytest.mark.parametrize(
+    ("model_type", "decoder"), [*((name, {}) for name in published()), *DECODERS.items()]
+)
+def test_forest_equals_one_sequence_at_a_time(model_type: str, decoder: dict[str, Any]) -> None:
+    model = build(model_type, **decoder)
     assert model.training_cost().linear > 0
     batch = samples()
     want = one_at_a_time(model.module, batch, 0.8)

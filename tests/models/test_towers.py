@@ -44,6 +44,7 @@ PUBLISHED = {
     "gemma4_unified": ("model.language_model.layers.0.mlp.up_proj.weight", "model.embed_vision."),
     "glm4v": ("model.language_model.layers.0.mlp.gate_up_proj.weight", "model.visual."),
     "glm4v_moe": ("model.language_model.layers.0.mlp.up_proj.weight", "model.visual."),
+    "glm46v": ("model.language_model.layers.0.mlp.gate_up_proj.weight", "model.visual."),
     "qwen2_vl": ("model.layers.0.mlp.up_proj.weight", "visual."),
     "qwen3_vl_moe": ("model.language_model.layers.0.self_attn.q_proj.weight", "model.visual."),
     "qwen3_5": ("model.language_model.layers.0.mlp.up_proj.weight", "model.visual."),

@@ -120,6 +120,28 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
+    "afmoe": {
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 5,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "mup_enabled": True,
+    },
+    "laguna": {
+        "sliding_window": WINDOW,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_attention_heads_per_layer": [4, 8],
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "hy_v3": {
@@ -239,6 +261,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "exaone4_5": {"vision_config": _QWEN_VISION},
     "glm4v": {"vision_config": {**_QWEN_VISION, "image_size": 28}},
     "glm4v_moe": {"vision_config": {**_QWEN_VISION, "image_size": 28}},
+    "glm46v": {"vision_config": {**_QWEN_VISION, "model_type": "glm4v_vision", "image_size": 28}},
     "qwen2_vl": {
         "vision_config": {
             "depth": 2,
@@ -302,7 +325,7 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 """Keys and values made of one narrow latent, and experts beside a shared one."""
-for _name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+for _name in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
     SPECIAL[_name] = LATENT
 for _name in ("minicpm3", "youtu"):
     SPECIAL[_name] = {name: LATENT[name] for name in [*LATENT][:6]}
@@ -346,6 +369,7 @@ _HALF_ROTATED = {
     "rope_parameters": {**_THREE_ROWS, "partial_rotary_factor": 0.5},
 }
 SPECIAL["glm4v"] = _HALF_ROTATED
+SPECIAL["glm46v"] = _HALF_ROTATED | {"model_type": "glm4v_text"}
 SPECIAL["glm4v_moe"] = SPECIAL["glm4_moe"] | _HALF_ROTATED
 for _name in ("internvl", "llava_onevision"):
     SPECIAL[_name] = {"model_type": "qwen2"}
@@ -394,6 +418,10 @@ SPECIAL["llama4"] = SPECIAL["llama4_text"] = {
     "attention_chunk_size": WINDOW,
     "floor_scale": 3,
 }
+DECODERS: dict[str, dict[str, Any]] = {
+    "mistral3": {**LATENT, "first_k_dense_replace": 0, "model_type": "mistral4"}
+}
+"""Other decoders that are published with the same towers."""
 
 
 def samples() -> list[Sample]:
@@ -412,13 +440,13 @@ def samples() -> list[Sample]:
     return made
 
 
-def build(model_type: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> CausalLM:
+def build(model_type: str, /, dtype: torch.dtype = torch.float32, **overrides: Any) -> CausalLM:
     module = module_of(model_type, dtype, **overrides)
     check_family(module.config, [name for kind in KINDS.rooms for name in kind.layer_types])
     return CausalLM(module, tiny.tokenizer())
 
 
-def module_of(model_type: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+def module_of(model_type: str, /, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A Hugging Face model, always the same, sharper than the usual start so that a mistake
     shows."""
     torch.manual_seed(0)
@@ -439,7 +467,7 @@ def auto_class(model_type: str) -> Any:
     return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
 
 
-def settings_of(model_type: str, **overrides: Any) -> dict[str, Any]:
+def settings_of(model_type: str, /, **overrides: Any) -> dict[str, Any]:
     """The settings of a tiny model; those of the text decoder, if it is multimodal."""
     own = SPECIAL.get(model_type, {})
     towers = MULTIMODAL.get(model_type)

@@ -18,6 +18,7 @@ MISSING: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
 }
@@ -48,7 +49,7 @@ def test_counts_are_those_of_the_modules(model_type: str) -> None:
     if experts:
         chosen = next(
             getattr(config, name)
-            for name in ("num_experts_per_tok", "moe_k", "top_k_experts")
+            for name in ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
             if hasattr(config, name)
         )
         share = 1 - chosen / experts[0].shape[0]

@@ -63,10 +63,11 @@ def find_routers(layers: Iterable[nn.Module]) -> Iterator[Router]:
     index = 0
     for layer, block in enumerate(layers):
         for module in block.modules():
-            weight = getattr(module, "weight", None)
             experts = getattr(module, "num_experts", None)
             chosen = getattr(module, "top_k", None)
-            if isinstance(weight, Tensor) and isinstance(experts, int) and isinstance(chosen, int):
+            linear = [*module.children()] or [module]  # some hold the linear function
+            scores = len(linear) == 1 and isinstance(getattr(linear[0], "weight", None), Tensor)
+            if scores and isinstance(experts, int) and isinstance(chosen, int):
                 yield Router(index, layer, module, experts, chosen, _holder_of(block, module))
                 index += 1
 

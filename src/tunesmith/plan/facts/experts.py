@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tunesmith.plan.facts.layers import Written, first
-from tunesmith.plan.facts.parameters import CHOSEN, EXPERTS, Counts
+from tunesmith.plan.facts.parameters import EXPERTS, Counts, chosen_experts
 
 ExpertsImplementation = Literal["grouped_mm", "eager"]
 """The values of ``system.experts_implementation``."""
@@ -36,7 +36,7 @@ NO_MIXTURES = Mixtures()
 
 def mixtures_of(config: Written, counted: Counts) -> Mixtures:
     experts = first(config, *EXPERTS)
-    chosen = first(config, *CHOSEN)
+    chosen = chosen_experts(config)
     return Mixtures(counted.mixtures, experts, chosen, counted.routed, counted.inner)
 
 

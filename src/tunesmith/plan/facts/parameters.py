@@ -13,7 +13,7 @@ from tunesmith.plan.facts.families import Family
 from tunesmith.plan.facts.layers import CARRYING, Mixer, Written, first
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
 ALONE = ("mlp", "moe")
 """Kinds of layers that are only a feed-forward network, in families that have these."""
@@ -158,8 +158,14 @@ def _experts(config: Written, sizes: Sizes, family: Family) -> Counts:
     if family.dense_beside_experts:
         shared = sizes.inner
     total = experts * (each + hidden) + _matrices(family) * hidden * shared
-    chosen = first(config, *CHOSEN)
+    chosen = chosen_experts(config)
     return Counts(total, (experts - chosen) * each, experts * each, 1, chosen * inner + shared)
+
+
+def chosen_experts(config: Written) -> int:
+    """How many experts of a layer a token passes through; the most, if that differs by layer."""
+    value = next((config[name] for name in CHOSEN if config.get(name)), 0)
+    return max(value) if isinstance(value, list) else value
 
 
 def _is_sparse(config: Written, layer: int) -> bool:
