@@ -233,11 +233,11 @@ def test_an_engine_alone_on_its_gpu_uses_nine_tenths_of_it(
     assert share - 0.05 < needed.sampling / free <= share
 
 
-def test_an_engine_that_shares_its_gpu_in_turns_has_half_of_what_is_left() -> None:
+def test_an_engine_that_shares_its_gpu_in_turns_uses_nine_tenths_of_it() -> None:
+    """What the trainer keeps there, weights, keys and values, and a pass."""
     found = plan(RLConfig, "8xH100-80GB", "system.hybrid=true", CROWD, train_size=10**6)
     [(_, needed, free)] = planned_devices(found)
-    held = needed.sampling - needed.kv - needed.libraries
-    assert needed.kv == pytest.approx((free - held) / 2, rel=1e-3)
+    assert 0.85 < needed.sampling / free <= 0.9
 
 
 def test_as_many_requests_run_at_once_as_the_memory_holds() -> None:

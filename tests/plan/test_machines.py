@@ -69,6 +69,9 @@ def test_a_listed_gpu_is_found_in_the_table() -> None:
 6, GPU-7, NVIDIA GeForce RTX 4090, 24564, 24000, 8.9
 7, GPU-8, NVIDIA A10G, 23028, 22500, 8.6
 8, GPU-9, GeForce GTX 1080, 8192, 8000, 6.1
+9, GPU-10, NVIDIA GeForce RTX 3060, 12288, 11800, 8.6
+10, GPU-11, NVIDIA RTX 6000 Ada Generation, 49140, 48500, 8.9
+11, GPU-12, NVIDIA RTX PRO 6000 Blackwell Workstation Edition, 97887, 97000, 12.0
 """
     names = [kind.name if (kind := kind_of(gpu)) else None for gpu in parse_gpus(listing, None)]
     assert names == [
@@ -81,6 +84,9 @@ def test_a_listed_gpu_is_found_in_the_table() -> None:
         "RTX4090-24GB",
         "A10G-24GB",
         None,
+        "RTX3060-12GB",
+        "RTX6000Ada-48GB",
+        "RTXPRO6000-96GB",
     ]
 
 

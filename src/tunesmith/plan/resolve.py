@@ -124,7 +124,7 @@ def _whole(plan: Plan[C], said: C, reasons: Reasons, *, advise: bool = True) -> 
     """The plan with all that follows from its device and engine."""
     # The device is derived before the limits, which are often far higher than the data needs.
     plan = with_system_profile(with_own_processes(plan, reasons), reasons)
-    plan = with_limits(_with_devices(plan, reasons), reasons)
+    plan = with_limits(_with_devices(plan, reasons, nearest=advise), reasons)
     given = settings(said, given_only=True)
     derived = tuple(reasons.entries)
     plan = replace(plan, given=given, reasons=derived, assumed=reasons.assumed)
@@ -161,9 +161,9 @@ def _algorithm(said: RunConfig, facts: Facts, reasons: Reasons) -> Algorithm | N
     return algorithm
 
 
-def _with_devices(plan: Plan[C], reasons: Reasons) -> Plan[C]:
-    """The plan with its processes and memory."""
-    plan, turns_open = with_layout(plan, reasons)
+def _with_devices(plan: Plan[C], reasons: Reasons, *, nearest: bool) -> Plan[C]:
+    """The plan with its processes and memory; see ``with_layout``."""
+    plan, turns_open = with_layout(plan, reasons, nearest=nearest)
     plan = with_capacity(plan, reasons, turns_open=turns_open)
     plan = with_vllm(with_weights(with_experts(plan, reasons), reasons), reasons)
     devices = plan.devices

@@ -220,7 +220,7 @@ def _roomy_options(plan: Plan[C]) -> Iterator[Plan[C]]:
         away = memory.offload_parameters
         key = (away, memory.offload_optimizer, place % len(ways[away]))
         if key not in roomy:
-            roomy[key] = _trainer_may_have_room(replace(ways[away][place], memory=memory))
+            roomy[key] = fits(plan, *_least_of_trainer(replace(ways[away][place], memory=memory)))
         return roomy[key]
 
     for memory in _memories(plan):
@@ -231,15 +231,15 @@ def _roomy_options(plan: Plan[C]) -> Iterator[Plan[C]]:
                 yield replace(way, memory=memory)
 
 
-def _trainer_may_have_room(plan: AnyPlan) -> bool:
-    """Whether the trainer's GPU has room for the parts that shrink, the more of the others is in
-    host memory, if all of them are; what passes between the two is not counted."""
+def _least_of_trainer(plan: AnyPlan) -> tuple[str, Price, int]:
+    """What the trainer's GPU has to hold and its free memory: of the parts that shrink, the more of
+    the others is in host memory, if all of them are; what passes between the two is not counted."""
     others = dict.fromkeys((ACTIVATIONS, REFERENCE), True)
     lean = plan.with_memory(checkpointing=True, **others)
     first = planned_first(lean, least=True)
     assert first is not None, "the model's size is known"
     name, own, free = first
-    return fits(plan, name, replace(own, head=0), free)
+    return name, replace(own, head=0), free
 
 
 def fits_somehow(plan: AnyPlan) -> bool:
@@ -260,6 +260,20 @@ def least_share(plan: AnyPlan) -> float:
     allowed = _allowed(plan)
     choices = sorted(map(Saving, _leanest(plan)), key=lambda each: each.share)
     return next(each.share for each in choices if each.refused <= allowed)
+
+
+def share_at_best(plan: AnyPlan) -> float:
+    """A lower bound of ``least_share``, with little to compute."""
+    if _nothing_to_choose(plan):
+        return 0.0
+    shares: dict[tuple[bool, bool], float] = {}
+    for memory in _memories(plan):
+        key = (memory.offload_parameters, memory.offload_optimizer)
+        if key not in shares:
+            *_, leanest = _ways(plan, away=memory.offload_parameters)
+            _, needed, free = _least_of_trainer(replace(leanest, memory=memory))
+            shares[key] = needed.peak / max(1, free)
+    return min(shares.values())
 
 
 def least_seconds(plan: AnyPlan) -> float:

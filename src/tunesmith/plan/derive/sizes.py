@@ -110,7 +110,8 @@ def _kv_share(plan: AnyPlan, budget: int) -> tuple[int, str]:
     together = planned(plan, least=True)
     if plan.devices.hybrid and together is not None:
         taken = together.sampling - together.kv
-        return _half(plan, taken, here), "while the policy does not train, half"
+        share, part = _in_turn(plan, taken, here)
+        return share, f"while the policy does not train, {part}"
     if together is None or not plan.devices.on_gpu:
         return budget // 4, "a quarter"
     beside = _room(plan, here) - max(together.training, together.sampling) + together.kv
@@ -135,10 +136,18 @@ def _pass_bytes(plan: AnyPlan) -> int:
     return prompts + 3 * 4 * plan.sampling.running * model.vocab_size
 
 
-def _half(plan: AnyPlan, taken: int, processes: int) -> int:
-    """Half of what ``taken`` leaves of a device, and no more than fits beside it."""
-    rounding = 10**6 * plan.devices.engines_together(plan.gpus)  # sizes are whole megabytes
-    return min((plan.free_memory - taken) // 2, _room(plan, processes) - taken - rounding)
+def _in_turn(plan: AnyPlan, taken: int, processes: int) -> tuple[int, str]:
+    """Half of what ``taken`` leaves of a device, or what it and passes leave of most of a GPU if
+    that is more, and no more than fits beside it; and which it is."""
+    engines = plan.devices.engines_together(plan.gpus)
+    rounding = 10**6 * engines  # sizes are whole megabytes
+    half = (plan.free_memory - taken) // 2
+    room = _room(plan, processes) - taken - rounding
+    unused = int((limit(plan) - ALONE) * plan.free_memory) if plan.devices.on_gpu else room
+    left = room - max(0, unused) - engines * _pass_bytes(plan)
+    if left > half:
+        return left, f"what weights and a pass leave of {ALONE:.0%}"
+    return min(half, room), "half"
 
 
 def _room(plan: AnyPlan, processes: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from tunesmith.config.changing import with_values
@@ -81,6 +82,8 @@ def next_best(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:
     if not ours:
         return []
     facts = plan.facts
+    if plan.devices.engine == config.system.engine_kind:
+        facts = replace(facts, fast_engine=None)  # it was compared with this one
     chosen = _layout(plan)
     seen = [chosen]
     found = list[dict[str, Any]]()
@@ -91,7 +94,8 @@ def next_best(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:
             devices = planned_devices(other)
             seconds = step_seconds(other).get("step")
             if (
-                layout not in seen
+                other.devices.engine == plan.devices.engine
+                and layout not in seen
                 and seconds
                 and seconds >= ours
                 and all(fits(other, *device) for device in devices)

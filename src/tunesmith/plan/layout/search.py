@@ -8,13 +8,14 @@ from dataclasses import replace
 from math import inf
 
 from tunesmith.config.values import format_size
-from tunesmith.errors import ConfigError
+from tunesmith.errors import CapacityError, ConfigError, Problem
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.cost.seconds import compared_seconds
 from tunesmith.plan.derive.capacity import faster_than
 from tunesmith.plan.derive.savings import (
     least_seconds,
     least_share,
+    share_at_best,
     with_savings_as_said,
 )
 from tunesmith.plan.devices import NOT_PLACED
@@ -27,12 +28,22 @@ NUMBERS = ("trainer_ranks", "zero_stage", "engines", "tensor")
 """The fields of a shape that are numbers of processes, without that of ``sequence``."""
 
 
-def with_layout(plan: Plan[C], reasons: Reasons) -> tuple[Plan[C], bool]:
+def with_layout(plan: Plan[C], reasons: Reasons, *, nearest: bool = True) -> tuple[Plan[C], bool]:
     """The plan with the processes of the fastest layout that fits, or else of the one lacking the
-    least memory; and whether it leaves open if engine and trainer take turns."""
+    least memory; and whether it leaves open if engine and trainer take turns.
+
+    Args:
+        nearest: whether to look for the one lacking the least memory, which takes seconds on GPUs.
+
+    Raises:
+        CapacityError: none fits.
+    """
     said = said_shape(plan.said.system)
     gpus = gpus_of_run(plan)
-    shape = fastest_layout(plan) or _nearest_layout(plan)
+    shape = fastest_layout(plan)
+    if shape is None and not nearest and plan.devices.on_gpu and _some_agrees(plan):
+        raise CapacityError(Problem(("model.path",), "no layout with it fits", "memory"))
+    shape = shape or _nearest_layout(plan)
     chosen = shape.of(plan)
     why = _reasons(chosen, gpus)
 
@@ -94,6 +105,9 @@ def fastest(
         within = found[-1][0] if len(found) == count else inf
         if bound >= within:
             break
+        there = choices[place].of(plan)
+        if any(contradictions(there, settled=False)):
+            continue
         whole = _faster_than(plan, choices[place], within)
         if whole is not None and not any(contradictions(whole)):
             found.append((compared_seconds(whole), place, whole))
@@ -101,13 +115,16 @@ def fastest(
     yield from ((seconds, choices[place], whole) for seconds, place, whole in found)
 
 
+def _some_agrees(plan: AnyPlan) -> bool:
+    """Whether the settings allow a layout, whatever it needs."""
+    return any(not any(contradictions(layout.of(plan), settled=False)) for layout in layouts(plan))
+
+
 def _nearest_layout(plan: AnyPlan) -> ProcessLayout:
     """The layout that lacks the least memory, for the numbers in a refusal, on all GPUs if there is
     one; if all are refused, the given settings."""
-    found = [
-        each for each in layouts(plan) if not any(contradictions(each.of(plan), settled=False))
-    ]
-    found = on_all_gpus(plan, found) or found
+    choices = [*layouts(plan)]
+    found = _least_needing(plan, on_all_gpus(plan, choices)) or _least_needing(plan, choices)
     said = said_shape(plan.said.system)
     as_said = ProcessLayout(
         **{name: said[name] or getattr(ProcessLayout(), name) for name in (*NUMBERS, "sequence")}
@@ -121,14 +138,26 @@ def _nearest_layout(plan: AnyPlan) -> ProcessLayout:
     if several and max(as_said.engines, as_said.tensor) > 1 and said["engine_process"] is None:
         as_said = replace(as_said, engine_process=True)
     open_yet = with_savings_as_said(plan, None)
-    shares = [least_share(layout.of(plan)) for layout in found]
-    equal = [layout for share, layout in zip(shares, found, strict=True) if share == min(shares)]
     # Among equals, a remedy has most to change in the one that might need the least.
     return min(
-        equal,
+        found,
         key=lambda layout: least_share(layout.of(open_yet)),
         default=as_said,
     )
+
+
+def _least_needing(plan: AnyPlan, choices: Sequence[ProcessLayout]) -> list[ProcessLayout]:
+    """Those of the choices that are not refused and need the least share of their memory."""
+    shares: dict[int, float] = {}
+    plans = [layout.of(plan) for layout in choices]
+    bounds = [*map(share_at_best, plans)]
+    for place in sorted(range(len(choices)), key=bounds.__getitem__):
+        if bounds[place] > min(shares.values(), default=inf):
+            break
+        if not any(contradictions(plans[place], settled=False)):
+            shares[place] = least_share(plans[place])
+    least = min(shares.values(), default=inf)
+    return [choices[place] for place, share in sorted(shares.items()) if share == least]
 
 
 def _faster_than(plan: Plan[C], layout: ProcessLayout, seconds: float) -> Plan[C] | None:
