@@ -108,24 +108,15 @@ def check_names(
     Raises:
         ModelError: with the first names.
     """
+    others = "hold weights that its architecture does not have"
     for names, allowed, problem, effect in (
-        (
-            missing,
-            differences[0],
-            "lack weights of its architecture",
-            "they would be random numbers",
-        ),
-        (
-            unexpected,
-            differences[1],
-            "hold weights that its architecture does not have",
-            "they would be ignored",
-        ),
+        (missing, differences[0], "lack weights of its architecture", "would be random numbers"),
+        (unexpected, differences[1], others, "would be ignored"),
     ):
         wrong = sorted(name for name in names if not name.startswith(allowed))
         if wrong:
             raise ModelError(
-                f"the files of {model} {problem}: {listed(wrong)}, and {effect}. "
+                f"the files of {model} {problem}: {listed(wrong)}, and they {effect}. "
                 "config.json and the files do not belong together, or a file is incomplete: "
                 "download the model again"
             )

@@ -16,13 +16,13 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from tunesmith.errors import ConfigError, boundary
+from tunesmith.records.addresses import is_loopback, is_wildcard
 from tunesmith.records.plain import JsonObject
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -296,40 +296,3 @@ def url_of(host: str, port: int) -> str:
     """The address of a server that listens on ``host``, as its clients reach it."""
     name = socket.gethostname() if is_wildcard(host) else host
     return f"http://{f'[{name}]' if ':' in name else name}:{port}"
-
-
-def is_wildcard(host: str) -> bool:
-    """Whether a server that listens on it can be reached at every address of the machine."""
-    try:
-        return ip_address(host).is_unspecified
-    except ValueError:
-        return False
-
-
-def is_served_name(host: str, name: str) -> bool:
-    """Whether a server that listens on ``host`` is meant by ``name``.
-
-    At every address of the machine, these are its own name and all addresses: a page whose name was
-    rebound has neither.
-    """
-    if is_loopback(name) or name == host.lower():
-        return True
-    if not is_wildcard(host):
-        return False
-    own = {socket.gethostname().lower(), socket.getfqdn().lower()}
-    return name in own or _is_address(name)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")

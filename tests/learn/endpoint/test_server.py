@@ -15,7 +15,8 @@ import pytest
 from tests.support.episodes import check_tokens, load, made_task, ok, play
 from tunesmith.errors import ConfigError
 from tunesmith.learn.endpoint.server import LARGEST_BODY, Endpoint
-from tunesmith.records.http_server import Limits, is_served_name
+from tunesmith.records.addresses import is_served_name
+from tunesmith.records.http_server import Limits
 from tunesmith.types import Status
 
 POLICY: Any = SimpleNamespace(model="m")

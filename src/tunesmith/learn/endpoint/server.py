@@ -29,11 +29,11 @@ from tunesmith.learn.endpoint.text import TextExchange
 from tunesmith.learn.endpoint.turns import Answer, Event, Exchange, Policy, Spoken
 from tunesmith.learn.environments.base import Growing
 from tunesmith.learn.environments.conversation import OutOfRoom
+from tunesmith.records.addresses import is_served_name
 from tunesmith.records.http_server import (
     Limits,
     bearer_of,
     guarded,
-    is_served_name,
     listening,
     url_of,
 )

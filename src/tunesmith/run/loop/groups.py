@@ -17,7 +17,7 @@ from tunesmith.run.loop.learner import Metrics
 from tunesmith.run.loop.parts import RLParts
 from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.run.loop.session import Session
-from tunesmith.types import RolloutGroup, Task
+from tunesmith.types import Rollout, RolloutGroup, Task
 
 
 def update_trainer_state(parts: RLParts, session: Session) -> None:
@@ -128,17 +128,26 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> Metrics:
     rollouts = [r for g in groups for r in g.rollouts]
     if not rollouts:
         return {"rollouts": 0.0}
-    lengths = np.array([r.num_sampled for r in rollouts])
     sequences = [len(record.token_ids) for r in rollouts for record in r.records]
     return {
         "rollouts": float(len(rollouts)),
-        "tokens": float(lengths.sum()),
+        "tokens": float(sum(r.num_sampled for r in rollouts)),
+        **length_metrics(rollouts),
+        "longest_sequence": float(max(sequences)),
+        "groups_equal": float(np.mean([len({r.reward for r in g.usable}) < 2 for g in groups])),
+    }
+
+
+def length_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """How long the answers of some rollouts are; empty without any."""
+    if not rollouts:
+        return {}
+    lengths = np.array([r.num_sampled for r in rollouts])
+    return {
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_min": float(lengths.min()),
         "completion_tokens_max": float(lengths.max()),
-        "longest_sequence": float(max(sequences)),
         "truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
-        "groups_equal": float(np.mean([len({r.reward for r in g.usable}) < 2 for g in groups])),
     }
 
 

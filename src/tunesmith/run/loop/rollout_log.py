@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, compress, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from tunesmith.config.schema import MonitorSection
+from tunesmith.config.values import parse_size
 from tunesmith.errors import StorageError, boundary, shortened
 from tunesmith.learn.rewards.metrics import mean
 from tunesmith.records.metrics import JsonLines, drop_after, rotated
@@ -68,6 +71,16 @@ class RolloutLog:
         for file in rotated(path):
             drop_after(file, -1 if resume_step is None else resume_step)
         self._lines = JsonLines(path, private=True)
+
+    @classmethod
+    def of(
+        cls, path: Path, monitor: MonitorSection, tokenizer: Any, groups: int, step: int | None
+    ) -> RolloutLog:
+        """The log of a run that goes on after ``step``."""
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        most = parse_size(monitor.rollouts_size)
+        render = tokenizer.decode
+        return cls(path, groups, most, decode, render, tokens=monitor.tokens, resume_step=step)
 
     def write(
         self, step: int, groups: Sequence[RolloutGroup], kind: str = "train", first: int = 0

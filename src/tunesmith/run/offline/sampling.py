@@ -28,13 +28,12 @@ from tunesmith.run.offline.lines import LineWriter, repair
 from tunesmith.run.offline.unfinished import Unfinished
 from tunesmith.run.offline.usage import Usage
 from tunesmith.run.offline.watch import JobWatch
-from tunesmith.run.placement.base import WeightSource
 from tunesmith.run.placement.choosing import on_this_machine
 from tunesmith.run.placement.engines import make_sampling
 from tunesmith.run.placement.models import saved_generation
 from tunesmith.run.placement.opening import FROM_A_COMMAND, Caller, OpenRun, open_run
 from tunesmith.run.placement.rewards import add_rewards
-from tunesmith.run.placement.specs import engine_spec, model_spec, plane_spec
+from tunesmith.run.placement.specs import engine_spec, frozen_source
 from tunesmith.types import RolloutGroup, Task
 
 C = TypeVar("C", GenerateConfig, RFTConfig)
@@ -134,12 +133,7 @@ def _load(plan: AnyPlan, tokenizer: Any, rewards: RewardSet | None, folder: Path
     """The engine, with the model that it needs; also loads the reward models."""
     report = partial(print, flush=True)
     placement = on_this_machine(plan)
-    source = WeightSource()
-    if plan.devices.loads_model:
-        model = model_spec(plan, frozen=True).build(tokenizer)
-        spec = plane_spec(plan)
-        source = WeightSource(model, spec.build(model) if spec else None)
-    engine = placement.engine(engine_spec(plan), source, report)
+    engine = placement.engine(engine_spec(plan), frozen_source(plan, tokenizer), report)
     if rewards is not None:
         add_rewards(rewards, plan, tokenizer, report, placement, folder, engine.generate)
     return engine

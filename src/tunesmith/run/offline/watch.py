@@ -13,15 +13,15 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.commands import SamplingConfig
-from tunesmith.config.values import parse_size
 from tunesmith.learn.rewards.metrics import reward_metrics
 from tunesmith.records.memory import memory_metrics
 from tunesmith.records.metrics import MetricsLog, newest_objects
 from tunesmith.records.progress import LINE_SECONDS, Progress, open_progress
 from tunesmith.run.engines.base import EngineStats
+from tunesmith.run.loop.groups import length_metrics
 from tunesmith.run.loop.rollout_log import RolloutLog
 from tunesmith.run.offline.lines import Json, read_lines
-from tunesmith.types import Rollout, RolloutGroup
+from tunesmith.types import RolloutGroup
 
 if TYPE_CHECKING:
     from tunesmith.run.offline.unfinished import Unfinished
@@ -75,7 +75,6 @@ class JobWatch:
     _before_it: EngineStats = field(init=False)
     """The same when the job began."""
     _finished: int = field(init=False, default=0)
-    _at_start: int = field(init=False, default=0)
     _lengths: list[int] = field(init=False, default_factory=list[int])
     """Tokens of the completions of this job's finished prompts."""
     _recent: list[tuple[int, RolloutGroup]] = field(
@@ -95,11 +94,12 @@ class JobWatch:
         self.live = config.monitor.progress
         self.samples = samples
         self.longest = config.sampling.max_new_tokens if config.sampling_settings else 0
-        self.open_rollouts = partial(open_rollouts, self.run_dir, config, tokenizer)
+        file = self.run_dir / "rollouts.jsonl"
+        self.open_rollouts = partial(RolloutLog.of, file, config.monitor, tokenizer, 1)
 
     def begin(self, path: Path, finished: int, unfinished: Unfinished) -> None:
         """``finished`` lines of ``path`` are known, from earlier calls."""
-        self._finished = self._at_start = finished
+        self._finished = finished
         self._unfinished = unfinished
         step = self.before + finished
         metrics = self.run_dir / "metrics.jsonl"
@@ -158,7 +158,9 @@ class JobWatch:
         rollouts = [rollout for _, group in self._recent for rollout in group.rollouts]
         row = {
             **self.common,
-            **_sampled(rollouts),
+            "completions": float(len(rollouts)),
+            "tokens": float(sum(rollout.num_sampled for rollout in rollouts)),
+            **length_metrics(rollouts),
             "seconds": seconds,
             **_speed(engine, seconds),
             **memory_metrics(),
@@ -217,26 +219,6 @@ class JobWatch:
             begun = max(0.0, tokens - sum(self._lengths))
             return not self._lengths, max(0.0, todo * mean - begun) * elapsed / tokens
         return False, todo * elapsed / now_finished if now_finished else None
-
-
-def open_rollouts(run_dir: Path, config: SamplingConfig, tokenizer: Any, step: int) -> RolloutLog:
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
-    size = parse_size(config.monitor.rollouts_size)
-    file = run_dir / "rollouts.jsonl"
-    return RolloutLog(file, 1, size, decode, tokenizer.decode, resume_step=step)
-
-
-def _sampled(rollouts: list[Rollout]) -> dict[str, float]:
-    lengths = [rollout.num_sampled for rollout in rollouts]
-    found = {"completions": float(len(rollouts)), "tokens": float(sum(lengths))}
-    if not rollouts:
-        return found
-    return found | {
-        "completion_tokens": fmean(lengths),
-        "completion_tokens_min": float(min(lengths)),
-        "completion_tokens_max": float(max(lengths)),
-        "truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
-    }
 
 
 def _speed(engine: EngineStats, seconds: float) -> dict[str, float]:

@@ -32,14 +32,13 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.records.http_server import url_of
 from tunesmith.run.engines.base import PromptScorer, RolloutEngine
 from tunesmith.run.engines.partial import FOLLOWER
-from tunesmith.run.placement.base import WeightSource
 from tunesmith.run.placement.checking import facts_of_run
 from tunesmith.run.placement.choosing import on_this_machine
 from tunesmith.run.placement.engines import make_sampling
 from tunesmith.run.placement.models import saved_generation
 from tunesmith.run.placement.seeing import see_requests
 from tunesmith.run.placement.serve_reward import token_for
-from tunesmith.run.placement.specs import engine_spec, load_tokenizer, model_spec, plane_spec
+from tunesmith.run.placement.specs import engine_spec, frozen_source, load_tokenizer
 from tunesmith.types import Completion, Message, Rollout, Sampling, Task
 
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "seed")
@@ -168,13 +167,8 @@ def open_model(path: str, overrides: Sequence[str], longest: int | None = None) 
     longest = min(room, longest or room)
     plan = resolve(config, replace(facts, train_size=256, longest=longest))
     see_requests(plan, tokenizer)
-    source = WeightSource()
-    if plan.devices.loads_model:
-        model = model_spec(plan, frozen=True).build(tokenizer)
-        spec = plane_spec(plan)
-        source = WeightSource(model, spec.build(model) if spec else None)
     engine = on_this_machine(plan, tokenizer).engine(
-        engine_spec(plan), source, partial(print, flush=True)
+        engine_spec(plan), frozen_source(plan, tokenizer), partial(print, flush=True)
     )
     sampling = make_sampling(config.sampling, tokenizer, 1.0, saved_generation(config))
     template = ChatTemplate.of(tokenizer) if tokenizer.chat_template else None

@@ -15,6 +15,7 @@ from tunesmith.learn.rewards.loading import NAMES, load_rewards
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.learn.usercode.calls import parameters_of
 from tunesmith.plan.plan import MOST_TOKENS
+from tunesmith.records.addresses import is_loopback
 
 FUNCTION_SECONDS = 30.0
 TOKEN_ENV = "TUNESMITH_REWARD_TOKEN"
@@ -48,17 +49,12 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
     is_function = target in NAMES or ":" in target or target.endswith(".py")
     rewards = _function(target, options) if is_function else _model(target, options)
     from tunesmith.learn.rewards.server import RewardService, make_app
-    from tunesmith.records.http_server import is_loopback, serve
+    from tunesmith.records.http_server import serve
 
-    token = read_token(options.token_file)
-    new_token = None
-    if token is None and not is_loopback(host):
-        token = new_token = secrets.token_urlsafe(32)
+    token = token_for(host, options.token_file, TOKEN_ENV)
     service = RewardService(rewards, options.window_ms / 1000, token)
 
     def ready(url: str) -> None:
-        if new_token:
-            print(f"token: {new_token} (made for this start; {TOKEN_ENV} or --token-file sets one)")
         print(f"serving {target} at {url}/reward (and {url}/health); Ctrl-C stops it", flush=True)
 
     try:
@@ -143,8 +139,6 @@ def read_token(file: Path | None, variable: str = TOKEN_ENV) -> str | None:
 def token_for(host: str, file: Path | None, variable: str, prefix: str = "") -> str | None:
     """``read_token``; for an address that others reach, one that is made and printed if there is
     none."""
-    from tunesmith.records.http_server import is_loopback
-
     token = read_token(file, variable)
     if token is None and not is_loopback(host):
         token = prefix + secrets.token_urlsafe(32)

@@ -14,7 +14,6 @@ from typing import Any, cast
 from tunesmith.config.doors import Door
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.config.schema import RunConfig
-from tunesmith.config.values import parse_size
 from tunesmith.errors import ConfigError
 from tunesmith.records.facts import write_facts
 from tunesmith.records.interrupts import handled, keeping
@@ -147,7 +146,9 @@ def open_session(
             config.monitor, plan.settings, run_dir, run.base_dir, step, progress.note
         )
         metrics = MetricsLog(run_dir.metrics, sinks, every, step)
-        rollouts = open_rollout_log(run, step)
+        monitor = config.monitor
+        open_log = partial(RolloutLog.of, run_dir.rollouts, monitor, run.tokenizer)
+        rollouts = open_log(monitor.samples, step) if plan.kind.rl else None
         if rollouts:
             stack.callback(rollouts.close)
         profiler = StepProfiler(run_dir.path / "profile", config.monitor.profile_steps)
@@ -175,25 +176,6 @@ def open_session(
             callbacks=run.caller.callbacks,
             resume_from=checkpoint,
         )
-
-
-def open_rollout_log(run: OpenRun[Any, Any], step: int | None) -> RolloutLog | None:
-    """The rollout log; None in supervised training."""
-    monitor = run.config.monitor
-    tokenizer = run.tokenizer
-    if not run.plan.kind.rl:
-        return None
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
-    size = parse_size(monitor.rollouts_size)
-    return RolloutLog(
-        run.directory.rollouts,
-        monitor.samples,
-        size,
-        decode,
-        tokenizer.decode,
-        tokens=monitor.tokens,
-        resume_step=step,
-    )
 
 
 def kept_on_interrupt(run: OpenRun[Any, Any], session: Session) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from tunesmith.config.schema import ModelReward, RLConfig, RolloutSection, RunCo
 from tunesmith.config.system import SequenceParallelSection
 from tunesmith.plan.cost.price import USUAL_RANK
 from tunesmith.plan.plan import AnyPlan, Plan
-from tunesmith.run.placement.base import EngineSpec
+from tunesmith.run.placement.base import EngineSpec, WeightSource
 from tunesmith.run.placement.models import Ends, ModelSpec, PredictSpec, TokenizerSpec
 from tunesmith.run.placement.planes import PlaneSpec
 from tunesmith.run.placement.scorers import ScorerSpec
@@ -235,6 +235,15 @@ def plane_spec(plan: AnyPlan) -> PlaneSpec | None:
         directory=plan.said.system.engine_directory if kind == "disk" else None,
         ranks_per_engine=devices.ranks_per_engine,
     )
+
+
+def frozen_source(plan: AnyPlan, tokenizer: Any) -> WeightSource:
+    """The weights of a run that only samples; the model is loaded if the engine does not do so."""
+    if not plan.devices.loads_model:
+        return WeightSource()
+    model = model_spec(plan, frozen=True).build(tokenizer)
+    plane = plane_spec(plan)
+    return WeightSource(model, plane.build(model) if plane else None)
 
 
 def engine_spec(plan: AnyPlan) -> EngineSpec:

@@ -21,6 +21,8 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from tunesmith.records.addresses import is_loopback
+
 PACKAGES = ("tunesmith", "torch", "transformers", "peft", "safetensors")
 SILENCE = (20, 10, 3)
 """Seconds after which a silent connection is probed, seconds between probes, and how many may go
@@ -42,15 +44,10 @@ def address_towards(host: str, port: int) -> str:
     the address on the route to anywhere.
     """
     address = _route(host, port)
-    named_loopback = host == "localhost" or _is_loopback(host)
-    if _is_loopback(address) and not named_loopback:
+    if is_loopback(address) and not is_loopback(host):
         with suppress(OSError):  # there is no other network
             return _route(ANYWHERE, port)
     return address
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.")
 
 
 def _route(host: str, port: int) -> str:

@@ -7,13 +7,12 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from tunesmith.errors import UserError
+from tunesmith.records.addresses import is_loopback, is_served_name
 from tunesmith.records.http_server import (
     LIMITS,
     Handler,
     bearer_of,
     guarded,
-    is_loopback,
-    is_served_name,
     is_token,
 )
 from tunesmith.records.plain import JsonObject
