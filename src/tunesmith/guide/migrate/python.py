@@ -11,49 +11,12 @@ from dataclasses import replace
 
 from tunesmith.errors import ConfigError, shortened
 from tunesmith.guide.migrate.given import ForeignLaunch, Given
-from tunesmith.guide.migrate.programs import ForeignProgram, find_program
+from tunesmith.guide.migrate.programs import MARKS, ForeignProgram, find_program
 from tunesmith.guide.migrate.script.data import Data, Held, Splits, Step, Unknown, all_data, whole
 from tunesmith.guide.migrate.script.statements import Flow
 from tunesmith.guide.migrate.script.values import Function, Named, Object
 
-_PEFT = ("r", "target_modules", "modules_to_save")
-"""Names in ``LoraConfig`` that have the prefix ``lora_`` in TRL's ``ModelConfig``."""
-_PARTS = (
-    "args", "config", "peft_config", "processing_class", "tokenizer", "quantization_config",
-    "callbacks", "data_collator", "optimizers", "compute_metrics", "reward_processing_classes",
-)  # fmt: skip
-"""Arguments of a trainer that are objects, whose settings are read where they are made."""
-_SUPPORT = (
-    "LoraConfig", "BitsAndBytesConfig", "ModelConfig", "ScriptArguments", "AgentConfig",
-    "get_peft_model",
-)  # fmt: skip
-"""What is made beside a configuration and holds settings of its own."""
-_ALONE = ("AgentConfig", "create_vllm_backend")
-"""What is a program where no configuration and no trainer is made."""
-_OF_MODEL = (
-    "torch_dtype", "dtype", "attn_implementation", "load_in_4bit", "load_in_8bit",
-    "trust_remote_code", "max_seq_length",
-)  # fmt: skip
-"""Arguments of ``from_pretrained`` that are settings."""
-_PATHS = ("pretrained_model_name_or_path", "model_name", "model_name_or_path")
-_SWITCHES = {
-    "allow_tf32": "tf32", "set_float32_matmul_precision": "tf32", "compile": "torch_compile",
-    "gradient_checkpointing_enable": "gradient_checkpointing",
-}  # fmt: skip
-"""Calls and assignments that are settings of TRL's and transformers' configurations."""
-_START = ("model", "args", "data_collator", "train_dataset", "eval_dataset")
-_PLACES: Mapping[str, Sequence[str]] = {
-    "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
-    "RLOOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
-    "DPOTrainer": ("model", "ref_model", *_START[1:]),
-    "KTOTrainer": ("model", "ref_model", *_START[1:]),
-    "GKDTrainer": ("model", "teacher_model", *_START[1:]),
-    "PPOTrainer": (
-        "args", "processing_class", "model", "ref_model", "reward_model", "train_dataset",
-        "value_model", "data_collator", "eval_dataset",
-    ),
-}  # fmt: skip
-"""Names of positional arguments of TRL's trainers; of the other ones ``_START``."""
+_MARKS = MARKS["python"]
 
 
 def read_python(
@@ -76,7 +39,7 @@ def read_python(
     trainers = {(made.line, made.kind): made for made in calls}.values()  # the last call of each
     configs = [made for made in flow.made if _is_config(made)]
     if not trainers:
-        alone = configs or [made for made in flow.made if made.name in _ALONE][:1]
+        alone = configs or [made for made in flow.made if made.name in _MARKS["alone"]][:1]
         return [_launch(flow, None, alone)] if alone else []
     used = [_config_of(trainer) for trainer in trainers]
     shared = [config for config in configs if config not in used]
@@ -106,7 +69,7 @@ def _launch(flow: Flow, trainer: Object | None, configs: Sequence[Object]) -> Fo
     assert first is not None
     program = _program(first, trainer)
     reading = _Reading(flow, program.framework)
-    made = [*configs, *(m for m in flow.made if m.name in _SUPPORT and m not in configs)]
+    made = [*configs, *(m for m in flow.made if m.name in _MARKS["support"] and m not in configs)]
     settings = [given for one in made for given in reading.settings(one)]
     settings += [given for one in flow.made for given in reading.switches(one)]
     settings += reading.of_trainer(trainer) if trainer else []
@@ -141,13 +104,13 @@ class _Reading:
         of_peft = made.name in ("LoraConfig", "get_peft_model")
         for name, value in made.fields.items():
             if name in made.texts and name not in ("model", "peft_config"):
-                known = f"lora_{name}" if of_peft and name in _PEFT else name
+                known = f"lora_{name}" if of_peft and name in _MARKS["peft"] else name
                 yield self.given(known, value, *made.texts[name])
 
     def switches(self, made: Object) -> Iterator[Given]:
         """``torch.compile(model)``, ``torch.backends.cuda.matmul.allow_tf32 = True`` and the
         like."""
-        name = _SWITCHES.get(made.name, "")
+        name = _MARKS["switches"].get(made.name, "")
         mode = made.fields.get("mode")
         value: Held = True
         if made.name == "allow_tf32" and made.args:
@@ -163,7 +126,7 @@ class _Reading:
                 yield self.data(name, value, text, line)
             elif name == "model":
                 yield from self.model(value, text, line)
-            elif name not in _PARTS and not (name == "ref_model" and value is None):
+            elif name not in _MARKS["parts"] and not (name == "ref_model" and value is None):
                 yield self.given(name, value, text, line)
         yield from self.steps(trainer)
 
@@ -180,7 +143,7 @@ class _Reading:
         held = models[0] if len(models) == 1 and not isinstance(value, str | Object) else value
         yield self.given("model_name_or_path", held, text, line)
         if isinstance(held, Object) and held.is_model:
-            for name in _OF_MODEL:
+            for name in _MARKS["of_model"]:
                 if name in held.fields:
                     place = held.texts.get(name, (name, held.line))
                     yield self.given(name, held.fields[name], *place)
@@ -219,7 +182,7 @@ class _Reading:
                 return dotted if plain else _placeholder(dotted)
             case Object():
                 made = f"{value.kind}(...)"
-                named = [value.fields[name] for name in _PATHS if name in value.fields]
+                named = [value.fields[name] for name in _MARKS["paths"] if name in value.fields]
                 paths = [*value.args[:1], *named] if value.is_model else []
                 return self.plain(paths[0]) if paths else _placeholder(made)
             case Unknown():
@@ -246,7 +209,7 @@ def _what(step: Step) -> str:
 
 def _arguments(trainer: Object) -> dict[str, tuple[Held, str, int]]:
     """By name: the value, the text and the line of each argument, positional ones included."""
-    places = _PLACES.get(trainer.name, _START)
+    places = _MARKS["places"].get(trainer.name, _MARKS["start"])
     arguments: dict[str, tuple[Held, str, int]] = {}
     for name, value, (text, line) in zip(places, trainer.args, trainer.arg_texts, strict=False):
         arguments[name] = (value, f"{name}={text}", line)
@@ -263,7 +226,7 @@ def _config_of(trainer: Object) -> Object | None:
 
 def _is_config(made: Object) -> bool:
     is_config = made.name.endswith(("Config", "Arguments", "Profile"))
-    return is_config and made.name not in _SUPPORT and _find(made) is not None
+    return is_config and made.name not in _MARKS["support"] and _find(made) is not None
 
 
 def _is_trainer(made: Object) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from tunesmith.errors import ConfigError, boundary
 from tunesmith.guide.migrate.commands import read_shell
 from tunesmith.guide.migrate.given import ForeignLaunch, Given
-from tunesmith.guide.migrate.programs import find_program
+from tunesmith.guide.migrate.programs import MARKS, find_program
 from tunesmith.guide.migrate.python import docstrings, read_python
 from tunesmith.guide.migrate.trees import (
     LARGEST,
@@ -24,29 +24,7 @@ from tunesmith.guide.migrate.trees import (
 )
 from tunesmith.guide.names.foreign import meanings_of
 
-_VERL = {
-    "actor_rollout_ref", "algorithm", "critic", "reward_model", "trainer", "rollout",
-    "async_training",
-}  # fmt: skip
-_ACCELERATE = {
-    "compute_environment", "distributed_type", "num_processes", "num_machines", "fsdp_config",
-    "deepspeed_config",
-}  # fmt: skip
-_DEEPSPEED = {
-    "zero_optimization", "train_micro_batch_size_per_gpu", "fp16", "bf16",
-    "zero_allow_untested_optimizer",
-}  # fmt: skip
-_NAMES_OF_DEEPSPEED = ("deepspeed", "deepspeed_config", "deepspeed_config_file")
-"""Settings of TRL, transformers and accelerate that name a file of DeepSpeed."""
-_KINDS = {
-    "num_generations": "GRPOConfig", "max_completion_length": "GRPOConfig",
-    "reward_funcs": "GRPOConfig", "desirable_weight": "KTOConfig",
-    "undesirable_weight": "KTOConfig", "precompute_ref_log_probs": "DPOConfig",
-    "beta": "DPOConfig", "center_rewards_coefficient": "RewardConfig", "packing": "SFTConfig",
-    "assistant_only_loss": "SFTConfig", "completion_only_loss": "SFTConfig",
-    "dataset_name": "SFTConfig",
-}  # fmt: skip
-"""Settings that identify a flat file's TRL configuration; the first one found counts."""
+_MARKS = MARKS["tree"]
 
 
 def read_source(path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
@@ -97,7 +75,7 @@ def _with_deepspeed(launch: ForeignLaunch, folder: Path) -> ForeignLaunch:
     settings = list[Given]()
     notes = list[str]()
     for given in launch.settings:
-        if given.name not in _NAMES_OF_DEEPSPEED or given.unknown or not given.value:
+        if given.name not in _MARKS["names_deepspeed"] or given.unknown or not given.value:
             continue
         tree: Any = given.value
         if not isinstance(tree, Mapping):
@@ -147,16 +125,18 @@ def _of_tree(tree: Any, text: str, path: Path, variables: Mapping[str, str]) -> 
         known = {str(k): str(v) for k, v in items if v is not None}
         return read_shell(script, known | dict(variables), path.parent, line)
     devices = None
-    if any(isinstance(tree.get(name), dict) for name in names & _VERL):
+    accelerate = {*_MARKS["accelerate"]}
+    if any(isinstance(tree.get(name), dict) for name in names & {*_MARKS["verl"]}):
         rl = names & {"actor_rollout_ref", "algorithm"}
         kind = "verl.trainer.main_ppo" if rl else "fsdp_sft_trainer"
-    elif names & _ACCELERATE - {"num_processes", "num_machines"} or names <= _ACCELERATE:
+    elif names & accelerate - {"num_processes", "num_machines"} or names <= accelerate:
         kind = "accelerate"
         devices = tree.get("num_processes")
-    elif names & _DEEPSPEED:
+    elif names & {*_MARKS["deepspeed"]}:
         kind = "DeepSpeed"
     else:
-        kind = next((kind for name, kind in _KINDS.items() if name in names), "TrainingArguments")
+        kinds: Mapping[str, str] = _MARKS["kinds"]
+        kind = next((kind for name, kind in kinds.items() if name in names), "TrainingArguments")
     program = find_program(kind)
     assert program is not None
     leaves = tree_settings(tree, program.framework)

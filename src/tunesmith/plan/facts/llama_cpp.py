@@ -9,55 +9,24 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import tomllib
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from tunesmith.errors import ModelError
 from tunesmith.plan.facts.gguf import Header, Value
 from tunesmith.plan.facts.layers import Written
 from tunesmith.records.plain import JsonObject
 
-TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_PARTS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
-_AROUND_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-EXPERTS = {
-    "mlp.experts.{}.gate_proj": "ffn_gate_exps",
-    "mlp.experts.{}.up_proj": "ffn_up_exps",
-    "mlp.experts.{}.down_proj": "ffn_down_exps",
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TOP: Mapping[str, str] = _TABLES["top"]
+EXPERTS: Mapping[str, str] = _TABLES["parts"]["experts"]
 """Matrices of a layer's experts, which lie in one weight."""
 ROUTER = "ffn_gate_inp"
 FREQUENCIES = "rope_freqs.weight"
 """What the frequencies of the rotary embedding are divided by, in Llama 3's scaling."""
-_SIZES = {
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "max_position_embeddings": "context_length",
-}
-_EXPERT_SIZES = {
-    "num_local_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-}
-_SILU = {"hidden_act": "silu"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """Of all published models with Llama 3's scaling; a file does not say them."""
 _LLAMA3_CONTEXT = 8192
@@ -73,49 +42,31 @@ class CppFamily:
 
     architecture: str
     """Its name in llama.cpp."""
-    fixed: Mapping[str, object] = field(default_factory=lambda: dict(_SILU))
+    fixed: Mapping[str, object]
     """What llama.cpp computes, whatever the file says."""
-    parts: Mapping[str, str] = field(default_factory=lambda: dict(_PARTS))
+    parts: Mapping[str, str]
     """Parts of a layer, as llama.cpp calls them."""
-    sizes: Mapping[str, str] = field(default_factory=lambda: dict(_SIZES))
+    sizes: Mapping[str, str]
     neighbours: bool = False
     """The rotary embedding turns neighbouring numbers of a head, not those half a head apart."""
-    biases: tuple[str, ...] = ()
+    biases: Sequence[str] = ()
     """Parts that may have a bias in llama.cpp, beside queries, keys and values."""
     global_every: int = 0
     """Every so many layers attend to all tokens, the others within a window; 0: all do."""
 
 
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+def _family(said: JsonObject) -> CppFamily:
+    usual = {"fixed": {"hidden_act": "silu"}, "parts": ("attention", "mlp"), "sizes": ("plain",)}
+    table: JsonObject = {**usual, **said}
+    unset: Sequence[str] = table.pop("unset", ())
+    table["fixed"] = {**table["fixed"], **dict.fromkeys(unset)}
+    for kind in ("parts", "sizes"):
+        table[kind] = dict(ChainMap(*(_TABLES[kind][name] for name in reversed(table[kind]))))
+    return CppFamily(**table)
+
+
 FAMILIES: Mapping[str, CppFamily] = {
-    "llama": CppFamily(
-        "llama", neighbours=True, biases=("attn_output", "ffn_gate", "ffn_up", "ffn_down")
-    ),
-    "mistral": CppFamily("llama", neighbours=True),
-    "qwen2": CppFamily("qwen2"),
-    "qwen3": CppFamily(
-        "qwen3", fixed={**_SILU, "attention_bias": False}, parts={**_PARTS, **_HEAD_NORMS}
-    ),
-    "qwen3_moe": CppFamily(
-        "qwen3moe",
-        fixed={
-            **_SILU,
-            "attention_bias": False,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
-        parts={name: part for name, part in (_PARTS | _HEAD_NORMS).items() if name[:4] != "mlp."}
-        | {"mlp.gate": ROUTER, **EXPERTS},
-        sizes={**_SIZES, **_EXPERT_SIZES},
-    ),
-    "gemma3_text": CppFamily(
-        "gemma3",
-        fixed={**_GEMMA, "attn_logit_softcapping": None},
-        parts={**_PARTS, **_HEAD_NORMS, **_AROUND_NORMS},
-        sizes={**_SIZES, "sliding_window": "attention.sliding_window"},
-        global_every=6,
-    ),
+    name: _family(table) for name, table in _TABLES["family"].items()
 }
 """By ``model_type``; of two with one name in llama.cpp, a file is read as the first."""
 
