@@ -23,7 +23,7 @@ from tunesmith.config.schema import LoraSection, RLConfig, SFTConfig
 from tunesmith.errors import ConfigError
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.models.loading import load_module, takes_tf32
+from tunesmith.models.loading import Loading, load_module, takes_tf32
 from tunesmith.models.lora import START
 from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.resolve import resolve
@@ -61,11 +61,11 @@ def test_products_in_float32_take_tf32_on_gpus_only(directory: Path) -> None:
     assert not takes_tf32(torch.bfloat16, "cuda") and not takes_tf32(torch.float32, "cpu")
     before = torch.get_float32_matmul_precision()
     try:
-        load_module(directory, dtype=torch.float32, device="cpu")
+        load_module(directory, Loading(dtype=torch.float32, device="cpu"))
         assert torch.get_float32_matmul_precision() == before
         if not torch.cuda.is_available():
             with pytest.raises(ConfigError, match="cuda"):
-                load_module(directory, dtype=torch.float32, device="cuda")
+                load_module(directory, Loading(dtype=torch.float32, device="cuda"))
             assert torch.get_float32_matmul_precision() == "high"
             assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:

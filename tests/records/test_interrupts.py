@@ -377,7 +377,7 @@ def test_a_signal_waits_until_all_ranks_are_asked() -> None:
 IN_A_TASK = """
 import asyncio, gc, os, signal, sys
 from tunesmith.run.placement.event_loop import event_loop
-from tunesmith.run.loop.collect import all_or_error
+from tunesmith.learn.usercode.calls import all_or_error
 from tunesmith.records.interrupts import Interrupted, handled
 
 async def play(number, depth):

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import shlex
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
 from tunesmith.errors import closest
 
-_MEANT: Mapping[str, str] = {
-    "rl RUN.toml": "train ray train_ppo_ray fit",
-    "sft RUN.toml": "train finetune fine-tune train_sft",
-    "dpo RUN.toml": "train preference train_dpo",
-    "rm RUN.toml": "train reward reward-model train_rm",
-    "rl RUN.toml algorithm.name=ppo": "ppo",
-    "rl RUN.toml algorithm.name=grpo": "grpo",
-    "rl RUN.toml algorithm.name=dapo": "dapo",
-    "rl RUN.toml algorithm.name=gspo": "gspo",
-    "rl RUN.toml algorithm.name=rloo": "rloo",
-    "generate RUN.toml": "infer inference sample score batch_inference",
-    "config RUN.toml": "check validate show",
-    "plan RUN.toml": "estimate memory layout fit",
-    "tune RUN.toml": "autotune autotuning optimise optimize tuner",
-    "serve MODEL": "vllm api_server endpoint",
-    "serve-reward": "serve_rm",
-    "serve-training MODEL": "tinker",
-    "merge": "merge_adapter lora_combiner export",
-    "--help": "help",
-}
+_MEANT: Mapping[str, str] = tomllib.loads(
+    Path(__file__).with_name("meant.toml").read_text(encoding="utf-8")
+)
 """Command → synonyms."""
 
 

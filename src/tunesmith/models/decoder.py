@@ -27,7 +27,7 @@ from tunesmith.models.kernels.layers import LayerRunner, ModuleRunner, text_deco
 from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.kernels.quantised import Quantize, weights_of
 from tunesmith.models.kernels.selective import recomputed
-from tunesmith.models.loading import load_module
+from tunesmith.models.loading import Loading, load_module
 from tunesmith.models.parallel.activations import HostActivations
 from tunesmith.models.parallel.sequence import SequenceGroup
 from tunesmith.models.parallel.shard_files import (
@@ -121,7 +121,7 @@ class Decoder:
             quantize: the format of the linear modules' weights, which are then frozen.
             sharding: shard the weights over ranks.
             trains: whether a sharded model is trained and therefore has float32 weights.
-            experts, tower: see ``load_module``.
+            experts, tower: see ``Loading``.
 
         Raises:
             ModelError: the model does not exist, is incomplete, or its family is not supported.
@@ -131,19 +131,19 @@ class Decoder:
         if tokenizer is None:
             tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
             attach_vocabulary(tokenizer, str(path), config)
-        module, towers = load_module(
-            path,
-            auto=cls.auto,
+        how = Loading(
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
             quantize=quantize,
-            differences=cls.weight_differences(config),
             sharding=sharding,
             trains=trains,
             experts=experts,
             tower=tower,
-            **cls.settings,
+        )
+        differences = cls.weight_differences(config)
+        module, towers = load_module(
+            path, how, auto=cls.auto, differences=differences, **cls.settings
         )
         model = cls(module, tokenizer, sharding=sharding, trust_remote_code=trust_remote_code)
         model.towers = towers

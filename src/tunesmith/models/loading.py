@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -56,19 +57,30 @@ from tunesmith.plan.facts.model_files import is_packed
 from tunesmith.types import VisionTower
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How a model is loaded."""
+
+    dtype: torch.dtype
+    device: str | torch.device
+    trust_remote_code: bool = False
+    quantize: Quantize | None = None
+    """The format of the linear modules' frozen weights."""
+    sharding: Sharding | None = None
+    """Shard the model; each rank reads only its rows, in float32 if the model ``trains``."""
+    trains: bool = True
+    experts: ExpertsImplementation | None = None
+    """How the experts of a mixture compute; None: as is best for the device."""
+    tower: VisionTower = "frozen"
+    """What of a multimodal model's tower is trained."""
+
+
 def load_module(
     path: str | Path,
+    how: Loading,
     *,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    trust_remote_code: bool = False,
     auto: Any = AutoModelForCausalLM,
-    quantize: Quantize | None = None,
     differences: Differences = ((), ()),
-    sharding: Sharding | None = None,
-    trains: bool = True,
-    experts: ExpertsImplementation | None = None,
-    tower: VisionTower = "frozen",
     **settings: Any,
 ) -> tuple[PreTrainedModel, Towers]:
     """Load a model from safetensors files, with attention through an ``AttentionContext`` and
@@ -77,13 +89,8 @@ def load_module(
 
     Args:
         auto: the transformers ``AutoModel`` class with the desired head.
-        quantize: the format of the linear modules' frozen weights.
         differences: name prefixes of weights that the files may lack (a score head's), and that
             only they may have.
-        sharding: shard the model; each rank reads only its rows, in float32 if the model
-            ``trains``.
-        experts: how the experts of a mixture compute; None: as is best for the device.
-        tower: what of a multimodal model's tower is trained.
         settings: configuration entries to set.
 
     Raises:
@@ -92,40 +99,19 @@ def load_module(
         ConfigError: the device cannot be used.
     """
     files = readable(path)
-    config = load_config(files, trust_remote_code=trust_remote_code)
+    config = load_config(files, trust_remote_code=how.trust_remote_code)
     dropouts = _set(config, settings)
-    if takes_tf32(dtype, device):
+    if takes_tf32(how.dtype, how.device):
         torch.set_float32_matmul_precision("high")  # Inductor reads this setting
     options: dict[str, Any] = {
         "config": config,
         "attn_implementation": ATTENTION_NAME,
-        "trust_remote_code": trust_remote_code,
+        "trust_remote_code": how.trust_remote_code,
     }
-    eager = _experts_of(config, dtype, device, experts) == "eager"
+    eager = _experts_of(config, how) == "eager"
     if eager:
         options["experts_implementation"] = "eager"
-    auto = auto_class(config, auto)
-    make = partial(auto.from_config, **options)
-    read = partial(
-        _read, files, partial(auto.from_pretrained, files, dtype=dtype, **options), differences
-    )
-    trains = trains and quantize is None
-    if sharding is not None or quantize is not None or _in_pieces(files):
-        stored = torch.float32 if sharding and trains and dtype.itemsize == 2 else dtype
-        with boundary(ModelError, f"cannot make model '{files}' without its weights", ANY_ERROR):
-            module = _without_weights(files, partial(make, dtype=stored), trains, None)
-        towers = Towers.beside(module, files, tower)
-        _place(module, dtype, device, sharding, quantize)
-        if not detect_fake_mode():
-            read_shards(module, files, read, towers.allowed(differences), sharding)
-    elif detect_fake_mode():  # a fake device holds no data
-        module = _without_weights(files, partial(make, dtype=dtype), trains, device)
-        towers = Towers.beside(module, files, tower)
-    else:
-        module = read()
-        towers = Towers.beside(module, files, tower)
-        with _usable(device):
-            cast(nn.Module, module).to(device)
+    module, towers = _with_weights(files, auto_class(config, auto), options, how, differences)
     if eager and config.model_type.startswith("llama4"):  # transformers has one way for these
         from tunesmith.models.kernels.llama4 import compute_one_by_one
 
@@ -134,6 +120,38 @@ def load_module(
     module.name_or_path = str(path)  # by which an adapter names its base
     _disable_dropout(module, dropouts)
     return module.eval(), towers
+
+
+def _with_weights(
+    files: str | Path,
+    auto: Any,
+    options: Mapping[str, Any],
+    how: Loading,
+    differences: Differences,
+) -> tuple[PreTrainedModel, Towers]:
+    """A model on its device with its towers: read by transformers, or one weight at a time."""
+    make = partial(auto.from_config, **options)
+    load = partial(auto.from_pretrained, files, dtype=how.dtype, **options)
+    read = partial(_read, files, load, differences)
+    trains = how.trains and how.quantize is None
+    if how.sharding is not None or how.quantize is not None or _in_pieces(files):
+        in_float32 = how.sharding and trains and how.dtype.itemsize == 2
+        stored = torch.float32 if in_float32 else how.dtype
+        with boundary(ModelError, f"cannot make model '{files}' without its weights", ANY_ERROR):
+            module = _without_weights(files, partial(make, dtype=stored), trains, None)
+        towers = Towers.beside(module, files, how.tower)
+        _place(module, how)
+        if not detect_fake_mode():
+            read_shards(module, files, read, towers.allowed(differences), how.sharding)
+        return module, towers
+    if detect_fake_mode():  # a fake device holds no data
+        module = _without_weights(files, partial(make, dtype=how.dtype), trains, how.device)
+        return module, Towers.beside(module, files, how.tower)
+    module = read()
+    towers = Towers.beside(module, files, how.tower)
+    with _usable(how.device):
+        cast(nn.Module, module).to(how.device)
+    return module, towers
 
 
 def _set(config: PreTrainedConfig, settings: Mapping[str, object]) -> dict[str, float]:
@@ -152,18 +170,13 @@ def _set(config: PreTrainedConfig, settings: Mapping[str, object]) -> dict[str, 
     return dropouts
 
 
-def _experts_of(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    wanted: ExpertsImplementation | None,
-) -> ExpertsImplementation:
+def _experts_of(config: PreTrainedConfig, how: Loading) -> ExpertsImplementation:
     """``grouped_mm`` is also what transformers does by itself."""
     widths = expert_widths(config.get_text_config().to_dict())
-    if wanted is not None or not widths:
-        return wanted or "grouped_mm"
-    on_gpu = torch.device(device).type == "cuda"
-    return implementation(widths, dtype.itemsize, on_gpu=on_gpu)[0]
+    if how.experts is not None or not widths:
+        return how.experts or "grouped_mm"
+    on_gpu = torch.device(how.device).type == "cuda"
+    return implementation(widths, how.dtype.itemsize, on_gpu=on_gpu)[0]
 
 
 def _in_pieces(path: str | Path) -> bool:
@@ -191,22 +204,17 @@ def _read(path: str | Path, load: Callable[..., Any], differences: Differences) 
     return module
 
 
-def _place(
-    module: PreTrainedModel,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    sharding: Sharding | None,
-    quantize: Quantize | None,
-) -> None:
+def _place(module: PreTrainedModel, how: Loading) -> None:
     """Allocate the rows of a module without weights, this rank's or all, in the format in which
     they are kept."""
-    if quantize is not None:
-        quantise(module, quantize, dtype)
-    if sharding is not None:
-        sharding.shard(module, dtype, torch.device(device))
+    device = torch.device(how.device)
+    if how.quantize is not None:
+        quantise(module, how.quantize, how.dtype)
+    if how.sharding is not None:
+        how.sharding.shard(module, how.dtype, device)
         return
-    with _usable(device):
-        materialise(module, torch.device(device))
+    with _usable(how.device):
+        materialise(module, device)
 
 
 def _usable(device: str | torch.device) -> AbstractContextManager[object]:

@@ -26,7 +26,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu import functions
 from tunesmith.models.forest import Segment
 from tunesmith.models.kernels import varlen_attention
-from tunesmith.models.kernels.attention import AttentionRule
+from tunesmith.models.kernels.attention import Attended, AttentionRule
 from tunesmith.models.kernels.cpu_attention import CpuFlash
 from tunesmith.models.kernels.varlen_attention import padded_length
 from tunesmith.models.parallel.ring import stops
@@ -468,9 +468,8 @@ def test_a_stop_of_a_ring_in_both_kernels(monkeypatch: pytest.MonkeyPatch, causa
     found: list[list[Tensor]] = []
     for kernel in (CpuFlash, varlen_attention.CudaFlash):
         out, lse = kernel.forward(query, key, value, causal, 0.3)
-        parts = kernel.backward(
-            grad, query, key, value, 0.5 * out, lse + 0.7, causal, 0.3
-        )  # another part merged in
+        merged = Attended(query, key, value, 0.5 * out, lse + 0.7)  # with another part
+        parts = kernel.backward(grad, merged, causal, 0.3)
         found.append([out, lse, *parts])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

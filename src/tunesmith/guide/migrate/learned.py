@@ -7,20 +7,13 @@ from typing import Any
 
 from tunesmith.config.presets import PRESETS
 from tunesmith.guide.migrate.given import Given
+from tunesmith.guide.migrate.programs import MARKS
 from tunesmith.guide.migrate.there import OFF, Result, There, Value, by_hand, is_off, without
 from tunesmith.guide.names.foreign import value_of
 
-_ESTIMATORS = {
-    "gae": "ppo", "group_norm": "grpo", "group_mean": "grpo", "reinforce": "reinforce_pp",
-    "reinforce_baseline": "reinforce_pp_baseline", "reinforce_plus_plus": "reinforce_pp",
-    "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "grpo_passk": "grpo",
-    "grpo_vectorized": "grpo", "rloo_vectorized": "rloo",
-}  # fmt: skip
-"""Estimators of OpenRLHF and verl, and the preset that corresponds to each."""
-
 
 def estimator(given: Given, _there: There) -> Result:
-    name = _ESTIMATORS.get(str(given.value), str(given.value))
+    name = MARKS["estimators"].get(str(given.value), str(given.value))
     if name not in PRESETS:
         lists = "tunesmith presets lists those that there are"
         return by_hand(f"there is no estimator {given.value} here: {lists}")

@@ -10,9 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-MARKS: Mapping[str, Mapping[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("marks.toml").read_text(encoding="utf-8")
-)
+MARKS = tomllib.loads(Path(__file__).with_name("marks.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)

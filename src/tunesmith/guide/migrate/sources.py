@@ -8,24 +8,11 @@ from typing import Any
 
 from tunesmith.config.values import SINKS
 from tunesmith.guide.migrate.given import UNKNOWN, Given
+from tunesmith.guide.migrate.programs import MARKS
 from tunesmith.guide.migrate.script.data import Data, all_data, written_split
 from tunesmith.guide.migrate.there import OFF, Result, There, Value, by_hand, without
 
-_TRAIN = (
-    "dataset_name", "train_dataset", "data.dataset", "dataset", "data.prompt_dataset",
-    "prompt_data", "train_files", "data.path", "train_data",
-)  # fmt: skip
-_TRAIN_SPLITS = (
-    "dataset_train_split", "data.dataset_split", "data.prompt_split", "dataset_split",
-    "prompt_split", "train_split",
-)  # fmt: skip
-_PROBS = ("data.dataset_probs", "data.prompt_probs", "dataset_probs", "prompt_data_probs")
-_EVAL = ("eval_dataset", "eval.dataset", "val_files", "validation_data")
-_EVAL_SPLITS = ("dataset_test_split", "eval.split", "eval_split", "val_split", "test_split")
-_MANAGERS = ("naive", "batch", "prime", "dapo")
-"""verl's reward managers, which call the function that a line's ``data_source`` selects."""
-_BUILT_IN = {"trl.rewards.accuracy_reward": "math"}
-"""Functions that TRL ships, and those of a run file that do the same."""
+_DATA = MARKS["data"]
 _MOVE = "move {} to a separate file that only defines {}"
 
 
@@ -35,12 +22,12 @@ def train_data(_given: Given, there: There) -> Result:
     held = there.get("train_dataset")
     if isinstance(held, Data):
         return _followed("data.train", held)
-    paths = _listed(there.get(*_TRAIN))
+    paths = _listed(there.get(*_DATA["train"]))
     if not paths:
         return by_hand("no data set is given with it")
-    split = there.get(*_TRAIN_SPLITS)
+    split = there.get(*_DATA["train_splits"])
     split = split[0] if isinstance(split, list) and split else split
-    shares = _listed(there.get(*_PROBS))
+    shares = _listed(there.get(*_DATA["shares"]))
     weights = [float(w) for w in shares] if len(shares) == len(paths) else [None] * len(paths)
     common = {"split": split, "subset": there.get("dataset_config")}
     pairs = zip(paths, weights, strict=True)
@@ -57,11 +44,11 @@ def eval_data(_given: Given, there: There) -> Result:
     strategy = there.get("eval_strategy", "evaluation_strategy", default="no")
     if there.framework in ("trl", "transformers") and strategy in ("no", False):
         return without("nothing is evaluated there: eval_strategy is no")
-    paths = _listed(there.get(*_EVAL))
-    split = there.get(*_EVAL_SPLITS)
+    paths = _listed(there.get(*_DATA["eval"]))
+    split = there.get(*_DATA["eval_splits"])
     subset = None
     if not paths and split:
-        paths = _listed(there.get(*_TRAIN))[:1]
+        paths = _listed(there.get(*_DATA["train"]))[:1]
         subset = there.get("dataset_config")
     if not paths:
         return without("no data set is given with it")
@@ -116,12 +103,13 @@ def functions(given: Given, there: There) -> Result:
         name = there.get("custom_reward_function.name", default="compute_score")
         return Value("reward.functions", [f"{path}:{name}"])
     items = _items(given)
-    known = [_BUILT_IN.get(item, item) for item in items if ".py:" in item or item in _BUILT_IN]
+    built_in = _DATA["built_in"]
+    known = [built_in.get(item, item) for item in items if ".py:" in item or item in built_in]
     if known and len(known) == len(items):
         own = _MOVE.format("them", "them") if set(known) - {"math"} else ""
         answer = Value("reward.answer", "solution", "the column that it reads there")
         return [Value("reward.functions", known, own), *([answer] if "math" in known else [])]
-    if all(item in _MANAGERS for item in items):
+    if all(item in _DATA["managers"] for item in items):
         return without("it calls the functions of the data; no manager is needed here")
     names = ", ".join(UNKNOWN.sub(lambda m: m[0][2:-1], item) for item in items)
     return by_hand(f'name each function as "file.py:function" in reward.functions: {names}')

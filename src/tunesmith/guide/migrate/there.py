@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tunesmith.config.commands import KINDS, all_keys
 from tunesmith.guide.migrate.given import ForeignLaunch, Given, count_of
+from tunesmith.guide.migrate.programs import MARKS
 from tunesmith.guide.names.foreign import Meaning, meanings_of, spelled
-
-_FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "trl": ("trl", "transformers"),
-    "transformers": ("transformers", "trl"),
-    "stateset-agents": ("stateset-agents", "transformers", "trl"),
-    "accelerate": ("accelerate", "deepspeed", "transformers"),
-}
-"""Frameworks whose names a program also understands."""
 
 Kind = Literal[
     "mapped", "derived", "off", "by hand", "computed", "absent", "changes", "unknown", "replaced"
@@ -32,7 +25,7 @@ ROLES = re.compile(r"(?:actor_rollout_ref\.)?(critic|ref|reward_model(?=\.(?:rol
 
 def known_as(name: str, framework: str) -> tuple[str, list[Meaning]]:
     """``meanings_of`` in a framework and in those whose names it understands."""
-    return meanings_of(name, _FAMILIES.get(framework, (framework,)))
+    return meanings_of(name, tuple(MARKS["families"].get(framework, [framework])))
 
 
 @dataclass(frozen=True, slots=True)

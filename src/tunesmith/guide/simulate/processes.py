@@ -12,11 +12,10 @@ from threading import Thread
 from typing import Any
 
 from tunesmith.config.system import Role
-from tunesmith.errors import TunesmithError
 from tunesmith.guide.simulate.threads import FIRST, Occupant, inside
-from tunesmith.learn.usercode.far import Far, PendingResult
+from tunesmith.learn.usercode.far import Far, Lost, PendingResult
 from tunesmith.learn.usercode.host import Host
-from tunesmith.run.processes.local import Starter
+from tunesmith.run.processes.local import Placed, Starter
 
 
 class FakeProcesses(Starter):
@@ -35,9 +34,7 @@ class FakeProcesses(Starter):
         self._numbers = Counter[Role]()
         self._first: dict[Role, _OnThreads] = {}
 
-    def _start(
-        self, role: Role, lost: type[TunesmithError], python: Path | None
-    ) -> tuple[Far, int | None]:
+    def _start(self, role: Role, lost: Lost, python: Path | None) -> Placed:
         del python
         number = self._numbers[role]
         self._numbers[role] += 1
@@ -51,7 +48,7 @@ class FakeProcesses(Starter):
 class _Inside(Far):
     """A far object that needs no watching, because it is in this process."""
 
-    def __init__(self, name: str, lost: type[TunesmithError]) -> None:
+    def __init__(self, name: str, lost: Lost) -> None:
         super().__init__(name, lost, patience=None)
 
     def _answer(self, number: int, done: Future[Any]) -> None:
@@ -62,7 +59,7 @@ class _Inside(Far):
 class _OnThreads(_Inside):
     """An object with its own threads, as in a separate process."""
 
-    def __init__(self, name: str, lost: type[TunesmithError]) -> None:
+    def __init__(self, name: str, lost: Lost) -> None:
         super().__init__(name, lost)
         self.newest: PendingResult
         """The answer to the last request."""
@@ -90,7 +87,7 @@ class _OnThreads(_Inside):
 class _LikeAnother(_Inside):
     """Answers as another object does, which gets the same requests first."""
 
-    def __init__(self, other: _OnThreads, lost: type[TunesmithError]) -> None:
+    def __init__(self, other: _OnThreads, lost: Lost) -> None:
         super().__init__(f"one like {other.name}", lost)
         self._other = other
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
-from tunesmith.learn.endpoint.asks import ChatRequest, Fields, Json, parse
+from tunesmith.learn.endpoint.asks import Ask, ChatRequest, Fields, Json, parse
 from tunesmith.learn.endpoint.turns import (
     Answer,
     Event,
@@ -20,12 +22,18 @@ from tunesmith.learn.environments.conversation import Reply
 DONE: Event = (None, "[DONE]")
 
 
-class ChatExchange:
-    def __init__(self, request: Fields, policy: Policy) -> None:
-        """Raises BadRequest."""
-        self.ask = parse(ChatRequest, request).as_ask(request)
+class CompletionExchange(ABC):
+    """What the interfaces of completions, of messages and of text, have in common."""
+
+    nothing: ClassVar[Json]
+    """A chunk without text."""
+    chunk: ClassVar[str]
+    """What a chunk is called."""
+
+    def __init__(self, ask: Ask, request: Fields, policy: Policy, prefix: str, kind: str) -> None:
+        self.ask = ask
         self.streamed = bool(request.get("stream"))
-        self._head = answer_head("chatcmpl", "chat.completion", policy)
+        self._head = answer_head(prefix, kind, policy)
         self._usage = wants_usage(request)
         self._decode = policy.renderer.verbatim
 
@@ -33,26 +41,60 @@ class ChatExchange:
         choices = [self._choice(index, reply) for index, reply in enumerate(answer.replies)]
         return {**self._head, "choices": choices, "usage": usage(answer), **answer.said()}
 
+    def end(self, answer: Answer) -> Iterator[Event]:
+        for index, reply in enumerate(answer.replies):
+            yield from self._calls(index, reply)
+            said = answer.said() if index == len(answer.replies) - 1 else {}
+            yield self._chunk(index, self.nothing, finish_reason=finish_reason(reply), **said)
+        if self._usage:
+            yield self._event({"choices": [], "usage": usage(answer)})
+        yield DONE
+
+    @abstractmethod
+    def _choice(self, index: int, reply: Reply) -> Json:
+        """A choice of a whole answer."""
+
+    def _calls(self, index: int, reply: Reply) -> Iterator[Event]:
+        """The tool calls of a reply: text has none."""
+        del index, reply
+        yield from ()
+
+    def _chunk(
+        self,
+        index: int,
+        new: Json,
+        logprobs: Json | None = None,
+        finish_reason: str | None = None,
+        **said: object,
+    ) -> Event:
+        choice = {"index": index, **new, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._event({"choices": [choice], **said})
+
+    def _event(self, fields: Json) -> Event:
+        return None, json.dumps({**self._head, "object": self.chunk, **fields})
+
+
+class ChatExchange(CompletionExchange):
+    nothing: ClassVar[Json] = {"delta": {}}
+    chunk = "chat.completion.chunk"
+
+    def __init__(self, request: Fields, policy: Policy) -> None:
+        """Raises BadRequest."""
+        ask = parse(ChatRequest, request).as_ask(request)
+        super().__init__(ask, request, policy, "chatcmpl", "chat.completion")
+
     def begin(self) -> Iterator[Event]:
         for index in range(self.ask.n):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
     def add(self, piece: TextPiece) -> Iterator[Event]:
         if piece.text or piece.tokens:
             logprobs = self._logprobs(piece.tokens) if piece.tokens else None
-            yield self._chunk(piece.index, {"content": piece.text}, logprobs)
+            yield self._chunk(piece.index, {"delta": {"content": piece.text}}, logprobs)
 
-    def end(self, answer: Answer) -> Iterator[Event]:
-        for index, reply in enumerate(answer.replies):
-            calls = reply.message.get("tool_calls", ())
-            for place, call in enumerate(calls):
-                yield self._chunk(index, {"tool_calls": [{"index": place, **call}]})
-            last = index == len(answer.replies) - 1
-            said = answer.said() if last else {}
-            yield self._chunk(index, {}, finish_reason=finish_reason(reply), **said)
-        if self._usage:
-            yield self._event({"choices": [], "usage": usage(answer)})
-        yield DONE
+    def _calls(self, index: int, reply: Reply) -> Iterator[Event]:
+        for place, call in enumerate(reply.message.get("tool_calls", ())):
+            yield self._chunk(index, {"delta": {"tool_calls": [{"index": place, **call}]}})
 
     def _choice(self, index: int, reply: Reply) -> Json:
         message = {"content": None, "refusal": None, "tool_calls": None, **reply.message}
@@ -66,25 +108,6 @@ class ChatExchange:
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> Json:
         return {"content": token_entries(tokens), "refusal": None}
-
-    def _chunk(
-        self,
-        index: int,
-        delta: Json,
-        logprobs: Json | None = None,
-        finish_reason: str | None = None,
-        **said: object,
-    ) -> Event:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        return self._event({"choices": [choice], **said})
-
-    def _event(self, fields: Json) -> Event:
-        return None, json.dumps({**self._head, "object": "chat.completion.chunk", **fields})
 
 
 def answer_head(prefix: str, kind: str, policy: Policy) -> Json:

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import ClassVar
 
 from tunesmith.learn.endpoint.asks import BadRequest, Fields, Json, TextRequest, parse
-from tunesmith.learn.endpoint.chat import (
-    DONE,
-    answer_head,
-    finish_reason,
-    usage,
-    wants_usage,
-)
-from tunesmith.learn.endpoint.turns import (
-    Answer,
-    Event,
-    Policy,
-    TextPiece,
-    TokenText,
-    tokens_of,
-)
+from tunesmith.learn.endpoint.chat import CompletionExchange, finish_reason
+from tunesmith.learn.endpoint.turns import Event, Policy, TextPiece, TokenText, tokens_of
 from tunesmith.learn.environments.conversation import Reply
 
 NUMBERED = "return_tokens_as_token_ids"
 """vLLM's parameter: tokens are named by their numbers, which are unique, unlike their texts."""
 
 
-class TextExchange:
+class TextExchange(CompletionExchange):
+    nothing: ClassVar[Json] = {"text": ""}
+    chunk = "text_completion"
+
     def __init__(self, request: Fields, policy: Policy) -> None:
         """Raises BadRequest."""
-        self.ask = parse(TextRequest, request).as_ask(request)
-        self.streamed = bool(request.get("stream"))
-        self._head = answer_head("cmpl", "text_completion", policy)
-        self._usage = wants_usage(request)
-        self._decode = policy.renderer.verbatim
+        ask = parse(TextRequest, request).as_ask(request)
+        super().__init__(ask, request, policy, "cmpl", "text_completion")
         if request.get(NUMBERED):
             if self.streamed:
                 raise BadRequest(f"'{NUMBERED}' is of whole answers; leave 'stream' out")
@@ -45,13 +32,9 @@ class TextExchange:
         self._written = [len(self._echo)] * self.ask.n
         """Characters of the tokens that each choice has streamed."""
 
-    def whole(self, answer: Answer) -> Json:
-        choices = [self._choice(index, reply) for index, reply in enumerate(answer.replies)]
-        return {**self._head, "choices": choices, "usage": usage(answer), **answer.said()}
-
     def begin(self) -> Iterator[Event]:
         for index in range(self.ask.n if self._echo else 0):
-            yield self._chunk(index, self._echo)
+            yield self._chunk(index, {"text": self._echo})
 
     def add(self, piece: TextPiece) -> Iterator[Event]:
         if piece.text or piece.tokens:
@@ -59,16 +42,7 @@ class TextExchange:
             if piece.tokens:
                 logprobs = _logprobs(piece.tokens, self._written[piece.index])
                 self._written[piece.index] += sum(len(one.text) for one in piece.tokens)
-            yield self._chunk(piece.index, piece.text, logprobs)
-
-    def end(self, answer: Answer) -> Iterator[Event]:
-        for index, reply in enumerate(answer.replies):
-            last = index == len(answer.replies) - 1
-            said = answer.said() if last else {}
-            yield self._chunk(index, "", finish_reason=finish_reason(reply), **said)
-        if self._usage:
-            yield None, json.dumps({**self._head, "choices": [], "usage": usage(answer)})
-        yield DONE
+            yield self._chunk(piece.index, {"text": piece.text}, logprobs)
 
     def _choice(self, index: int, reply: Reply) -> Json:
         logprobs = None
@@ -94,22 +68,6 @@ class TextExchange:
             {self._decode([token]): logprob for token, logprob in scores.items()}
             for _, scores in reply.prompt_scores
         ]
-
-    def _chunk(
-        self,
-        index: int,
-        text: str,
-        logprobs: Json | None = None,
-        finish_reason: str | None = None,
-        **said: object,
-    ) -> Event:
-        choice = {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        return None, json.dumps({**self._head, "choices": [choice], **said})
 
 
 def _numbered(token_ids: Sequence[int]) -> str:

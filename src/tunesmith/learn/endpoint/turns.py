@@ -20,6 +20,7 @@ from tunesmith.learn.endpoint.checks import Unmet, problems_of
 from tunesmith.learn.environments.base import Growing
 from tunesmith.learn.environments.conversation import Reply, before_stop
 from tunesmith.learn.environments.rendering import Renderer
+from tunesmith.learn.usercode.calls import all_or_error
 from tunesmith.types import Message
 
 Event = tuple[str | None, str]
@@ -141,12 +142,7 @@ async def all_replies(ask: Ask, reply: Callable[[int], Awaitable[Reply]]) -> Ans
     async def one(index: int) -> Reply:
         return await reply(index)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(index)) for index in range(ask.n)]
-    except ExceptionGroup as several:
-        raise several.exceptions[0] from None
-    replies = [task.result() for task in tasks]
+    replies = await all_or_error([one(index) for index in range(ask.n)])
     return Answer(replies, await problems_of(ask, replies))
 
 

@@ -17,7 +17,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from copy import deepcopy
@@ -54,6 +54,16 @@ def is_async(function: Function) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+async def all_or_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first error cancels the rest and is raised unchanged."""
+    try:
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(one) for one in work]
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from tunesmith.errors import TunesmithError
-from tunesmith.learn.usercode.far import PATIENCE, ConnectedFar
+from tunesmith.learn.usercode.far import PATIENCE, ConnectedFar, Lost
 
 _HOST = Path(__file__).with_name("host.py")
 PIPE_BYTES = 1 << 16
@@ -129,7 +128,7 @@ class ChildProcess(ConnectedFar):
     def __init__(
         self,
         name: str,
-        lost: type[TunesmithError],
+        lost: Lost,
         *,
         python: Path | None = None,
         environment: Mapping[str, str] | None = None,

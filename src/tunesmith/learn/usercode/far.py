@@ -23,6 +23,8 @@ from typing import Any
 from tunesmith.errors import TrainerLostError, TunesmithError
 from tunesmith.records import interrupts
 
+Lost = type[TunesmithError]
+"""What the calls of a far object raise once its process has ended."""
 PATIENCE = 120.0
 """Seconds for which a process may leave a ping unanswered before it is killed."""
 STARTING = 600.0
@@ -61,9 +63,7 @@ class Far(ABC):
         patience: None: it is not watched, and callers set deadlines.
     """
 
-    def __init__(
-        self, name: str, lost: type[TunesmithError], patience: float | None = PATIENCE
-    ) -> None:
+    def __init__(self, name: str, lost: Lost, patience: float | None = PATIENCE) -> None:
         self.name = name
         self._error = lost
         self._patience = patience
@@ -250,7 +250,7 @@ class ConnectedFar(Far):
         self,
         connection: Connection,
         name: str,
-        lost: type[TunesmithError],
+        lost: Lost,
         patience: float | None = PATIENCE,
     ) -> None:
         super().__init__(name, lost, patience)

@@ -34,6 +34,21 @@ class AttentionRule(NamedTuple):
     sequence; None: all. ``ForestAttention`` cuts segments there, so kernels do not see it."""
 
 
+class Attended(NamedTuple):
+    """What attention was computed of, its output and its log-sum-exp ``[n, H]``: what a backward
+    pass needs."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of queries, keys and values."""
+
+
 class AttentionContext(Protocol):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from tunesmith.models.forest import Segment, subtree_ends
 from tunesmith.models.kernels.attention import (
+    Attended,
     AttentionRule,
+    Gradients,
     add_sinks,
     merge,
     sinks_gradient,
@@ -68,18 +70,9 @@ class CpuFlash:
         return out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1)
 
     @staticmethod
-    def backward(
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values, from the merged output and log-sum-exp, at least
-        float32."""
+    def backward(grad: Tensor, kept: Attended, causal: bool, scale: float) -> Gradients:
+        """Gradients from the merged output and log-sum-exp, at least float32."""
+        query, key, value, out, lse = kept
         groups = query.shape[1] // key.shape[1]
         exact = lse.dtype
         go, q, o = (_by_group(t.to(exact), groups) for t in (grad, query, out))

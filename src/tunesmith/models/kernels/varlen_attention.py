@@ -23,7 +23,9 @@ from torch.nn import functional as F
 
 from tunesmith.models.forest import Segment, subtree_ends
 from tunesmith.models.kernels.attention import (
+    Attended,
     AttentionRule,
+    Gradients,
     add_sinks,
     merge,
     on_gpu,
@@ -83,22 +85,14 @@ class _Call:
     @property
     def arguments(self) -> tuple[Tensor, Tensor, int, int, float, bool]:
         """The kernels' arguments after the tensors, without dropout."""
-        return (
-            self.query_ends,
-            self.key_ends,
-            self.longest_query,
-            self.longest_key,
-            0.0,
-            self.causal,
-        )
+        longest = self.longest_query, self.longest_key
+        return self.query_ends, self.key_ends, *longest, 0.0, self.causal
 
     @property
     def options(self) -> dict[str, int]:
-        return (
-            {}
-            if self.window is None
-            else {"window_size_left": self.window - 1, "window_size_right": 0}
-        )
+        if self.window is None:
+            return {}
+        return {"window_size_left": self.window - 1, "window_size_right": 0}
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -108,20 +102,11 @@ class _Call:
         out, lse, *_ = _forward(*rows, *self.arguments, False, scale=scale, **self.options)
         return out, lse.transpose(0, 1).contiguous()
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, kept: Attended, scale: float) -> Gradients:
         """The gradients of the rows ``queries`` and ``keys``."""
-        grad, query, out = (_rows(t, self.queries) for t in (grad, query, out))
-        key, value = (_rows(t, self.keys) for t in (key, value))
-        seen = _rows(lse, self.queries).transpose(0, 1).contiguous()
+        grad, query, out = (_rows(t, self.queries) for t in (grad, kept.query, kept.out))
+        key, value = (_rows(t, self.keys) for t in (kept.key, kept.value))
+        seen = _rows(kept.lse, self.queries).transpose(0, 1).contiguous()
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         return _backward(
             grad, query, key, value, out, seen, *self.arguments, unused, unused, scale=scale,
@@ -151,20 +136,12 @@ class _Dense:
         out, lse, *_ = _dense_forward(*rows, None, True, 0.0, True, False, scale=scale)
         return self._real(out), lse[0, :, : self._length, 0].t().contiguous()
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, kept: Attended, scale: float) -> Gradients:
         """See ``_Call.backward``."""
-        rows = [self._padded(t) for t in (grad, query, key, value, out, lse.unsqueeze(-1))]
+        *tensors, lse = kept
+        rows = [self._padded(t) for t in (grad, *tensors, lse.unsqueeze(-1))]
         rows[-1] = rows[-1].contiguous()
-        no_dropout = torch.zeros((), dtype=torch.int64, device=query.device)
+        no_dropout = torch.zeros((), dtype=torch.int64, device=grad.device)
         longest = rows[0].shape[2]
         parts = _dense_backward(
             *rows, no_dropout, no_dropout, None, None, None, longest, longest, 0.0, True,
@@ -204,10 +181,8 @@ def _ends(runs: list[Run], device: torch.device) -> tuple[Tensor, int]:
 def _both(
     queries: list[Run], keys: list[Run], device: torch.device
 ) -> tuple[Tensor, Tensor, int, int]:
-    (query_ends, longest_query), (key_ends, longest_key) = (
-        _ends(queries, device),
-        _ends(keys, device),
-    )
+    query_ends, longest_query = _ends(queries, device)
+    key_ends, longest_key = _ends(keys, device)
     return query_ends, key_ends, longest_query, longest_key
 
 
@@ -275,27 +250,16 @@ class CudaFlash:
         return out.float(), lse
 
     @staticmethod
-    def backward(
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(grad: Tensor, kept: Attended, causal: bool, scale: float) -> Gradients:
         """See ``CpuFlash.backward``."""
-        whole = _whole(query, key, causal)
-        dq, dk, dv = whole.backward(grad, query, key, value, out, lse, scale)
+        dq, dk, dv = _whole(kept.query, kept.key, causal).backward(grad, kept, scale)
         return dq.float(), dk.float(), dv.float()
 
 
 def _whole(query: Tensor, key: Tensor, causal: bool) -> _Call:
     """One run of all queries and one of all keys."""
-    return _Call(
-        None, None, *_both([(0, len(query))], [(0, len(key))], query.device), causal=causal
-    )
+    runs = _both([(0, len(query))], [(0, len(key))], query.device)
+    return _Call(None, None, *runs, causal=causal)
 
 
 def _rows(t: Tensor, at: Rows) -> Tensor:
@@ -362,15 +326,14 @@ class _Varlen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        query, key, value, out, lse, sinks = ctx.saved_tensors
-        of_sinks = None if sinks is None else sinks_gradient(sinks, grad_out, out, lse)
+        *tensors, sinks = ctx.saved_tensors
+        kept = Attended(*tensors)
+        of_sinks = None if sinks is None else sinks_gradient(sinks, grad_out, kept.out, kept.lse)
         calls: list[_Call | _Dense] = [*ctx.own, *ctx.above]
-        operands = (grad_out, query, key, value, out, lse, ctx.scale)
+        operands = (grad_out, kept, ctx.scale)
         if len(calls) == 1 and calls[0].keys is None:
             return None, None, *calls[0].backward(*operands), None, of_sinks
-        grads = [
-            torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (query, key, value)
-        ]
+        grads = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in kept[:3]]
         for call in calls:
             parts = call.backward(*operands)
             for total, part, at in zip(
@@ -380,4 +343,4 @@ class _Varlen(torch.autograd.Function):
                     total.index_add_(0, at, part.float())
                 else:
                     total[slice(None) if at is None else at] += part
-        return None, None, *(g.to(query.dtype) for g in grads), None, of_sinks
+        return None, None, *(g.to(kept.query.dtype) for g in grads), None, of_sinks

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from tunesmith.errors import ModelError
 from tunesmith.models.forest import Segment, subtree_ends
-from tunesmith.models.kernels.attention import AttentionRule, add_sinks, merge, sinks_gradient
+from tunesmith.models.kernels.attention import (
+    Attended,
+    AttentionRule,
+    add_sinks,
+    merge,
+    sinks_gradient,
+)
 from tunesmith.models.kernels.cpu_attention import CpuFlash
 from tunesmith.models.kernels.varlen_attention import CudaFlash
 
@@ -162,8 +168,8 @@ class _Ring(torch.autograd.Function):
                 grads = ring.pass_on(grads)
             k, v = travelling.unbind(1)
             for a, b, ka, kb, causal in seen:
-                given = grad_out[a:b], query[a:b], k[ka:kb], v[ka:kb], out[a:b], lse[a:b]
-                dq, dk, dv = kernel.backward(*given, causal, scale)
+                kept = Attended(query[a:b], k[ka:kb], v[ka:kb], out[a:b], lse[a:b])
+                dq, dk, dv = kernel.backward(grad_out[a:b], kept, causal, scale)
                 grad_query[a:b] += dq
                 grads[ka:kb, 0] += dk
                 grads[ka:kb, 1] += dv

@@ -104,11 +104,12 @@ def sampling_that_the_engine_supports(s: Situation[RunConfig]) -> Iterator[Probl
         for name in altering(sampling):
             key = f"{sampling.table}.{name}"
             yield s.clash(key, f"does not go with {s.said(ENGINE)}: {why}; leave it out", ENGINE)
-    if engine.third_party and more(s.longest_sample, s.switch):
+    if engine.third_party and more(s.training.longest, s.switch):
         yield s.clash(ENGINE,
             "does not choose rotary frequencies by the length of each sequence, and the model "
             f"changes them above {s.switch} tokens (longrope). A prompt and completion may take "
-            f'{s.longest_sample}. Set {ENGINE} = "local", or lower {sampling.table}.max_new_tokens',
+            f'{s.training.longest}. Set {ENGINE} = "local", or lower '
+            f"{sampling.table}.max_new_tokens",
             f"{sampling.table}.max_new_tokens")
     least = engine.least_temperature
     why = f": {engine.title} would raise it to {least}; use at least as much"
@@ -168,11 +169,11 @@ def weights_through_mapped_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
             f"with {s.said(CLUSTER)} is for engines on the GPUs of trainer ranks; set "
             'system.placement.colocate = [["actor", "rollout"]], or use "gloo"', CLUSTER)
     ranks = s.system.trainer_ranks
-    wanted = (s.system.engines or 1) * s.ranks_per_engine
+    wanted = (s.system.engines or 1) * s.devices.ranks_per_engine
     if ranks is None or s.device_kind == "cpu" or wanted <= ranks:
         return
     # On one GPU, one rank may have several engines beside it.
-    if ranks > 1 or s.ranks_per_engine > 1 or s.config.system.cluster == "ray":
+    if ranks > 1 or s.devices.ranks_per_engine > 1 or s.config.system.cluster == "ray":
         yield s.clash(PLANE,
             f"is for engines on the GPUs of trainer ranks, and they take {wanted}, where "
             f"system.trainer_ranks = {ranks}; set as many ranks, or fewer engines",

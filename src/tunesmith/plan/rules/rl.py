@@ -363,7 +363,7 @@ unread(RLConfig, "rollout.partial rollout.over_generation rollout.queue_size",
        lambda s: s.config.rollout.max_staleness == 0,
        "with rollout.max_staleness = 0, where every step plays its own rollouts to the end; set "
        "rollout.max_staleness = 1, or leave it out", harmless=(False, 1.0))
-unread(RunConfig, "system.critic_max_tokens", lambda s: s.has_critic is False,
+unread(RunConfig, "system.critic_max_tokens", lambda s: s.kind and not s.kind.critic,
        "without a critic that has its own model; leave it out")
 unread(RunConfig, "system.reward_max_tokens", lambda s: not (s.reward and s.reward.models),
        "without reward.models; leave it out")

@@ -236,14 +236,6 @@ class Situation(Generic[C]):
     def keeps_frozen(self) -> bool | None:
         return self.kind and replace(self.devices, kind=self.kind).keeps_frozen
 
-    @property
-    def scores(self) -> bool | None:
-        return self.kind and self.kind.scores
-
-    @property
-    def has_critic(self) -> bool | None:
-        return self.kind and self.kind.critic
-
     def whole(self, facts: Facts) -> Plan[C]:
         """The plan, or an open one."""
         return self.plan or open_plan(self.config, facts, self.algorithm)
@@ -282,11 +274,6 @@ class Situation(Generic[C]):
     @cached_property
     def lengths(self) -> Lengths:
         return self.plan.lengths if self.plan else lengths_said(self.config)
-
-    @property
-    def longest_sample(self) -> int | None:
-        """Tokens of the longest sample, with its completion."""
-        return self.training.longest
 
     @cached_property
     def together(self) -> tuple[int | None, str]:
@@ -413,7 +400,3 @@ class Situation(Generic[C]):
     @property
     def vllm_eager(self) -> bool | None:
         return self.plan.vllm.eager if self.plan else self.config.system.vllm.eager
-
-    @property
-    def ranks_per_engine(self) -> int:
-        return self.devices.ranks_per_engine

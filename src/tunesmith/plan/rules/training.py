@@ -191,7 +191,7 @@ unread(RMConfig, "system.logprob_chunk", lambda _: True,
        "on a reward model, whose head has one row; leave it out")
 unread(DPOConfig, "dpo.label_smoothing", lambda s: s.config.dpo.loss != "sigmoid",
        "on dpo.loss = {dpo.loss}; leave it out, or set dpo.loss = 'sigmoid'", harmless=(0.0,))
-unread(RunConfig, "system.scoring_max_tokens", lambda s: s.scores is False,
+unread(RunConfig, "system.scoring_max_tokens", lambda s: s.kind and not s.kind.scores,
        "in a run without a reference, a critic, recomputed old log-probabilities, or an eval set; "
        "leave it out")
 unread(RunConfig, ROUTERS, lambda s: not s.config.trains,

@@ -98,12 +98,12 @@ def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     if vllm.cuda_graph_sizes == () and not s.vllm_eager:
         yield Problem((GRAPHS,),
             f"{GRAPHS} is empty; set system.vllm.eager = true for no CUDA graphs, or leave it out")
-    longest = s.longest_sample
+    longest = s.training.longest
     if s.model is None or longest is None or kv is None or vllm.memory_share is not None:
         return
     blocks = -(-longest // BLOCK_TOKENS) + 1  # one block stays empty
     each = s.model.kv_bytes_per_token(s.devices.bytes_per_number, latent=True)
-    ranks = 1 if s.model.latent else s.ranks_per_engine  # each rank keeps the whole latent
+    ranks = 1 if s.model.latent else s.devices.ranks_per_engine  # each rank keeps the whole latent
     needed = blocks * BLOCK_TOKENS * each // ranks
     if needed > parse_size(kv):
         why = f"does not hold one sequence of {longest} tokens, which takes {format_size(needed)}"
@@ -112,7 +112,7 @@ def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
     vllm = s.config.system.vllm
-    ranks = s.ranks_per_engine
+    ranks = s.devices.ranks_per_engine
     tensor: int | None = s.devices.tensor if s.plan else vllm.tensor_parallel_size
     sizes = {TENSOR: tensor, PIPELINE: vllm.pipeline_parallel_size}
     for key, size in sizes.items():
@@ -199,7 +199,7 @@ def _lengths(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash(LENGTH,
             f": above {s.switch}, vLLM gives all sequences the rotary frequencies of long ones "
             f'(longrope); use {s.switch} at most, or system.engine = "local"')
-    longest = s.longest_sample
+    longest = s.training.longest
     if more(longest, length) and length != s.switch:
         yield s.clash(LENGTH,
             f", and one prompt and completion may take {longest} tokens; raise it to at least "

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from tunesmith.config.engines import EngineWeights
 from tunesmith.errors import EngineError, EngineLostError
 from tunesmith.learn.data.batch import Batch
+from tunesmith.learn.usercode.calls import all_or_error
 from tunesmith.run.engines.base import Sampler
-from tunesmith.run.loop.collect import all_or_error
 from tunesmith.run.loop.learner import Learner, Metrics
 from tunesmith.types import Completion, Sample, Sampling
 

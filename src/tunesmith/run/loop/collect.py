@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 from tunesmith.errors import EngineError, EpisodeError, NoEngineError, UserError
 from tunesmith.learn.environments.base import Environment, Generate, GroupScorer, Growing
 from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.learn.usercode.calls import all_or_error
 from tunesmith.records.timeline import REWARD, ROLLOUTS, Timeline
 from tunesmith.run.engines.deadline import DEADLINE
 from tunesmith.run.engines.partial import FOLLOWER
 from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
-
-T = TypeVar("T")
 
 Complete = Callable[[Sequence[int], Sampling], Awaitable[Completion]]
 """The method ``generate`` of an engine."""
@@ -135,13 +134,3 @@ class Collector:
             return await self.complete(prompt_ids, changed)
 
         return generate
-
-
-async def all_or_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. The first error cancels the rest and is raised unchanged."""
-    try:
-        async with asyncio.TaskGroup() as running:
-            tasks = [running.create_task(one) for one in work]
-    except ExceptionGroup as several:
-        raise several.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -11,8 +11,8 @@ import numpy as np
 from tunesmith.learn.algorithms import filtering
 from tunesmith.learn.rewards.metrics import check_failed
 from tunesmith.learn.rewards.trainer_state import TrainerState
+from tunesmith.learn.usercode.calls import all_or_error
 from tunesmith.run.engines.base import EngineStats
-from tunesmith.run.loop.collect import all_or_error
 from tunesmith.run.loop.learner import Metrics
 from tunesmith.run.loop.parts import RLParts
 from tunesmith.run.loop.seeds import derive_seed

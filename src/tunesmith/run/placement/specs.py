@@ -237,7 +237,7 @@ def plane_spec(plan: AnyPlan) -> PlaneSpec | None:
     )
 
 
-def frozen_source(plan: AnyPlan, tokenizer: Any) -> WeightSource:
+def frozen_source(plan: AnyPlan, tokenizer: object) -> WeightSource:
     """The weights of a run that only samples; the model is loaded if the engine does not do so."""
     if not plan.devices.loads_model:
         return WeightSource()

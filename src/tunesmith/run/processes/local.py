@@ -12,13 +12,17 @@ from threading import Lock
 from typing import Self
 
 from tunesmith.config.system import Role
-from tunesmith.errors import EngineError, NoPlaceError, TunesmithError
+from tunesmith.errors import EngineError, NoPlaceError
 from tunesmith.learn.usercode.child import ChildProcess
-from tunesmith.learn.usercode.far import Far
+from tunesmith.learn.usercode.far import Far, Lost
 from tunesmith.plan.cluster import NAMES
 
 RANKED: tuple[Role, ...] = ("actor", "critic")
 """Roles in which several processes train one model."""
+
+
+Placed = tuple[Far, int | None]
+"""A process, and its place among those of its role; None: it has none."""
 
 
 class Starter(ABC):
@@ -33,7 +37,7 @@ class Starter(ABC):
         """The role and place of each process; None: it has none."""
         self._lock = Lock()
 
-    def spawn(self, role: Role, lost: type[TunesmithError], python: Path | None = None) -> Far:
+    def spawn(self, role: Role, lost: Lost, python: Path | None = None) -> Far:
         """A new process for a role.
 
         Args:
@@ -63,9 +67,7 @@ class Starter(ABC):
         self.close(*NAMES)
 
     @abstractmethod
-    def _start(
-        self, role: Role, lost: type[TunesmithError], python: Path | None
-    ) -> tuple[Far, int | None]:
+    def _start(self, role: Role, lost: Lost, python: Path | None) -> Placed:
         """A new process, and its place among those of its role."""
 
 
@@ -81,15 +83,11 @@ class LocalProcesses(Starter):
         super().__init__()
         self._gpus = gpus or {}
 
-    def _start(
-        self, role: Role, lost: type[TunesmithError], python: Path | None
-    ) -> tuple[Far, int | None]:
+    def _start(self, role: Role, lost: Lost, python: Path | None) -> Placed:
         place = self._free_place(role)
         return self._start_at(place, role, lost, python), place
 
-    def _start_at(
-        self, place: int, role: Role, lost: type[TunesmithError], python: Path | None
-    ) -> Far:
+    def _start_at(self, place: int, role: Role, lost: Lost, python: Path | None) -> Far:
         environment = None
         if role in self._gpus:
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[role][place])}

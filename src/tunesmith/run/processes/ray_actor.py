@@ -13,8 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError, TaskCancelledError
 
-from tunesmith.errors import ClusterError, TunesmithError
-from tunesmith.learn.usercode.far import PATIENCE, Far
+from tunesmith.errors import ClusterError
+from tunesmith.learn.usercode.far import PATIENCE, Far, Lost
 from tunesmith.learn.usercode.host import Host, portable
 
 
@@ -39,9 +39,7 @@ class RayActor(Far):
     """A far object in a Ray actor. Ray reports a dead process at once, a dead machine after its own
     health checks."""
 
-    def __init__(
-        self, actor: Any, name: str, lost: type[TunesmithError], patience: float = PATIENCE
-    ) -> None:
+    def __init__(self, actor: Any, name: str, lost: Lost, patience: float = PATIENCE) -> None:
         super().__init__(name, lost, patience)
         self._actor = actor
         self._calls: dict[int, Any] = {}

@@ -17,15 +17,14 @@ from tunesmith.errors import (
     ConfigError,
     EngineError,
     NoPlaceError,
-    TunesmithError,
     about,
     boundary,
     nearest,
 )
-from tunesmith.learn.usercode.far import PATIENCE, Far
+from tunesmith.learn.usercode.far import PATIENCE, Lost
 from tunesmith.plan.cluster import ACCELERATOR, NAMES, Bundle, missing
 from tunesmith.plan.facts.hardware import Hardware, read_hardware
-from tunesmith.run.processes.local import Starter
+from tunesmith.run.processes.local import Placed, Starter
 
 PLACING = 120.0
 """Seconds to wait for resources that others hold, on a cluster that is large enough."""
@@ -89,9 +88,7 @@ class RayCluster(Starter):
             ray.util.remove_placement_group(self._group)
         _disconnect(self._connected)
 
-    def _start(
-        self, role: Role, lost: type[TunesmithError], python: Path | None
-    ) -> tuple[Far, int | None]:
+    def _start(self, role: Role, lost: Lost, python: Path | None) -> Placed:
         """A new process in a free place of its role, or outside the reservation if all places are
         taken.
 

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 from tunesmith.config.system import Role
 from tunesmith.errors import ConfigError, NoPlaceError, TrainerLostError, TunesmithError
-from tunesmith.learn.usercode.far import PATIENCE, ConnectedFar, Far
+from tunesmith.learn.usercode.far import PATIENCE, ConnectedFar, Far, Lost
 from tunesmith.learn.usercode.host import ignore_signals, serve, serve_parent
 from tunesmith.plan.cluster import NAMES
 from tunesmith.plan.devices import EnginePlace, visible_names
@@ -252,9 +252,7 @@ class ServedRank(ConnectedFar):
         pid: the process's id; None if it is on another machine.
     """
 
-    def __init__(
-        self, connection: Connection, pid: int | None, name: str, lost: type[TunesmithError]
-    ) -> None:
+    def __init__(self, connection: Connection, pid: int | None, name: str, lost: Lost) -> None:
         super().__init__(connection, name, lost, PATIENCE)
         self._number = pid
         self.exit_code = 0
@@ -309,9 +307,7 @@ class Meeting:
         self._views: dict[bool, Mapping[str, str]] = {}
         threading.Thread(target=self._accept, name="meeting", daemon=True).start()
 
-    def take(
-        self, role: Role, rank: int, lost: type[TunesmithError], start: ChildStart = ALIKE
-    ) -> ServedRank:
+    def take(self, role: Role, rank: int, lost: Lost, start: ChildStart = ALIKE) -> ServedRank:
         """Accept a rank in a role, or an engine that the rank starts.
 
         Raises:
@@ -369,7 +365,7 @@ class Meeting:
         return [self.take(RANKED[0], rank, TrainerLostError) for rank in ranks]
 
     def _served(
-        self, role: Role, rank: int, one: Newcomer, start: ChildStart, lost: type[TunesmithError]
+        self, role: Role, rank: int, one: Newcomer, start: ChildStart, lost: Lost
     ) -> ServedRank:
         if role not in RANKED:
             gpus = "" if start.gpus is None else f", GPU {', '.join(map(str, start.gpus))}"
@@ -481,9 +477,7 @@ class LaunchedProcesses(LocalProcesses):
         self._others[first - 1 : first - 1 + len(ranks)] = returned
         return True
 
-    def _start_at(
-        self, place: int, role: Role, lost: type[TunesmithError], python: Path | None
-    ) -> Far:
+    def _start_at(self, place: int, role: Role, lost: Lost, python: Path | None) -> Far:
         if role in RANKED and place:
             if self._others and role == RANKED[0]:
                 return self._others[place - 1]
