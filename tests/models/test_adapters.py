@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from tests.support.families import build, logprobs, samples
+from tests.support.families import SPECIAL, logprobs, one_at_a_time, samples
 from tests.support.peft_adapters import TOKENS, WRITTEN, Written, logits_of, write
+from tests.support.tiny import save_model
 from tests.support.training import forest_of
 from tunesmith.config.reading.files import adapter_directory
 from tunesmith.config.schema import LoraSection
@@ -23,7 +25,6 @@ from tunesmith.errors import ConfigError, ModelError
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.micro_batches import build_forest
 from tunesmith.models import adapters
-from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.run import placement
 from tunesmith.run.engines.local.engine import LocalEngine
@@ -173,12 +174,12 @@ def test_an_adapter_in_a_folder_of_its_name_is_found_and_pickled_ones_are_refuse
         adapter_directory(file.parent)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen2_moe", "qwen3_next"])
-def test_routed_experts_have_no_adapter(model_type: str) -> None:
-    """In some families peft takes the names of shared and dense networks for stacked experts, also
-    when another program loads the adapter. Merged weights compute as the adapter does."""
-    model = build(model_type)
-    model.module.set_attn_implementation(ATTENTION_NAME)
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "laguna", "qwen2_moe", "qwen3_next"])
+def test_an_adapter_on_a_mixture_is_what_others_load(tmp_path: Path, model_type: str) -> None:
+    """In some families peft takes the names of shared and dense networks for stacked experts, or
+    does not find them again; merged weights compute as the adapter does."""
+    path = save_model(tmp_path / "model", model_type, **SPECIAL[model_type])
+    model = CausalLM.load(path)
     adapter = adapters.attach(model, LoraSection(rank=4))
     names = [name for name, part in model.module.named_modules() if isinstance(part, LoraLayer)]
     assert any(name.endswith(("q_proj", "q_b_proj")) for name in names)
@@ -190,10 +191,25 @@ def test_routed_experts_have_no_adapter(model_type: str) -> None:
             weight.add_(torch.randn_like(weight) * 0.05)
     forest = forest_of(samples())
     want = logprobs(model, forest)[0]
-    plain = build(model_type)
+    plain = CausalLM.load(path)
     plain.module.load_state_dict(dict(adapter.merged_weights()))
-    plain.module.set_attn_implementation(ATTENTION_NAME)
     torch.testing.assert_close(logprobs(plain, forest)[0], want, rtol=0, atol=1e-4)
+    model.save(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(path)
+    other = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(one_at_a_time(other, samples(), 1.0), want, rtol=0, atol=1e-4)
     if not shared:
         with pytest.raises(ConfigError, match="routed experts"):
-            adapters.attach(build(model_type), LoraSection(rank=4, targets=("down_proj",)))
+            adapters.attach(CausalLM.load(path), LoraSection(rank=4, targets=("down_proj",)))
+
+
+def test_weights_that_peft_does_not_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_model(tmp_path / "model", "laguna", **SPECIAL["laguna"])
+    model = CausalLM.load(path)
+    monkeypatch.setattr(adapters, "_LEFT_OUT", {})
+    adapters.attach(model, LoraSection(rank=4))
+    model.save(tmp_path / "adapter")
+    with pytest.raises(ModelError, match=r"did not read .*shared_experts"):
+        placement.run_merge(tmp_path / "adapter", tmp_path / "merged")

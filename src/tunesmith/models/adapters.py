@@ -4,7 +4,7 @@ its base."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -55,9 +55,13 @@ _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 are."""
 _JOINED = ("gate_proj", "up_proj", "w1", "w3")
 """Of these peft takes no one without the other."""
-_FUSED_OUTPUT = ("falcon_h1", "nemotron_h")
-"""Families whose output projections peft refuses, because fused kernels read their weights past the
-module."""
+_LEFT_OUT: Mapping[str, tuple[str, ...]] = {
+    "falcon_h1": ("out_proj",),
+    "laguna": ("gate_proj", "up_proj", "down_proj"),
+    "nemotron_h": ("out_proj",),
+}
+"""By family, targets whose weights fused kernels read past the module, which peft refuses, or that
+it does not find again in an adapter's file."""
 
 
 def attach(
@@ -223,14 +227,14 @@ def _targets(module: PreTrainedModel, section: LoraSection) -> list[str]:
     """
     targets = choose_targets(linear_modules(text_decoder(module)), section.targets)
     family = module.config.model_type
-    experts = _taken_for_experts(module, targets)
+    refused = _taken_for_experts(module, targets) | {*_LEFT_OUT.get(family, ())}
     if not isinstance(section.targets, tuple):
-        refused = experts | ({"out_proj"} if family in _FUSED_OUTPUT else set())
         return [target for target in targets if target not in refused]
-    if experts:
+    asked = refused & {*targets}
+    if asked:
         raise ConfigError(
-            f"lora.targets: in a model of type '{family}' peft takes {listed(experts)} for the "
-            "stacked weights of routed experts, which are not adapted here; leave it out",
+            f"lora.targets: in a model of type '{family}' peft refuses {listed(asked)}, or takes "
+            "them for other weights, such as the stacked ones of routed experts; leave them out",
             keys=("lora.targets",),
         )
     return targets

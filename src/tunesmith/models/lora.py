@@ -295,12 +295,13 @@ def check_weights(path: Path, peft: PeftModel) -> None:
     Raises:
         ModelError: names the weights and the file.
     """
-    with safe_open(path / WEIGHTS, framework="pt") as file:
-        saved = set(file.keys())
-    own, whole = (
-        get_peft_model_state_dict(peft, adapter_name=TRAINED, save_embedding_layers=base).keys()
+    read = load_file(path / WEIGHTS)
+    saved = read.keys()
+    weights, whole = (
+        get_peft_model_state_dict(peft, adapter_name=TRAINED, save_embedding_layers=base)
         for base in (False, True)
     )
+    own = weights.keys()
     for names, problem, effect in (
         (
             own - saved,
@@ -308,7 +309,7 @@ def check_weights(path: Path, peft: PeftModel) -> None:
             "they would be random numbers",
         ),
         (
-            saved - own - whole,
+            saved - own - whole.keys(),
             f"holds weights that {ADAPTER_CONFIG} beside it does not describe",
             "they have no place",
         ),
@@ -319,6 +320,16 @@ def check_weights(path: Path, peft: PeftModel) -> None:
                 "of one adapter, or the base is another model; save the adapter again with peft's "
                 "save_pretrained, or name its base"
             )
+    unread = [
+        name
+        for name, weight in weights.items()
+        if not isinstance(weight, DTensor) and not weight.cpu().equal(read[name].to(weight.dtype))
+    ]
+    if unread:
+        raise ModelError(
+            f"{path / WEIGHTS}: peft did not read {listed(unread)}: it takes them for weights of "
+            "other names in this family; leave these modules out of the adapter"
+        )
 
 
 def read_config(path: Path) -> Any:
