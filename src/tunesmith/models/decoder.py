@@ -113,6 +113,7 @@ class Decoder:
         trains: bool = True,
         experts: ExpertsImplementation | None = None,
         tower: VisionTower = "frozen",
+        like: Self | None = None,
     ) -> Self:
         """Load from a directory or a hub name; safetensors only, dropout off.
 
@@ -122,6 +123,7 @@ class Decoder:
             sharding: shard the weights over ranks.
             trains: whether a sharded model is trained and therefore has float32 weights.
             experts, tower: see ``Loading``.
+            like: a sharded model of the same files, whose weights this one shares.
 
         Raises:
             ModelError: the model does not exist, is incomplete, or its family is not supported.
@@ -140,6 +142,7 @@ class Decoder:
             trains=trains,
             experts=experts,
             tower=tower,
+            like=like.module if like else None,
         )
         differences = cls.weight_differences(config)
         module, towers = load_module(

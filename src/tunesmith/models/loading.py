@@ -73,6 +73,8 @@ class Loading:
     """How the experts of a mixture compute; None: as is best for the device."""
     tower: VisionTower = "frozen"
     """What of a multimodal model's tower is trained."""
+    like: PreTrainedModel | None = None
+    """A module of the same files that is sharded so, whose rows this one takes."""
 
 
 def load_module(
@@ -141,7 +143,7 @@ def _with_weights(
             module = _without_weights(files, partial(make, dtype=stored), trains, None)
         towers = Towers.beside(module, files, how.tower)
         _place(module, how)
-        if not detect_fake_mode():
+        if not detect_fake_mode() and how.like is None:
             read_shards(module, files, read, towers.allowed(differences), how.sharding)
         return module, towers
     if detect_fake_mode():  # a fake device holds no data
@@ -211,7 +213,7 @@ def _place(module: PreTrainedModel, how: Loading) -> None:
     if how.quantize is not None:
         quantise(module, how.quantize, how.dtype)
     if how.sharding is not None:
-        how.sharding.shard(module, how.dtype, device)
+        how.sharding.shard(module, how.dtype, device, how.like)
         return
     with _usable(how.device):
         materialise(module, device)

@@ -245,18 +245,25 @@ async def listening(
         await runner.cleanup()
 
 
-async def serve(app: web.Application, host: str, port: int, ready: Callable[[str], None]) -> None:
+async def serve(
+    app: web.Application,
+    host: str,
+    port: int,
+    ready: Callable[[str], None],
+    stopped: asyncio.Event | None = None,
+) -> None:
     """Serve with the usual limits until SIGTERM or Ctrl-C, then finish the requests in progress.
 
     Args:
         port: 0 picks a free one.
         ready: called with the address, such as ``http://127.0.0.1:8100``.
+        stopped: when it is set, the server ends, too.
 
     Raises:
         ConfigError: the address is in use, or not one of this machine.
     """
     loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
+    stopped = stopped or asyncio.Event()
 
     def on_error(_: asyncio.AbstractEventLoop, context: JsonObject) -> None:
         print(f"{context.get('message')}: {context.get('exception')}", file=sys.stderr)

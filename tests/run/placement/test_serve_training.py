@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.planned_memory import QWEN_7B, SMALL
 from tunesmith.errors import ConfigError
+from tunesmith.plan.facts.machines import machine
+from tunesmith.plan.facts.run import Facts
 from tunesmith.run.placement import serve_training as serving
+from tunesmith.run.placement.engines import local_gpus
 from tunesmith.run.placement.serve_training import ServingOptions, serve_training
 
 OPTIONS = ServingOptions("127.0.0.1", 0, None, Path("training"), None)
@@ -29,8 +33,37 @@ def test_a_token_is_one_that_the_package_sends(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("setting", "key"),
-    [("model.dtype=float16", "model.dtype"), ("system.engine=vllm", "system.engine")],
+    [
+        ("model.dtype=float16", "model.dtype"),
+        ("system.engine=vllm", "system.engine"),
+        ("system.engines=2", "system.engines"),
+        ("system.offload_optimizer=true", "system.offload_optimizer"),
+    ],
 )
 def test_settings_that_it_cannot_serve(model: Path, setting: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
-        serving.open_base(str(model), [setting])
+    with pytest.raises(ConfigError, match=key), serving.open_base(str(model), [setting]):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("gpus", "setting", "ranks", "apart"),
+    [
+        ("1xH100-80GB", "system.zero_stage=0", 1, None),
+        ("8xH100-80GB", "model.dtype=bfloat16", 7, ["7"]),  # what is left samples
+        ("8xH100-80GB", "system.trainer_ranks=2", 2, ["2"]),
+        ("2xRTX4090", "system.trainer_ranks=2", 2, ["0"]),  # the first one does both
+    ],
+)
+def test_gpus_are_shared_out(
+    gpus: str, setting: str, ranks: int, apart: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = machine(gpus)
+    model = SMALL if gpus == "2xRTX4090" else QWEN_7B
+    monkeypatch.setattr(serving, "facts_of_run", lambda _: Facts(there, model))
+    monkeypatch.setattr(serving, "known_model_facts", lambda _: model)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(there.gpus))
+    plan = serving.plan_of("org/m", [setting])
+    assert plan.devices.trainer_ranks == ranks
+    assert plan.devices.engines_apart == (gpus[0] != "1")
+    own = local_gpus(plan.devices).get("rollout")
+    assert (own and list(own[0])) == apart

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,63 +15,29 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.support import tiny
-from tunesmith.records.http_server import LIMITS, listening
+from tests.support.tinker_clients import (
+    KEY,
+    PROMPT,
+    SETTINGS,
+    command,
+    logprobs,
+    sample,
+    serving,
+    supervised,
+    tinker,
+    trainer,
+    weights,
+)
 from tunesmith.run.placement.adapters_on_base import FrozenBase
 from tunesmith.run.placement.serve_training import open_base
-from tunesmith.run.tinker.server import make_app
-from tunesmith.run.tinker.service import TinkerService
-from tunesmith.run.tinker.store import Store
-
-tinker: Any = pytest.importorskip("tinker", reason="needs the extra tinker")
-KEY = "tml-secret"
-SETTINGS = ["model.dtype=float32", "system.kv_memory=32MB"]
-PROMPT = [10, 11, 12, 13]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save_model(tmp_path_factory.mktemp("base") / "model", initializer_range=0.3)
-
-
-@pytest.fixture(scope="module")
-def base(model: Path) -> FrozenBase:
-    return open_base(str(model), SETTINGS)
-
-
-@contextmanager
-def serving(base: FrozenBase, directory: Path) -> Iterator[str]:
-    """The address of a server in a thread of this process."""
-    loop = asyncio.new_event_loop()
-    stop = asyncio.Event()
-    addresses: list[str] = []
-    ready = threading.Event()
-
-    async def serve() -> None:
-        service = TinkerService(base, Store(directory))
-        app = make_app(service, "127.0.0.1", KEY)
-        async with listening(app, "127.0.0.1", 0, limits=LIMITS, shutdown=1, cancels=True) as port:
-            addresses.append(f"http://127.0.0.1:{port}")
-            ready.set()
-            await stop.wait()
-        await service.close()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
-    thread.start()
-    assert ready.wait(60)
-    try:
-        yield addresses[0]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(60)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("saved")
+def base(adaptable: Path) -> Iterator[FrozenBase]:
+    with open_base(str(adaptable), SETTINGS) as base:
+        yield base
 
 
 @pytest.fixture(scope="module")
@@ -89,33 +51,13 @@ def service(address: str) -> Any:
     return tinker.ServiceClient(base_url=address, api_key=KEY)
 
 
-def trainer(service: Any, rank: int = 4, seed: int = 3) -> Any:
-    return service.create_lora_training_client(base_model="model", rank=rank, seed=seed).result()
-
-
-def datum(tokens: Sequence[int], **inputs: Any) -> Any:
-    """The targets are the tokens after the first."""
-    return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(list(tokens[:-1])),
-        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), **inputs},
-    )
-
-
-def supervised(tokens: Sequence[int]) -> Any:
-    return datum(tokens, weights=np.ones(len(tokens) - 1, np.float32))
-
-
-def logprobs(output: Any) -> list[np.ndarray]:
-    return [each["logprobs"].to_numpy() for each in output.loss_fn_outputs]
-
-
-def own_logprobs(model: Path, tokens: list[int]) -> torch.Tensor:
+def own_logprobs(adaptable: Path, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([tokens])).logits[0]
+        logits = AutoModelForCausalLM.from_pretrained(adaptable)(torch.tensor([tokens])).logits[0]
     return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens)[1:, None]).flatten()
 
 
-def test_supervised_training_lowers_the_loss(service: Any, model: Path) -> None:
+def test_supervised_training_lowers_the_loss(service: Any, adaptable: Path) -> None:
     client = trainer(service)
     assert client.get_info().lora_rank == 4
     rows = [[5, 6, 7, 8, 9], [5, 6, 20, 21, 22, 23]]
@@ -128,7 +70,7 @@ def test_supervised_training_lowers_the_loss(service: Any, model: Path) -> None:
         losses.append(result.metrics["loss:sum"])
         if not number:  # the new adapter changes nothing
             for own, row in zip(logprobs(result), rows, strict=True):
-                assert own == pytest.approx(own_logprobs(model, row).numpy(), abs=1e-4)
+                assert own == pytest.approx(own_logprobs(adaptable, row).numpy(), abs=1e-4)
             assert losses[0] == pytest.approx(-sum(own.sum() for own in logprobs(result)), rel=1e-5)
     assert losses[-1] < losses[0] / 2, losses
     forwarded = client.forward(data, "cross_entropy").result()
@@ -166,19 +108,13 @@ def test_what_was_trained_and_saved_is_listed(base: FrozenBase, tmp_path: Path) 
             rest.get_training_run("another").result()
 
 
-def weights(client: Any, saved: Path, name: str) -> dict[str, torch.Tensor]:
-    """The adapter's weights."""
-    address = client.save_weights_for_sampler(name).result().path
-    return load_file(saved / address.removeprefix("tinker://") / "adapter_model.safetensors")
-
-
-def test_a_step_is_that_of_plain_pytorch(service: Any, model: Path, saved: Path) -> None:
+def test_a_step_is_that_of_plain_pytorch(service: Any, adaptable: Path, saved: Path) -> None:
     """Two requests' gradients add up; the settings are the step's."""
     rows = [[5, 6, 7, 8, 9], [5, 6, 20, 21, 22, 23], [30, 31]]
     client = trainer(service)
     before = saved / client.save_weights_for_sampler("a").result().path.removeprefix("tinker://")
     peft = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(model), before, is_trainable=True
+        AutoModelForCausalLM.from_pretrained(adaptable), before, is_trainable=True
     )
     trained = {name: p for name, p in peft.named_parameters() if p.requires_grad}
     how = {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
@@ -263,17 +199,7 @@ def test_several_targets_at_a_token(service: Any) -> None:
     assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
 
 
-def sample(client: Any, prompt: list[int] = PROMPT, **options: Any) -> Any:
-    how = options.pop("how", {})
-    return client.sample(
-        prompt=tinker.ModelInput.from_ints(prompt),
-        num_samples=options.pop("num_samples", 1),
-        sampling_params=tinker.SamplingParams(**{"max_tokens": 6, "stop": [], **how}),
-        **options,
-    ).result()
-
-
-def test_samples_are_of_the_weights_that_were_saved(service: Any, model: Path) -> None:
+def test_samples_are_of_the_weights_that_were_saved(service: Any, adaptable: Path) -> None:
     client = trainer(service)
     before = client.save_weights_and_get_sampling_client().result()
     drawn = sample(before, num_samples=2, how={"seed": 7})
@@ -297,7 +223,7 @@ def test_samples_are_of_the_weights_that_were_saved(service: Any, model: Path) -
     base = service.create_sampling_client(base_model="model")
     scores = base.compute_logprobs(tinker.ModelInput.from_ints(row)).result()
     assert scores[0] is None
-    assert scores[1:] == pytest.approx(own_logprobs(model, row).tolist(), abs=1e-4)
+    assert scores[1:] == pytest.approx(own_logprobs(adaptable, row).tolist(), abs=1e-4)
     likeliest = sample(base, include_prompt_logprobs=True, topk_prompt_logprobs=2)
     assert len(likeliest.topk_prompt_logprobs[1]) == 2
 
@@ -342,32 +268,13 @@ def test_a_state_outlives_the_server(base: FrozenBase, tmp_path: Path) -> None:
         assert not all(expected[n].equal(w) for n, w in weights(fresh, tmp_path, "four").items())
 
 
-@contextmanager
-def command(model: Path, directory: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The command, and its address."""
-    line = [sys.executable, "-m", "tunesmith", "serve-training", str(model), *SETTINGS]
-    process = subprocess.Popen(
-        [*line, "--port", "0", "--directory", str(directory), "--name", "org/tiny"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TUNESMITH_TRAINING_TOKEN": KEY},
-    )
-    assert process.stdout is not None
-    try:
-        lines = iter(process.stdout.readline, "")
-        yield next(x for x in lines if " at http" in x).split(" at ")[1].split(";")[0], process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_a_server_is_killed_and_back(model: Path, tmp_path: Path) -> None:
-    with command(model, tmp_path) as (address, process):
+def test_a_server_is_killed_and_back(adaptable: Path, tmp_path: Path) -> None:
+    with command(adaptable, tmp_path) as (address, process):
         service = tinker.ServiceClient(base_url=address, api_key=KEY)
         client = service.create_lora_training_client(base_model="org/tiny", rank=4).result()
         path = client.save_state("one").result().path
         process.kill()
-    with command(model, tmp_path) as (address, process):
+    with command(adaptable, tmp_path) as (address, process):
         service = tinker.ServiceClient(base_url=address, api_key=KEY)
         resumed = service.create_training_client_from_state_with_optimizer(path).result()
         assert resumed.forward([supervised([5, 6, 7])], "cross_entropy").result().metrics

@@ -94,12 +94,19 @@ class Sharding:
         """Whether this rank's copy is the one that is saved to files and published to engines."""
         return self.copies.get_local_rank() == 0
 
-    def shard(self, module: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    def shard(
+        self,
+        module: PreTrainedModel,
+        dtype: torch.dtype,
+        device: torch.device,
+        like: PreTrainedModel | None = None,
+    ) -> None:
         """Shard a module whose parameters are on the meta device, leaving this rank's rows
         uninitialised.
 
         Args:
             dtype: the dtype of its computation.
+            like: a module of the same model that is sharded so, whose rows this one takes.
         """
         module.tie_weights()
         module.config.dtype = dtype
@@ -134,10 +141,12 @@ class Sharding:
             part.set_gradient_divide_factor(1.0)
             _let_run(part)
         rows = [p for layer in layers for p in layer.parameters()] if self.streams else []
-        memory = host_memory([local(p.detach()) for p in rows], pinned=device.type == "cuda")
-        materialise(
-            module, device, {id(p): _with_rows(p, own) for p, own in zip(rows, memory, strict=True)}
-        )
+        if like is None:
+            memory = host_memory([local(p.detach()) for p in rows], pinned=device.type == "cuda")
+            given = {id(p): _with_rows(p, own) for p, own in zip(rows, memory, strict=True)}
+        else:
+            given = {id(own): there for own, there in zip(_held(module), _held(like), strict=True)}
+        materialise(module, device, given)
         for parameter in rows:
             setattr(parameter, _AWAY, True)
         mark(divided)
@@ -187,6 +196,12 @@ def _with_rows(parameter: Tensor, rows: Tensor) -> DTensor:
     mesh's device."""
     assert isinstance(parameter, DTensor)
     return DTensor(rows, parameter._spec, requires_grad=False)  # pyright: ignore
+
+
+def _held(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of a module; those of the same model are in the same order."""
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def in_host_memory(parameter: Tensor) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tunesmith.plan.cluster import bundles, processes
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.waits import long_wait
+from tunesmith.run.placement.elsewhere import OnThisMachine
 from tunesmith.run.placement.engines import local_gpus
 from tunesmith.run.placement.here import Here
 from tunesmith.run.placement.launched import Launched
@@ -29,27 +31,31 @@ def open_placement(run: OpenRun[Any, Any]) -> Placement:
     devices = plan.devices
     if devices.cluster == "ray":
         return _ray(plan, run.tokenizer)
-    met = meeting()
-    if met and max(devices.trainer_ranks, devices.machines) > 1:
-        gpus = local_gpus(devices)
-        places = devices.engine_places(plan.gpus) if devices.machines > 1 else ()
-        starter = LaunchedProcesses(met, gpus, places)
-        return Launched(
-            starter,
-            own_gpus="rollout" in gpus,
-            run_dir=run.directory.path,
-            tokenizer=run.tokenizer,
-        )
-    return on_this_machine(plan, run.tokenizer, devices.trainer_ranks)
+    if max(devices.trainer_ranks, devices.machines) > 1:
+        return ranks_without_cluster(plan, run.tokenizer, run.directory.path)
+    return on_this_machine(plan, run.tokenizer)
 
 
-def on_this_machine(plan: AnyPlan, tokenizer: Any = None, ranks: int = 1) -> Placement:
-    """The placement of a run that neither a launcher nor a cluster shares out.
+def ranks_without_cluster(plan: AnyPlan, tokenizer: object, directory: Path) -> OnThisMachine:
+    """The placement of several trainer ranks that no cluster shares out, or of several machines.
 
     Args:
-        ranks: of a trainer.
+        directory: as for ``Launched``.
     """
-    if ranks == 1 and not (plan.kind.samples and plan.devices.engine_process):
+    devices = plan.devices
+    gpus = local_gpus(devices)
+    apart = "rollout" in gpus
+    met = meeting()
+    if not met:
+        return Processes(LocalProcesses(gpus), own_gpus=apart, tokenizer=tokenizer)
+    places = devices.engine_places(plan.gpus) if devices.machines > 1 else ()
+    starter = LaunchedProcesses(met, gpus, places)
+    return Launched(starter, own_gpus=apart, run_dir=directory, tokenizer=tokenizer)
+
+
+def on_this_machine(plan: AnyPlan, tokenizer: Any = None) -> Placement:
+    """The placement of a run with at most one trainer rank, that no cluster shares out."""
+    if not (plan.kind.samples and plan.devices.engine_process):
         return Here(tokenizer)
     gpus = local_gpus(plan.devices)
     return Processes(LocalProcesses(gpus), own_gpus="rollout" in gpus, tokenizer=tokenizer)

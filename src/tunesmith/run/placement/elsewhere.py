@@ -26,8 +26,11 @@ from tunesmith.run.processes.torchrun import launched_address
 if TYPE_CHECKING:
     from tunesmith.learn.rewards.model import RewardModel
     from tunesmith.run.engines.base import Member, RolloutEngine
+    from tunesmith.run.placement.adapters_on_base import BaseSpec
     from tunesmith.run.placement.scorers import ScorerSpec
     from tunesmith.run.placement.trainers import ReferenceSpec, TrainerSpec
+
+    RankedSpec = TrainerSpec | BaseSpec
 
 TRAINING: tuple[Role, ...] = ("actor", "ref", "critic", "rollout")
 """Roles that are rebuilt when a run resumes automatically; named as in verl: ``actor`` trains the
@@ -62,10 +65,7 @@ class Elsewhere(Placement):
         from tunesmith.run.trainers.ranked import RankedBackend
         from tunesmith.run.weights.far import FarPlane
 
-        with long_wait(f"starting {spec.ranks} processes of the {NAMES[spec.role]}"):
-            ranks = self._hosts(spec, spec.role, spec.ranks, TrainerLostError)
-            self._check(ranks, spec)
-            build(ranks, spec.ranks)
+        ranks = self.ranks(spec, spec.ranks)
         references = self._references(spec.reference_apart) if spec.reference_apart else []
         one: PeakRates = ranks[0].get("limits")
         return Trained(
@@ -73,6 +73,14 @@ class Elsewhere(Placement):
             PeakRates(spec.ranks * one.flops_per_second, spec.ranks * one.bytes_per_second),
             WeightSource(plane=FarPlane(*ranks[: spec.plane.publishers]) if spec.plane else None),
         )
+
+    def ranks(self, spec: RankedSpec, count: int) -> list[Far]:
+        """Processes that hold together what the spec builds."""
+        with long_wait(f"starting {count} processes of the {NAMES[spec.role]}"):
+            ranks = self._hosts(spec, spec.role, count, TrainerLostError)
+            self._check(ranks, spec)
+            build(ranks, count)
+        return ranks
 
     def engine(
         self,
@@ -130,7 +138,7 @@ class Elsewhere(Placement):
         gather(far.make(partial(PartHost, spec, self._own_address)) for far in fars)
         return fars
 
-    def _check(self, ranks: Sequence[Far], spec: TrainerSpec) -> None:
+    def _check(self, ranks: Sequence[Far], spec: RankedSpec) -> None:
         """Refuse processes that cannot train together."""
 
     def _references(self, spec: ReferenceSpec) -> list[Far]:

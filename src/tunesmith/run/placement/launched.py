@@ -14,7 +14,7 @@ from tunesmith.run.placement.machines import Machine, check_machines, check_mode
 from tunesmith.run.processes.torchrun import Launch, LaunchedProcesses
 
 if TYPE_CHECKING:
-    from tunesmith.run.placement.trainers import TrainerSpec
+    from tunesmith.run.placement.elsewhere import RankedSpec
 
 
 class Launched(OnThisMachine):
@@ -29,7 +29,7 @@ class Launched(OnThisMachine):
         self._launched = starter
         self._run_dir = run_dir
 
-    def _check(self, ranks: Sequence[Far], spec: TrainerSpec) -> None:
+    def _check(self, ranks: Sequence[Far], spec: RankedSpec) -> None:
         launch = Launch.of()
         if launch and launch.several_machines:
             # Their machines may have engines.
@@ -38,12 +38,12 @@ class Launched(OnThisMachine):
             first = check_machines(ranks, spec.model.path, self._run_dir, idle)
             self._launched.check_returned = partial(self._check_returned, first, spec)
 
-    def _check_returned(self, first: Machine, spec: TrainerSpec, fars: Sequence[Far]) -> None:
+    def _check_returned(self, first: Machine, spec: RankedSpec, fars: Sequence[Far]) -> None:
         self._host(fars, spec)
         model = spec.model.path
         found = gather(far.submit("run", partial(look, model)) for far in fars)
         for far, machine in zip(fars, found, strict=True):
             check_model(model, first, machine, far.name)
 
-    def _host(self, fars: Sequence[Far], spec: TrainerSpec) -> None:
+    def _host(self, fars: Sequence[Far], spec: RankedSpec) -> None:
         gather(far.make(partial(PartHost, spec, self._own_address)) for far in fars)

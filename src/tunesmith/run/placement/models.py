@@ -3,6 +3,7 @@ imported on use."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -130,9 +131,6 @@ class ModelSpec:
         """Load the model. Args: tokenizer: its tokenizer, if it is loaded already."""
         import torch
 
-        from tunesmith.models.causal_lm import CausalLM
-        from tunesmith.models.score_model import ScoreModel
-
         collect_as_usual()
         if self.compile is not None:
             from tunesmith.models.kernels import functions
@@ -145,29 +143,8 @@ class ModelSpec:
 
             check_targets(self.path, self.lora, trust_remote_code=self.trust_remote_code)
         with long_wait(f"loading {self.path}"), about(self.key):
-            model = (ScoreModel if self.scores else CausalLM).load(
-                self.path,
-                dtype=getattr(torch, self.dtype),
-                device=self.device,
-                trust_remote_code=self.trust_remote_code,
-                tokenizer=tokenizer,
-                quantize=self.quantize,
-                sharding=sharding_over(
-                    self.device,
-                    self.zero_stage,
-                    self.shard_size,
-                    streams=self.streams,
-                    experts=self.divides,
-                ),
-                trains=not self.frozen and self.lora is None,
-                experts=self.experts,
-                tower=self.vision_tower,
-            )
-        self._share_sequences(model)
-        if isinstance(self.compile, str):
-            model.compile_layers(self.compile)
-        if self.liger:
-            model.use_liger()
+            model = self._load(tokenizer)
+        self._set_passes(model)
         if self.ends is not None:
             self._set_ends(model, self.ends)
         if self.lora is not None:
@@ -177,6 +154,56 @@ class ModelSpec:
         with about(self.key):
             model.take_images()  # with what an adapter has put in the place of the tower's parts
         return model
+
+    def twin(self, model: CausalLM) -> CausalLM:
+        """Another model with the same frozen weights, in the same memory, to adapt by itself."""
+        if model.sharding is not None:
+            twin = self._load(model.tokenizer, model)
+        else:
+            weights = (*model.module.parameters(), *model.module.buffers())
+            module = copy.deepcopy(model.module, {id(weight): weight for weight in weights})
+            twin = type(model)(module, model.tokenizer, trust_remote_code=self.trust_remote_code)
+            twin.towers = model.towers
+        self._set_passes(twin)
+        return twin
+
+    def _load(self, tokenizer: Any, like: CausalLM | None = None) -> Any:
+        import torch
+
+        from tunesmith.models.causal_lm import CausalLM
+        from tunesmith.models.score_model import ScoreModel
+
+        sharding = (
+            like.sharding
+            if like
+            else sharding_over(
+                self.device,
+                self.zero_stage,
+                self.shard_size,
+                streams=self.streams,
+                experts=self.divides,
+            )
+        )
+        return (ScoreModel if self.scores else CausalLM).load(
+            self.path,
+            dtype=getattr(torch, self.dtype),
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+            tokenizer=tokenizer,
+            quantize=self.quantize,
+            sharding=sharding,
+            trains=not self.frozen and self.lora is None,
+            experts=self.experts,
+            tower=self.vision_tower,
+            like=like,
+        )
+
+    def _set_passes(self, model: Decoder) -> None:
+        self._share_sequences(model)
+        if isinstance(self.compile, str):
+            model.compile_layers(self.compile)
+        if self.liger:
+            model.use_liger()
 
     def _share_sequences(self, model: Decoder) -> None:
         """Make a model on a trainer's rank compute only its part of each micro-batch.

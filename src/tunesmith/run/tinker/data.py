@@ -91,9 +91,12 @@ class Datums:
         parts = np.split(values, ends[:-1])
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def packing(self, max_tokens: int, cost: CostModel) -> Packing:
+    def packing(self, max_tokens: int, cost: CostModel, ranks: int = 1) -> Packing:
         """The datums as micro-batches of at most ``max_tokens`` tokens, with the loss's inputs as
         columns.
+
+        Args:
+            ranks: among which they will be shared.
 
         Raises:
             UserError: a datum is longer.
@@ -102,7 +105,7 @@ class Datums:
         names = [name for name in self.datums[0].inputs if name != TARGETS]
         columns = {name: torch.from_numpy(self.column(name)) for name in names}
         forests: list[Forest] = []
-        for samples in pack(self.batch, max_tokens, cost=cost):
+        for samples in pack(self.batch, max_tokens, cost=cost, multiple_of=ranks):
             forest = build_forest(self.batch, samples)
             forests.append(self._with_values(forest, targets, columns))
         return Packing(tuple(forests), len(targets))

@@ -118,8 +118,12 @@ class TorchBackend(Generic[M]):
         if offload_activations:
             model.host_activations = HostActivations(model.module, model.runner)
 
-    def join(self, group: RankGroup) -> None:
+    def join(self, group: RankGroup, *, overlaps: bool = True) -> None:
         """Train together with the other ranks.
+
+        Args:
+            overlaps: whether gradients may be summed during the backward pass, where each step has
+                one batch.
 
         Raises:
             ModelError: they do not have the same weights.
@@ -131,7 +135,7 @@ class TorchBackend(Generic[M]):
             group.check_equal(rows, self._copies.get_group())
         self.group = self.passes.group = group
         self.optimizer.join(group.waiting)
-        if self.passes.alone and self.optimizer.sums_on_device:
+        if overlaps and self.passes.alone and self.optimizer.sums_on_device:
             self._sums = BackwardSums(self.optimizer.all_masters, group)
         if self.reference is not None:
             self.reference.group = group
