@@ -184,7 +184,8 @@ class ModelSpec:
                 experts=self.divides,
             )
         )
-        return (ScoreModel if self.scores else CausalLM).load(
+        kind: type[Decoder] = ScoreModel if self.scores else CausalLM
+        return kind.load(
             self.path,
             dtype=getattr(torch, self.dtype),
             device=self.device,
