@@ -127,7 +127,7 @@ def test_a_served_model_keeps_to_a_schema(tmp_path: Path) -> None:
         said = ["system.engine=vllm", "model.dtype=float32", "sampling.max_new_tokens=200"]
         served = open_model(str(model), said)
         try:
-            ask = Ask(raw="true?", schema=schema, max_tokens=200, sampling={"seed": 1})
+            ask = Ask(prompts=["true?"], schema=schema, max_tokens=200, sampling={"seed": 1})
             return await ServedPolicy(served).answer(ask)
         finally:
             await served.engine.close()

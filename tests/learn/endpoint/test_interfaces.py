@@ -131,6 +131,22 @@ return 1.0
     assert not any(fork.sampled[: fork.turns[0].start]), "the first answer is context in the fork"
 
 
+def test_several_prompts_are_answered_in_their_order(tokenizer: Any, tmp_path: Path) -> None:
+    body = """
+create = client.completions.create
+prompts = ["One", "Two", [300, 301]]
+many = await create(prompt=prompts, n=2, echo=True, logprobs=0)
+assert [c.index for c in many.choices] == list(range(6))
+assert [c.text for c in many.choices] == ["One!"] * 2 + ["Two!"] * 2 + ["!"] * 2, many
+alone = [await create(prompt=prompt) for prompt in prompts]
+assert many.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in alone)
+assert [c.logprobs.text_offset[0] for c in many.choices] == [3, 3, 3, 3, 0, 0]
+return 1.0
+"""
+    rollout = ok(played(tokenizer, tmp_path, body, says("!<|im_end|>")))
+    assert sum(len(record.turns) for record in rollout.records) == 9
+
+
 def test_the_rendered_prompt_as_raw_text_is_the_tasks_own_record(
     tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -217,7 +233,9 @@ def test_what_chat_refuses(request_: str, key: str, tokenizer: Any, tmp_path: Pa
     ("call", "key"),
     [
         ("completions.create(prompt='')", "'prompt'"),
-        ("completions.create(prompt=['a', 'b'])", "'prompt'"),
+        ("completions.create(prompt=['a', ''])", "'prompt'"),
+        ("completions.create(prompt=[[300], [-1]])", "'prompt'"),
+        ("completions.create(prompt=['a'] * 1025)", "1025 prompts"),
         ("completions.create(prompt='a', suffix='b')", "'suffix'"),
         ("responses.create(input=3)", "'input'"),
         ("responses.create(input='a', background=True)", "'background'"),

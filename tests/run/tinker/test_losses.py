@@ -39,6 +39,23 @@ def test_policy_losses_by_hand(name: str) -> None:
     assert logprobs.grad.tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-6)
 
 
+def test_gspo_by_hand() -> None:
+    """Two datums in one micro-batch; of the first, two of three values are marked."""
+    logprobs = torch.tensor([*NEW, -1.0], requires_grad=True)
+    columns = {
+        "logprobs": torch.tensor([*OLD, -2.0]),
+        "advantages": torch.tensor([1.0, 2.0, -1.0, 1.0]),
+        "sequence_ratio_mask": torch.tensor([1.0, 1.0, 0.0, 1.0]),
+        "sample": torch.tensor([0, 0, 0, 1]),
+    }
+    loss = LOSSES["gspo"].formula(logprobs, columns, CLIP)
+    loss.sum().backward()
+    ratio = exp(0.25)  # the mean of 0 and 0.5, beyond 1.2
+    assert loss.tolist() == pytest.approx([-1.2, -2.4, ratio, -1.2])
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([0.0, 0.0, ratio, 0.0])
+
+
 def test_cross_entropy_by_hand() -> None:
     logprobs = torch.tensor(NEW, requires_grad=True)
     columns = {"weights": torch.tensor([1.0, 0.0, 0.5])}
@@ -59,6 +76,7 @@ def datum(*tokens: int, **inputs: list[float]) -> Datum:
         ("ppo", {"clip_low_threshold": "x"}, {"logprobs": [0.0], "advantages": [0.0]}, "'x'"),
         ("cross_entropy", {}, {"weights": [1.0], "mask": [1.0]}, "mask"),
         ("dro", {}, {"weights": [1.0]}, "advantages"),
+        ("gspo", {"clip_low_threshold": 0.9}, {"logprobs": [0.0]}, "clip_high_threshold"),
     ],
 )
 def test_refused(

@@ -45,6 +45,7 @@ def settings_of(folder: Path, model: Path, command: str, run: str, dtype: str) -
         algorithm__kl__coef=0.01,
         algorithm__kl="loss",
         rollout__max_new_tokens=16,
+        data__curriculum="success_rate",
         **common,
     )
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -119,6 +120,20 @@ def test_a_served_model_answers_clients(model: Path) -> None:
             extra_body={"return_tokens_as_token_ids": True},
         )  # fmt: skip
         assert [len(each) for each in text.choices[0].logprobs.top_logprobs] == [2, 2]
+        several: Any = {"model": "m", "prompt": ["one", [*ids], "two"], "max_tokens": 4}
+        several |= {"temperature": 0, "echo": True}
+        together = [each.text for each in client.completions.create(**several).choices]
+        assert together == [
+            client.completions.create(**{**several, "prompt": prompt}).choices[0].text
+            for prompt in several["prompt"]
+        ]
+        apart = [""] * 3
+        for piece in client.completions.create(**several, stream=True):
+            apart[piece.choices[0].index] += piece.choices[0].text
+        assert apart == together
+        for wrong in ({"temperature": -1}, {"top_p": 0}, {"extra_body": {"min_p": 3}}):
+            with pytest.raises(openai.BadRequestError, match="out of range"):
+                client.chat.completions.create(**{**asked, **wrong})
         with pytest.raises(openai.BadRequestError, match="logit_bias"):
             client.chat.completions.create(**asked, logit_bias={"1": 5})
 
@@ -139,18 +154,39 @@ def test_lm_eval_scores_as_the_model_itself(model: Path, tmp_path: Path) -> None
         "doc_to_target": "{{label}}",
         "metric_list": [{"metric": "acc"}],
     }
-    with serving(model) as address:
-        results = lm_eval.simple_evaluate(
-            model="local-completions",
-            model_args={
-                "model": "model",
-                "base_url": f"{address}/completions",
-                "tokenizer": str(model),
-                "tokenizer_backend": "huggingface",
-            },
-            tasks=[task],
-            log_samples=True,
+    written = {
+        **{key: value for key, value in task.items() if key != "doc_to_choice"},
+        "task": "written",
+        "output_type": "generate_until",
+        "doc_to_target": "five",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+
+    def evaluated(kind: str, address: str, task: dict[str, Any], **how: Any) -> Any:
+        route = {"local-completions": "completions", "local-chat-completions": "chat/completions"}
+        args = {"model": "model", "base_url": f"{address}/{route[kind]}"}
+        args |= {"tokenizer": str(model), "tokenizer_backend": "huggingface"}
+        return lm_eval.simple_evaluate(
+            model=kind, model_args=args, tasks=[task], log_samples=True, **how
         )
+
+    with serving(model) as address:
+        results = evaluated("local-completions", address, task)
+        together = evaluated("local-completions", address, task, batch_size=4)
+        chat = evaluated("local-chat-completions", address, written, apply_chat_template=True)
+        asked = {"temperature": 0, "max_tokens": 8, "stop": ["\n"]}
+        answers = [
+            httpx.post(
+                f"{address}/chat/completions",
+                json={"messages": [{"role": "user", "content": row["text"]}], **asked},
+            ).json()["choices"][0]["message"]["content"]
+            for row in rows
+        ]
+    for one, other in zip(*(each["samples"]["sums"] for each in (results, together)), strict=True):
+        for alone, batched in zip(one["filtered_resps"], other["filtered_resps"], strict=True):
+            assert float(alone[0]) == pytest.approx(float(batched[0]), abs=1e-4)
+    assert [each["resps"] for each in chat["samples"]["written"]] == [[[text]] for text in answers]
     tokenizer = tiny.tokenizer()
     right = 0
     for sample, row in zip(results["samples"]["sums"], rows, strict=True):

@@ -359,7 +359,7 @@ def test_what_is_not_served_is_said(service: Any) -> None:
     client = trainer(service)
     data = [supervised([5, 6, 7])]
     for wrong, match in (
-        (lambda: client.forward_backward(data, "gspo"), "gspo"),
+        (lambda: client.forward_backward(data, "stable_reinforce"), "stable_reinforce"),
         (lambda: client.forward_backward(data, "ppo"), "advantages"),
         (lambda: client.forward_backward(data, "cross_entropy", {"beta": 1.0}), "beta"),
         (lambda: client.forward_backward([supervised([5, 6, 999])], "cross_entropy"), "target"),

@@ -59,6 +59,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "guided_grammar": (None,),
 }
 """Parameters that can change the form of the answer, with their values that do not."""
+MOST_PROMPTS = 1024
 
 Json = dict[str, Any]
 Fields = Mapping[str, Any]
@@ -75,8 +76,8 @@ class Ask:
     """What a client asks of the policy."""
 
     messages: Sequence[Message] = ()
-    raw: str | list[int] | None = None
-    """Text or token ids to continue, instead of messages; they skip the chat template."""
+    prompts: Sequence[str | list[int]] = ()
+    """Texts or token ids to continue, instead of messages; they skip the chat template."""
     tools: Tools = None
     may_call: bool = True
     """Whether tool calls in the policy's text are found, instead of being left as text."""
@@ -89,6 +90,7 @@ class Ask:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
+    """Choices of each prompt."""
     echo: bool = False
     logprobs: int | None = None
     """How many alternatives to list beside the log-probability of each token; None: neither."""
@@ -98,6 +100,14 @@ class Ask:
     """What it says about sampling, by OpenAI's names."""
     unenforced: Fields = field(default_factory=dict[str, Any])
     """Parameters that constrain the answer."""
+
+    @property
+    def choices(self) -> int:
+        return self.n * max(1, len(self.prompts))
+
+    def prompt(self, choice: int) -> str | list[int]:
+        """The text or token ids that a choice continues."""
+        return self.prompts[choice // self.n]
 
 
 def parse(kind: type[R], request: Fields) -> R:
@@ -128,14 +138,17 @@ def _as_message(message: Message) -> Message:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
-def _text_or_ids(value: Any) -> Any:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]  # a list of one prompt is that prompt
-    ids = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
-    if value and (ids or isinstance(value, str)):
-        return value
-    kinds = "text of at least one character, or a list of token ids"
-    raise ValueError(f"it must be {kinds}; one prompt per request")
+def _texts_or_ids(value: Any) -> Any:
+    several = isinstance(value, list) and value and isinstance(value[0], str | list)
+    prompts = value if several else [value]
+    if len(prompts) > MOST_PROMPTS:
+        raise ValueError(f"{len(prompts)} prompts: a request may have {MOST_PROMPTS}")
+    for prompt in prompts:
+        ids = isinstance(prompt, list) and all(type(one) is int and one >= 0 for one in prompt)
+        if not prompt or not (ids or isinstance(prompt, str)):
+            kinds = "text of at least one character, or a list of token ids"
+            raise ValueError(f"each prompt must be {kinds}")
+    return prompts
 
 
 def _as_list(value: Any) -> Any:
@@ -227,7 +240,7 @@ class ChatRequest(Request):
 
 
 class TextRequest(Request):
-    prompt: Annotated[Any, AfterValidator(_text_or_ids)]
+    prompt: Annotated[Any, AfterValidator(_texts_or_ids)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """How many alternatives to list; OpenAI's 0 requests the sampled tokens only."""
@@ -236,7 +249,7 @@ class TextRequest(Request):
         """Raises BadRequest: as for a chat request."""
         wanted = None if request.get("logprobs") is False else self.logprobs
         return Ask(
-            raw=self.prompt,
+            prompts=self.prompt,
             echo=bool(self.echo),
             schema=schema_of(None, self.guided_json),
             logprobs=wanted,

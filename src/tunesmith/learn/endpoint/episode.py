@@ -74,9 +74,9 @@ async def reply_of(
 ) -> Reply:
     """A conversation's next turn, as choice ``index`` of an answer."""
     following = partial(follow, index) if follow else None
-    if ask.raw is not None:
+    if ask.prompts:
         return await conversation.continue_text(
-            ask.raw, max_new_tokens=ask.max_tokens, stop=ask.stop, follow=following
+            ask.prompt(index), max_new_tokens=ask.max_tokens, stop=ask.stop, follow=following
         )
     return await conversation.reply(
         ask.messages,

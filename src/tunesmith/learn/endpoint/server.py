@@ -226,7 +226,7 @@ class _Stream:
         self._request = request
         self._exchange = exchange
         self._policy = policy
-        choices = range(exchange.ask.n)
+        choices = range(exchange.ask.choices)
         self._spoken = [Spoken(index, exchange.ask, policy) for index in choices]
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         self._response = web.StreamResponse(headers=headers)

@@ -27,14 +27,16 @@ class TextExchange(CompletionExchange):
             if self.streamed:
                 raise BadRequest(f"'{NUMBERED}' is of whole answers; leave 'stream' out")
             self._decode = _numbered
-        echoed = self.ask.raw if self.ask.echo else ""
-        self._echo = echoed if isinstance(echoed, str) else ""
-        self._written = [len(self._echo)] * self.ask.n
+        prompts = [self.ask.prompt(choice) for choice in range(self.ask.choices)]
+        shown = self.ask.echo
+        self._echoes = [text if shown and isinstance(text, str) else "" for text in prompts]
+        self._written = [*map(len, self._echoes)]
         """Characters of the tokens that each choice has streamed."""
 
     def begin(self) -> Iterator[Event]:
-        for index in range(self.ask.n if self._echo else 0):
-            yield self._chunk(index, {"text": self._echo})
+        for index, echo in enumerate(self._echoes):
+            if echo:
+                yield self._chunk(index, {"text": echo})
 
     def add(self, piece: TextPiece) -> Iterator[Event]:
         if piece.text or piece.tokens:
@@ -47,7 +49,7 @@ class TextExchange(CompletionExchange):
     def _choice(self, index: int, reply: Reply) -> Json:
         logprobs = None
         if self.ask.logprobs is not None:
-            logprobs = _logprobs(tokens_of(reply, self._decode), len(self._echo))
+            logprobs = _logprobs(tokens_of(reply, self._decode), len(self._echoes[index]))
         if logprobs and reply.prompt_ids:
             texts = [self._decode([token]) for token in reply.prompt_ids]
             own = [None, *(logprob for logprob, _ in reply.prompt_scores)]
@@ -58,7 +60,7 @@ class TextExchange(CompletionExchange):
             logprobs["text_offset"] = list(accumulate(lengths, initial=0))[:-1]
         return {
             "index": index,
-            "text": self._echo + reply.text,
+            "text": self._echoes[index] + reply.text,
             "finish_reason": finish_reason(reply),
             "logprobs": logprobs,
         }

@@ -66,12 +66,15 @@ class TextPiece:
 @dataclass(frozen=True, slots=True)
 class Answer:
     replies: Sequence[Reply]
+    """By prompt, ``n`` of each."""
     problems: Sequence[Unmet]
     """Where the replies are not what was asked for."""
+    n: int = 1
 
     @property
     def prompt_tokens(self) -> int:
-        return self.replies[0].prompt_tokens
+        """Each prompt counts once."""
+        return sum(reply.prompt_tokens for reply in self.replies[:: self.n])
 
     @property
     def written_tokens(self) -> int:
@@ -100,7 +103,7 @@ class Policy(Protocol):
     numbers: count[int]
 
     async def answer(self, ask: Ask, follow: Follow | None = None) -> Answer:
-        """``ask.n`` replies, written concurrently.
+        """``ask.choices`` replies, written concurrently.
 
         Raises:
             BadRequest: this policy cannot answer it.
@@ -137,13 +140,14 @@ def head_of(policy: Policy) -> AnswerHead:
 
 
 async def all_replies(ask: Ask, reply: Callable[[int], Awaitable[Reply]]) -> Answer:
-    """``ask.n`` concurrent replies; the first error cancels the others and is raised unchanged."""
+    """``ask.choices`` concurrent replies; the first error cancels the others and is raised
+    unchanged."""
 
     async def one(index: int) -> Reply:
         return await reply(index)
 
-    replies = await all_or_error([one(index) for index in range(ask.n)])
-    return Answer(replies, await problems_of(ask, replies))
+    replies = await all_or_error([one(index) for index in range(ask.choices)])
+    return Answer(replies, await problems_of(ask, replies), ask.n)
 
 
 class Spoken:

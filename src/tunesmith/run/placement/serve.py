@@ -15,7 +15,7 @@ from pathlib import Path
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import EnvironmentSection
-from tunesmith.errors import EpisodeError, boundary
+from tunesmith.errors import EpisodeError, UserError, boundary
 from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.data.chat_defaults import own_part
 from tunesmith.learn.endpoint.asks import Ask, BadRequest
@@ -30,7 +30,7 @@ from tunesmith.learn.environments.token_guard import TokenGuard
 from tunesmith.learn.environments.tools import marks_of, parser_for
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.http_server import url_of
-from tunesmith.run.engines.base import PromptScorer, RolloutEngine
+from tunesmith.run.engines.base import PromptScorer, RolloutEngine, check_sampling
 from tunesmith.run.engines.partial import FOLLOWER
 from tunesmith.run.placement.checking import facts_of_run
 from tunesmith.run.placement.choosing import on_this_machine
@@ -76,7 +76,7 @@ class ServedPolicy:
 
     async def answer(self, ask: Ask, follow: Follow | None = None) -> Answer:
         """See ``Policy``. Raises BadRequest: it asks for what a served model does not do."""
-        if ask.raw is None and self._served.setting.parse is None:
+        if not ask.prompts and self._served.setting.parse is None:
             raise BadRequest("the model has no chat template: use /v1/completions")
         if ask.schema is not None:
             check_schema(ask.schema)
@@ -86,7 +86,7 @@ class ServedPolicy:
             raise BadRequest("this engine gives no log-probabilities of prompts: system.engine")
 
         async def reply(index: int) -> Reply:
-            conversation = self._conversation(_generate(engine, sampling, index))
+            conversation = self._conversation(_generate(engine, sampling, index % ask.n))
             replied = await reply_of(conversation, ask, follow, index)
             wanted = ask.logprobs is not None and (ask.echo or ask.logprobs)
             if not wanted or not isinstance(engine, PromptScorer):
@@ -127,7 +127,12 @@ class ServedPolicy:
         # With tools a turn may be a call, which no schema of a text allows.
         free = not self._served.constrains or (ask.tools and ask.may_call)
         schema = json.dumps(ask.schema) if ask.schema and not free else None
-        return replace(self._served.sampling, max_new_tokens=most, schema=schema, **said)
+        sampling = replace(self._served.sampling, max_new_tokens=most, schema=schema, **said)
+        try:
+            check_sampling(sampling)
+        except UserError as error:
+            raise BadRequest(str(error)) from None
+        return sampling
 
 
 def _generate(engine: RolloutEngine, sampling: Sampling, index: int) -> Generate:

@@ -8,9 +8,11 @@
 | ``ppo`` | ``−min(ρ A, clip(ρ, low, high) A)`` |
 | ``cispo`` | ``−sg(clip(ρ, low, high)) l A`` |
 | ``dro`` | ``−(l A − β/2 (l − q)²)`` |
+| ``gspo`` | as ``ppo``, with ``s exp(l − sg(l))`` for ``ρ`` |
 
-``low`` and ``high`` are ``clip_low_threshold`` (0.8) and ``clip_high_threshold`` (1.2), ``β`` is
-``beta`` (0.05), all of ``loss_fn_config``.
+``s = exp(mean(sg(l) − q))`` over the values of a datum that ``sequence_ratio_mask`` marks. ``low``
+and ``high`` are ``clip_low_threshold`` (0.8) and ``clip_high_threshold`` (1.2; of ``gspo``
+they must be said), ``β`` is ``beta`` (0.05), all of ``loss_fn_config``.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tunesmith.errors import UserError, nearest
@@ -28,6 +31,8 @@ from tunesmith.models.forest import Forest, Predictions
 from tunesmith.run.tinker.data import TARGETS, Datums
 
 Columns = Mapping[str, Tensor]
+SAMPLE = "sample"
+"""The column that says which datum of the micro-batch a value is of."""
 Settings = Mapping[str, float]
 Formula = Callable[[Tensor, Columns, Settings], Tensor]
 
@@ -39,6 +44,8 @@ class TinkerLoss:
     formula: Formula
     inputs: tuple[str, ...]
     settings: Settings = field(default_factory=dict[str, float])
+    required: tuple[str, ...] = ()
+    """Settings without a default."""
 
 
 def _cross_entropy(logprobs: Tensor, columns: Columns, settings: Settings) -> Tensor:
@@ -60,9 +67,22 @@ def _clipped(ratio: Tensor, settings: Settings) -> Tensor:
 
 
 def _ppo(logprobs: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    ratio = _ratio(logprobs, columns)
+    return _clipped_gain(_ratio(logprobs, columns), columns, settings)
+
+
+def _clipped_gain(ratio: Tensor, columns: Columns, settings: Settings) -> Tensor:
     advantages = columns["advantages"]
     return -(ratio * advantages).minimum(_clipped(ratio, settings) * advantages)
+
+
+def _gspo(logprobs: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    own = logprobs.detach()
+    sample = columns[SAMPLE]
+    marked = (columns["sequence_ratio_mask"] != 0).to(own.dtype)
+    none = torch.zeros_like(own)
+    total = none.index_add(0, sample, marked * (own - columns["logprobs"]))
+    mean = total / none.index_add(0, sample, marked).clamp(min=1)
+    return _clipped_gain((mean[sample] + logprobs - own).exp(), columns, settings)
 
 
 def _cispo(logprobs: Tensor, columns: Columns, settings: Settings) -> Tensor:
@@ -83,6 +103,7 @@ LOSSES: Mapping[str, TinkerLoss] = {
     "ppo": TinkerLoss(_ppo, _POLICY, _CLIP),
     "cispo": TinkerLoss(_cispo, _POLICY, _CLIP),
     "dro": TinkerLoss(_dro, _POLICY, {"beta": 0.05}),
+    "gspo": TinkerLoss(_gspo, (*_POLICY, "sequence_ratio_mask"), required=tuple(_CLIP)),
 }
 
 
@@ -102,13 +123,17 @@ class TinkerObjective:
             raise UserError(
                 f"loss_fn = '{name}' is not served: use {', '.join(LOSSES)}.{nearest(name, LOSSES)}"
             )
+        known = (*loss.settings, *loss.required)
         for key, value in config.items():
-            if key not in loss.settings or isinstance(value, str):
-                valid = ", ".join(loss.settings) or "none"
+            if key not in known or isinstance(value, str):
+                valid = ", ".join(known) or "none"
                 raise UserError(
                     f"loss_fn_config: '{key}' = {value!r} is no setting of {name} with a number; "
                     f"its settings: {valid}"
                 )
+        missing = [key for key in loss.required if key not in config]
+        if missing:
+            raise UserError(f"loss_fn_config: {name} has no default of '{missing[0]}'; say it")
         wanted = {TARGETS, *loss.inputs}
         for number, datum in enumerate(datums.datums):
             if set(datum.inputs) != wanted:
@@ -125,4 +150,5 @@ class TinkerObjective:
         assert logprobs is not None, "these losses read log-probabilities"
         places = forest.predictions.cpu().numpy()
         self.logprobs[places] = logprobs.detach().double().cpu().numpy()
-        return self.loss.formula(logprobs, forest.columns, self.settings).sum(), {}
+        columns = {**forest.columns, SAMPLE: forest.sample}
+        return self.loss.formula(logprobs, columns, self.settings).sum(), {}
