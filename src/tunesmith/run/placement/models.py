@@ -170,9 +170,6 @@ class ModelSpec:
     def _load(self, tokenizer: Any, like: CausalLM | None = None) -> Any:
         import torch
 
-        from tunesmith.models.causal_lm import CausalLM
-        from tunesmith.models.score_model import ScoreModel
-
         sharding = (
             like.sharding
             if like
@@ -184,8 +181,7 @@ class ModelSpec:
                 experts=self.divides,
             )
         )
-        kind: type[Decoder] = ScoreModel if self.scores else CausalLM
-        return kind.load(
+        return self._kind().load(
             self.path,
             dtype=getattr(torch, self.dtype),
             device=self.device,
@@ -198,6 +194,12 @@ class ModelSpec:
             tower=self.vision_tower,
             like=like,
         )
+
+    def _kind(self) -> type[Decoder]:
+        from tunesmith.models.causal_lm import CausalLM
+        from tunesmith.models.score_model import ScoreModel
+
+        return ScoreModel if self.scores else CausalLM
 
     def _set_passes(self, model: Decoder) -> None:
         self._share_sequences(model)
