@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from itertools import count
 
 from tunesmith.learn.endpoint.asks import Ask, BadRequest, Fields
 from tunesmith.learn.endpoint.checks import check_schema
-from tunesmith.learn.endpoint.turns import Answer, Follow, all_replies
+from tunesmith.learn.endpoint.turns import Answer, Follow, Policy, all_replies
 from tunesmith.learn.environments.conversation import Conversation, Reply
-from tunesmith.learn.environments.tools import marks_of
-from tunesmith.types import Message
 
 
-class EpisodePolicy:
+class EpisodePolicy(Policy):
     """Answers one episode's requests, on the event loop of the engine. Each turn is recorded."""
 
     what = "episode"
-    ranks = False
 
     def __init__(self, conversation: Conversation, model: str) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.model = model
-        self.responses: dict[str, list[Message]] = {}
-        self.numbers = count(1)
-        self.renderer = conversation.setting.renderer
-        parse = conversation.setting.parse
-        self.marks = marks_of(parse) if parse else ()
+        super().__init__(model, conversation.setting)
         self._conversation = conversation
         self._running = set[asyncio.Task[object]]()
         self._closed = False

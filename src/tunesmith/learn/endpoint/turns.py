@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from tunesmith.errors import EpisodeError
 from tunesmith.learn.endpoint.asks import Ask, Json
 from tunesmith.learn.endpoint.checks import Unmet, problems_of
 from tunesmith.learn.environments.base import Growing
-from tunesmith.learn.environments.conversation import Reply, before_stop
-from tunesmith.learn.environments.rendering import Renderer
+from tunesmith.learn.environments.conversation import EpisodeSettings, Reply, before_stop
+from tunesmith.learn.environments.tools import marks_of
 from tunesmith.learn.usercode.calls import all_or_error
 from tunesmith.types import Message
 
@@ -85,23 +86,26 @@ class Answer:
         return {"unmet": [problem.as_json() for problem in self.problems]} if self.problems else {}
 
 
-class Policy(Protocol):
-    """Who answers: an episode of a run, or a served model."""
+class Policy(ABC):
+    """Who answers: an episode of a run, or a served model. ``answer`` and ``count`` have to be
+    called on the event loop where it is made."""
 
-    loop: asyncio.AbstractEventLoop
-    """Where ``answer`` and ``count`` have to be called."""
-    model: str
-    what: str
+    what: ClassVar[str]
     """What it is to its clients, for messages."""
-    responses: dict[str, list[Message]]
-    """By the id of a ``responses`` answer: the conversation up to and including it."""
-    renderer: Renderer
-    marks: tuple[str, ...]
-    """Texts with one of which every tool call begins."""
-    ranks: bool
+    ranks = False
     """Whether it says the likeliest tokens beside those that it wrote, when it has written all."""
-    numbers: count[int]
 
+    def __init__(self, model: str, setting: EpisodeSettings) -> None:
+        self.model = model
+        self.loop = asyncio.get_running_loop()
+        self.renderer = setting.renderer
+        self.marks = marks_of(setting.parse) if setting.parse else ()
+        """Texts with one of which every tool call begins."""
+        self.responses: dict[str, list[Message]] = {}
+        """By the id of a ``responses`` answer: the conversation up to and including it."""
+        self.numbers = count(1)
+
+    @abstractmethod
     async def answer(self, ask: Ask, follow: Follow | None = None) -> Answer:
         """``ask.choices`` replies, written concurrently.
 
@@ -109,11 +113,10 @@ class Policy(Protocol):
             BadRequest: this policy cannot answer it.
             EpisodeError, EngineError: as ``Conversation.reply``.
         """
-        ...
 
+    @abstractmethod
     def count(self, ask: Ask) -> int:
         """The tokens of the prompt. Raises EpisodeError: it cannot go through the template."""
-        ...
 
 
 class Exchange(Protocol):

@@ -19,13 +19,16 @@ from typing import Any
 
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import EpisodeError, shortened
+from tunesmith.learn.data.chat import ChatTemplate
+from tunesmith.learn.data.chat_defaults import own_part
 from tunesmith.learn.data.values import Tools, with_object_arguments
 from tunesmith.learn.environments.base import Generate, Growing
 from tunesmith.learn.environments.pictures import with_images, without_images
-from tunesmith.learn.environments.rendering import Renderer
-from tunesmith.learn.environments.tools import BadCall, Parse, ToolCall
+from tunesmith.learn.environments.rendering import NO_GUARD, ChatRenderer, Renderer
+from tunesmith.learn.environments.token_guard import TokenGuard
+from tunesmith.learn.environments.tools import BadCall, Parse, ToolCall, parser_for
 from tunesmith.models.embedding_rows import without_row
-from tunesmith.types import Completion, Message, Record, Rollout, Task, text_of_content
+from tunesmith.types import Completion, Message, Record, Rollout, Task, Tokenizer, text_of_content
 
 TEXT = "text"
 """The key of a place after raw text; conversations of messages cannot continue from there."""
@@ -47,6 +50,24 @@ class EpisodeSettings:
     """Limit of a record, including the policy's tokens."""
     parse: Parse | None
     """Finds tool calls in the policy's text, if there are tools."""
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        prompt_of: Callable[[Task], list[Message]],
+        section: EnvironmentSection,
+        max_tokens: int,
+    ) -> EpisodeSettings:
+        """Episodes whose prompts go through the template, or are plain text without one."""
+        guard = NO_GUARD
+        if section.split_special_tokens:
+            guard = TokenGuard.of(tokenizer, template.turns() if template else "")
+        if template is None:
+            return cls(Renderer(tokenizer, guard=guard), prompt_of, section, max_tokens, None)
+        parse = parser_for(own_part(tokenizer.get_chat_template(tools=[])))
+        return cls(ChatRenderer(template, guard), prompt_of, section, max_tokens, parse)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import Any
 from tunesmith.config.objects import parameters_in_source
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.errors import ConfigError, about
-from tunesmith.learn.data.chat_defaults import own_part
 from tunesmith.learn.data.prepare import Prepared, Sources, load_tasks
 from tunesmith.learn.data.prompts import with_system
 from tunesmith.learn.data.tokens import decode
@@ -22,9 +21,7 @@ from tunesmith.learn.environments.commands import CommandAgent
 from tunesmith.learn.environments.conversation import EpisodeSettings
 from tunesmith.learn.environments.loading import SINGLE_TURN, EnvironmentSet, load_environments
 from tunesmith.learn.environments.multi_turn import MultiTurn
-from tunesmith.learn.environments.rendering import NO_GUARD, ChatRenderer, Renderer
-from tunesmith.learn.environments.token_guard import TokenGuard
-from tunesmith.learn.environments.tools import parser_for
+from tunesmith.learn.environments.rendering import Renderer
 from tunesmith.learn.rewards.function import INSTANCES, RESERVED
 from tunesmith.learn.rewards.loading import INSTANCES_NEED, check_rewards, load_rewards
 from tunesmith.learn.rewards.reward_set import RewardSet
@@ -182,16 +179,8 @@ def build_environments(
         ConfigError: see ``EnvironmentSet.template``.
     """
     template = environments.template(tokenizer, chat=chat)
-    guard = NO_GUARD
-    if environments.section.split_special_tokens:
-        guard = TokenGuard.of(tokenizer, template.turns() if template else "")
-    setting = EpisodeSettings(
-        renderer=ChatRenderer(template, guard) if template else Renderer(tokenizer, guard=guard),
-        prompt_of=prompt_of,
-        section=environments.section,
-        max_tokens=max_tokens,
-        parse=parser_for(own_part(tokenizer.get_chat_template(tools=[]))) if template else None,
-    )
+    section = environments.section
+    setting = EpisodeSettings.of(tokenizer, template, prompt_of, section, max_tokens)
 
     # OpenRLHF's feedback includes the template's markers, so its conversations are plain text.
     def text_alone(task: Task) -> list[Message]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 from tunesmith.config.commands import GenerateConfig
@@ -17,17 +16,13 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import EpisodeError, UserError, boundary
 from tunesmith.learn.data.chat import ChatTemplate
-from tunesmith.learn.data.chat_defaults import own_part
 from tunesmith.learn.endpoint.asks import Ask, BadRequest
 from tunesmith.learn.endpoint.checks import check_schema
 from tunesmith.learn.endpoint.episode import reply_of
 from tunesmith.learn.endpoint.server import Endpoint
-from tunesmith.learn.endpoint.turns import Answer, Follow, all_replies
+from tunesmith.learn.endpoint.turns import Answer, Follow, Policy, all_replies
 from tunesmith.learn.environments.base import Generate, Growing
 from tunesmith.learn.environments.conversation import Conversation, EpisodeSettings, Reply
-from tunesmith.learn.environments.rendering import ChatRenderer, Renderer
-from tunesmith.learn.environments.token_guard import TokenGuard
-from tunesmith.learn.environments.tools import marks_of, parser_for
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.http_server import url_of
 from tunesmith.run.engines.base import PromptScorer, RolloutEngine, check_sampling
@@ -39,7 +34,7 @@ from tunesmith.run.placement.models import saved_generation
 from tunesmith.run.placement.seeing import see_requests
 from tunesmith.run.placement.serve_reward import token_for
 from tunesmith.run.placement.specs import engine_spec, frozen_source, load_tokenizer
-from tunesmith.types import Completion, Message, Rollout, Sampling, Task
+from tunesmith.types import Completion, Rollout, Sampling, Task
 
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "seed")
 """What a request says about sampling; penalties and biases are refused."""
@@ -58,19 +53,13 @@ class ServedModel:
     """Whether the engine keeps to a JSON schema while it writes."""
 
 
-class ServedPolicy:
+class ServedPolicy(Policy):
     """Answers requests that have nothing to do with each other, on the engine's event loop."""
 
     what = "server"
 
     def __init__(self, served: ServedModel) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.model = served.name
-        self.responses: dict[str, list[Message]] = {}
-        self.numbers = count(1)
-        self.renderer = served.setting.renderer
-        parse = served.setting.parse
-        self.marks = marks_of(parse) if parse else ()
+        super().__init__(served.name, served.setting)
         self.ranks = isinstance(served.engine, PromptScorer)
         self._served = served
 
@@ -177,14 +166,8 @@ def open_model(path: str, overrides: Sequence[str], longest: int | None = None) 
     )
     sampling = make_sampling(config.sampling, tokenizer, 1.0, saved_generation(config))
     template = ChatTemplate.of(tokenizer) if tokenizer.chat_template else None
-    guard = TokenGuard.of(tokenizer, template.turns() if template else "")
-    setting = EpisodeSettings(
-        renderer=ChatRenderer(template, guard) if template else Renderer(tokenizer, guard=guard),
-        prompt_of=lambda _: [],
-        section=EnvironmentSection(),
-        max_tokens=context,
-        parse=parser_for(own_part(tokenizer.get_chat_template(tools=[]))) if template else None,
-    )
+    section = EnvironmentSection()
+    setting = EpisodeSettings.of(tokenizer, template, lambda _: [], section, context)
     return ServedModel(Path(path).name, engine, setting, sampling, plan.devices.engine.constrains)
 
 
