@@ -117,7 +117,7 @@ class CompiledSteps:
                 rows.prompts, rows.prompt_lengths, shape.heads // shape.kv_heads
             )
         table = order if by_row else places
-        step = self._rows.step(planes, written, table, tables(rows.own), rotary)
+        step = self._rows.step(planes, written, table, self._rows.own(rows.own), rotary)
         return self._decoder(step, embedded.float(), decoder.rows or embedded.dtype)
 
     def draw(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,6 +151,19 @@ class SharedRows:
         self._order = torch.tensor(order)
         self._lengths = torch.tensor(lengths)
         self._tables = tables(prompts)
+        self._spans: list[KVSpan] = []
+        self._blocks = 0
+        self._own = torch.empty(0)
+
+    def own(self, spans: Sequence[KVSpan]) -> Tensor:
+        """``[B, blocks]``, the blocks of the rows' own tokens. While spans are the same, they
+        only grow."""
+        blocks = sum(len(span.blocks) for span in spans)
+        if blocks != self._blocks or spans != self._spans:
+            self._blocks = blocks
+            self._spans = list(spans)
+            self._own = tables(spans)
+        return self._own
 
     def step(
         self, planes: Tensor, written: Tensor, table: Tensor, own: Tensor, rotary: Sequence[Tensor]

@@ -606,6 +606,7 @@ static Tensor product(Tensor weight, Maybe bias, Maybe scale, int64_t layout) {
     const float* steps = p->scale;
     auto pack = [&](auto number, auto kept, auto as) {
         using X = decltype(number);
+        in_large_pages(packed.data_ptr(), packed.numel() * sizeof kept);
         pack_panels(p->outputs, p->inputs, layout == PAIRS ? 2 : 1, numbers<X>(weight), numbers<decltype(kept)>(packed), threads(), as);
     };
     if (p->type == weight.scalar_type())

@@ -6,6 +6,9 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #include "vectors.h"
 
 using torch::headeronly::ScalarType;
@@ -22,6 +25,14 @@ static inline Tensor in_rows(const Tensor& t) {  // the numbers of a row are sid
 }
 static inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, std::optional<ScalarType> type = std::nullopt) {
     return torch::stable::new_empty(like, sizes, type);
+}
+
+static inline void in_large_pages(void* memory, int64_t bytes) {  // of which a core finds many more without a look into tables
+#ifdef MADV_HUGEPAGE
+    constexpr uintptr_t PAGE = 1 << 21;
+    const uintptr_t from = ((uintptr_t)memory + PAGE - 1) / PAGE * PAGE, to = ((uintptr_t)memory + bytes) / PAGE * PAGE;
+    if (from < to) madvise((void*)from, to - from, MADV_HUGEPAGE);
+#endif
 }
 
 // f(a number of the rows' type): float32 or bfloat16.

@@ -15,12 +15,15 @@ template <class T> constexpr int64_t WIDENS = std::is_same_v<T, bfloat16> ? 2 * 
 
 struct Ends { const float *bias, *scale; };  // of the outputs, or null: x -> x scale + bias
 
+enum Asks { NOTHING, SOON, LATER };  // for what this panel needs next, or for the next panel
+struct Ahead { const char* from; int64_t step; };  // what is asked for first, and bytes to what the next input asks for
+
 // a [R, PANEL] += R rows x [R, K] times a panel [K, PANEL]
-template <int R, bool First, class T> static inline void add_panel(Vec (&a)[R][2], const float* x, int64_t K, const T* panel) {
+template <int R, Asks A, class T> static inline void add_panel(Vec (&a)[R][2], const float* x, int64_t K, const T* panel, Ahead ahead) {
     for (int64_t k = 0; k < K; k++) {
-        if constexpr (First && ASKS<T>)
+        if constexpr (A != NOTHING)
             for (int64_t line = 0; line < PANEL * (int64_t)sizeof(T); line += 64)
-                __builtin_prefetch((const char*)(panel + k * PANEL) + AHEAD + line);
+                __builtin_prefetch(ahead.from + k * ahead.step + line, 0, A == SOON ? 3 : 2);
         Vec low = load(panel + k * PANEL), high = load(panel + k * PANEL + W);
         in_registers(low, high);
         for (int r = 0; r < R; r++) {
@@ -31,8 +34,11 @@ template <int R, bool First, class T> static inline void add_panel(Vec (&a)[R][2
 }
 
 // The same of rows of bfloat16 and a panel [K / 2, PANEL, 2]
-template <int R, bool First> static inline void add_panel(Vec (&a)[R][2], const bfloat16* x, int64_t K, const bfloat16* panel) {
+template <int R, Asks A> static inline void add_panel(Vec (&a)[R][2], const bfloat16* x, int64_t K, const bfloat16* panel, Ahead ahead) {
     for (int64_t k = 0; k < K; k += 2) {
+        if constexpr (A == LATER)
+            for (int64_t line = 0; line < 2 * PANEL * (int64_t)sizeof(bfloat16); line += 64)
+                __builtin_prefetch(ahead.from + k * ahead.step + line, 0, 2);
         Bits low = load_pairs(panel + k * PANEL), high = load_pairs(panel + k * PANEL + 2 * W);
         in_registers(low, high);
         for (int r = 0; r < R; r++) {
@@ -42,13 +48,13 @@ template <int R, bool First> static inline void add_panel(Vec (&a)[R][2], const 
     }
 }
 
-// out [R, n] of R rows x and a panel, of which n outputs are there. First: of the rows that read this panel.
-template <int R, bool First, class X, class T, class Y>
-static void multiply_panel(const X* x, int64_t K, const T* panel, Ends ends, Y* out, int64_t out_step, int64_t n) {
+// out [R, n] of R rows x and a panel, of which n outputs are there
+template <int R, Asks A, class X, class T, class Y>
+static void multiply_panel(const X* x, int64_t K, const T* panel, Ahead ahead, Ends ends, Y* out, int64_t out_step, int64_t n) {
     Vec a[R][2];
     for (int r = 0; r < R; r++)
         for (int h = 0; h < 2; h++) a[r][h] = ends.bias && !ends.scale ? load(ends.bias + h * W) : Vec{};
-    add_panel<R, First>(a, x, K, panel);
+    add_panel<R, A>(a, x, K, panel, ahead);
     for (int r = 0; ends.scale && r < R; r++)
         for (int h = 0; h < 2; h++) a[r][h] = a[r][h] * load(ends.scale + h * W) + (ends.bias ? load(ends.bias + h * W) : Vec{});
     for (int r = 0; r < R; r++) {
@@ -57,23 +63,29 @@ static void multiply_panel(const X* x, int64_t K, const T* panel, Ends ends, Y* 
     }
 }
 
-template <class X, class T, class Y> using PanelProduct = void (*)(const X*, int64_t, const T*, Ends, Y*, int64_t, int64_t);
+template <class X, class T, class Y> using PanelProduct = void (*)(const X*, int64_t, const T*, Ahead, Ends, Y*, int64_t, int64_t);
 
-template <bool First, class X, class T, class Y, int... R>
+template <Asks A, class X, class T, class Y, int... R>
 static PanelProduct<X, T, Y> panel_product(int64_t rows, std::integer_sequence<int, R...>) {
-    static const PanelProduct<X, T, Y> by_rows[] = {multiply_panel<R + 1, First, X, T, Y>...};
+    static const PanelProduct<X, T, Y> by_rows[] = {multiply_panel<R + 1, A, X, T, Y>...};
     return by_rows[rows - 1];
 }
 
-// Rows x times a panel, of which n outputs are there.
+// Rows x times a panel, of which n outputs are there. The first block of rows waits for the panel from memory, so where there
+// are a few, each asks for its share of the next panel: then reading does not add to computing. With more, computing is most.
 template <class X, class T, class Y>
 static void multiply_rows(int64_t rows, int64_t K, const T* panel, Ends ends, const X* x, Y* out, int64_t out_step, int64_t n) {
-    const int64_t blocks = (rows + TALL - 1) / TALL;
+    const int64_t blocks = (rows + TALL - 1) / TALL, input = PANEL * sizeof(T);
+    const bool shares = blocks > 1 && blocks <= 4;
+    const std::make_integer_sequence<int, TALL> sizes;
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t row = b * rows / blocks, count = (b + 1) * rows / blocks - row;
-        const std::make_integer_sequence<int, TALL> sizes;
-        (b ? panel_product<false, X, T, Y>(count, sizes) : panel_product<true, X, T, Y>(count, sizes))(
-            x + row * K, K, panel, ends, out + row * out_step, out_step, n);
+        const Ahead ahead = shares ? Ahead{(const char*)panel + (blocks + b) * K * input / blocks, input / blocks}
+                                   : Ahead{(const char*)panel + AHEAD, input};
+        const auto product = shares ? panel_product<LATER, X, T, Y>(count, sizes)
+                             : b || !ASKS<T> ? panel_product<NOTHING, X, T, Y>(count, sizes)
+                                             : panel_product<SOON, X, T, Y>(count, sizes);
+        product(x + row * K, K, panel, ahead, ends, out + row * out_step, out_step, n);
     }
 }
 
