@@ -575,3 +575,14 @@ def test_the_library_shares_the_threads_of_torch() -> None:
         if "libgomp" in line
     }
     assert len(loaded) <= 1
+
+
+def test_blocks_of_rows_follow_their_spans() -> None:
+    """Also where another row of the same prompt takes the place of one that ended."""
+    prompt = KVSpan([0])
+    first, second, third = (KVSpan([block]) for block in (1, 2, 3))
+    rows = SharedRows([prompt, prompt], [4, 4], 1)
+    assert rows.own([first, second]).tolist() == [[1], [2]]
+    assert rows.own([first, third]).tolist() == [[1], [3]]
+    third.blocks.append(4)
+    assert rows.own([first, third]).tolist() == [[1, 0], [3, 4]]
