@@ -70,15 +70,24 @@ def test_a_dry_run_takes_no_more_than_is_planned(number: str, family: str, tmp_p
     check_within_plan(plan, 0.5)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_ranks_that_divide_experts_take_no_more_than_is_planned(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_moe", ("system.zero_stage=3",)),
+        pytest.param("qwen3_moe", ("system.zero_stage=1",), marks=pytest.mark.long),
+        pytest.param("qwen2_moe", ("system.zero_stage=3", "lora.rank=16"), marks=pytest.mark.long),
+    ],
+)
+def test_ranks_that_divide_experts_take_no_more_than_is_planned(
+    family: str, settings: tuple[str, ...], tmp_path: Path
+) -> None:
     """Tokens travel evenly. Experts are most of the model, so a rank has little more than its share
     of it."""
-    own = SPECIAL["qwen3_moe"] | {"num_experts": 128, "moe_intermediate_size": 256}
-    config: Any = AutoConfig.for_model("qwen3_moe", **{**SHAPE, **own})
+    own = SPECIAL[family] | {"num_experts": 128, "moe_intermediate_size": 256}
+    config: Any = AutoConfig.for_model(family, **{**SHAPE, **own})
     plan = resolved(
         tmp_path, "sft", config.to_dict(), "4xH100-80GB", *LONG,
-        f"system.zero_stage={stage}", "system.expert_parallel_size=4",
+        *settings, "system.expert_parallel_size=4",
     )  # fmt: skip
     check_within_plan(plan, 0.5)
 

@@ -102,14 +102,14 @@ def _saved_vectors(model: ModelFacts, layout: Layout) -> int:
     if of_modules(model):
         heads = queries + keys if model.head_norms else 0
         mixed = max(size * (2 * queries + 2 * keys), _mixer_bytes(model, size))
+        copies = 2 * travelling_bytes(model, size)  # experts' inputs and results
         if adapted:
-            return 4 * (2 * hidden + heads) + mixed + size * 3 * inner + inputs + scales
+            return 4 * (2 * hidden + heads) + mixed + copies + size * 3 * inner + inputs + scales
         norms = (
             2 * hidden * (4 + 2 * size) + heads * (4 + size)
             if size == 2
             else (6 * hidden + 2 * heads) * size
         )
-        copies = 2 * travelling_bytes(model, size)  # experts' inputs and results
         vectors = 4 + 3 * family(model.family).clamped_gate
         return norms + mixed + copies + size * vectors * inner + scales
     if adapted:
