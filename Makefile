@@ -90,7 +90,7 @@ $(PACKAGES_INSTALLED): pyproject.toml constraints.txt tests/support/packages.txt
 test-packages: $(PACKAGES_INSTALLED)
 	OMP_NUM_THREADS=1 $(PACKAGES)/bin/python -m pytest -rs -n 2 tests/learn/packages tests/slow/learn/test_commands.py \
 		tests/slow/learn/test_real_agents.py tests/slow/run/test_serve.py tests/slow/run/test_serve_training.py \
-		tests/slow/run/test_cookbook.py
+		tests/slow/run/test_serve_training_ranks.py tests/slow/run/test_cookbook.py
 
 vllm: $(VLLM_INSTALLED)
 

@@ -368,5 +368,8 @@ def test_what_is_not_served_is_said(service: Any) -> None:
         with pytest.raises(tinker.RequestFailedError, match=match):
             wrong().result()
     assert client.forward(data, "cross_entropy").result().metrics["loss:sum"] > 0
+    for ask, match in (({"rank": 4000}, "wide"), ({"train_mlp": False, "train_attn": False}, "no")):
+        with pytest.raises(tinker.RequestFailedError, match=match):
+            service.create_lora_training_client(base_model="model", **ask).result()
     with pytest.raises(tinker.UnprocessableEntityError, match="another"):
         service.create_lora_training_client(base_model="another", rank=4).result()

@@ -26,7 +26,7 @@ from torch import Tensor
 from tunesmith.config.schema import LoraSection
 from tunesmith.config.system import Role
 from tunesmith.costs import CostModel
-from tunesmith.errors import DeviceMemoryError, DivergedError
+from tunesmith.errors import DeviceMemoryError, DivergedError, UserError
 from tunesmith.learn.data.batch import Floats
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.learn.usercode.far import Far
@@ -109,6 +109,15 @@ class AdapterOnRank:
             self.backend.optimizer.slot(name).clear()
 
 
+@dataclass(frozen=True, slots=True)
+class BaseSizes:
+    """What requests are checked with."""
+
+    context: int
+    vocabulary: int
+    hidden: int
+
+
 @dataclass(slots=True)
 class BaseOnRank:
     """The base on one rank. The modules of every adapter share its weights."""
@@ -119,10 +128,10 @@ class BaseOnRank:
     adapters: SimpleNamespace
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Its context and its vocabulary."""
+    def sizes(self) -> BaseSizes:
         config: Any = self.model.module.config.get_text_config()
-        return config.max_position_embeddings, self.model.head.out_features
+        head = self.model.head
+        return BaseSizes(config.max_position_embeddings, head.out_features, head.in_features)
 
     def make(self, name: str, ask: LoraAsk, seed: int) -> CostModel:
         """A new adapter, as the attribute ``name`` of ``adapters``; returns its cost."""
@@ -209,7 +218,7 @@ class AdapterOnBase:
     name: str
     """Of its parts on the ranks."""
     cost: CostModel
-    sizes: tuple[int, int]
+    sizes: BaseSizes
     max_tokens: int
     """Tokens per micro-batch."""
 
@@ -224,8 +233,7 @@ class AdapterOnBase:
         return loss
 
     def _run(self, datums: Datums, objective: TinkerObjective, *, backward: bool) -> float:
-        context, vocabulary = self.sizes
-        datums.check(vocabulary, context)
+        datums.check(self.sizes.vocabulary, self.sizes.context)
         longest = int(datums.batch.lengths.max())
         while True:
             most = max(self.max_tokens, longest)
@@ -301,11 +309,15 @@ class FrozenBase:
         self._tokenizer = tokenizer
         self._names = map("adapter{}".format, count())
         one = ranks.base.sizes if isinstance(ranks, OneRank) else ranks.first.get("sizes")
-        self._sizes: tuple[int, int] = one
-        self.context = self._sizes[0]
+        self._sizes: BaseSizes = one
+        self.context = self._sizes.context
 
     def adapter(self, ask: LoraAsk) -> AdapterOnBase:
-        """See ``AdaptableBase``."""
+        """See ``AdaptableBase``. Raises UserError: there is no such adapter."""
+        if ask.rank > self._sizes.hidden:
+            raise UserError(f"rank = {ask.rank}: the model is {self._sizes.hidden} wide")
+        if not (ask.train_attn or ask.train_mlp):
+            raise UserError("train_attn and train_mlp are false, and nothing would be trained")
         name = next(self._names)
         seed = random.SystemRandom().getrandbits(60) if ask.seed is None else ask.seed
         cost = self.ranks.each("make", name, ask, seed)
