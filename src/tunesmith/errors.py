@@ -235,7 +235,7 @@ def boundary(
         raise
     except catch as cause:
         kind = DeviceMemoryError if is_out_of_memory(cause) else error
-        raise kind(f"{message}: {cause}") from cause
+        raise kind(f"{message}: {str(cause) or type(cause).__name__}") from cause
 
 
 _LONGEST_WORD = 200

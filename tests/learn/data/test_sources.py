@@ -294,7 +294,13 @@ def data_set(tmp_path: Path) -> str:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("split", "answers"),
-    [("train[:2]", "0 1"), ("train[4:]", "4 5"), ("test[1:3]", "101 102")],
+    [
+        ("train[:2]", "0 1"),
+        ("train[4:]", "4 5"),
+        ("test[1:3]", "101 102"),
+        ("train[6:]", ""),
+        ("train[4:2]", ""),
+    ],
 )
 def test_a_data_set_of_the_hub_by_name_and_split(
     data_set: str, stream: bool, split: str, answers: str
@@ -320,6 +326,12 @@ def test_the_revision_and_the_stream_are_asked_for(
     source = Source(path=f"{data_set}[train[:3]]", stream=True, revision="main")
     assert len(columns(list(read(source)))) == 3
     assert asked == [{"split": "train", "revision": "main", "streaming": True}]
+
+
+def test_a_data_set_without_rows_says_what_failed(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"failed: \w"):
+        list(read(Source(path=f"hf:{tmp_path}")))
 
 
 def test_a_column_that_is_not_there_makes_a_bad_line(tmp_path: Path) -> None:

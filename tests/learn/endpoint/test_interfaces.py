@@ -218,6 +218,7 @@ return 1.0
         ("messages=START, n=True", "'n'"),
         ("messages=START, stop=['']", "'stop.0'"),
         ("messages=START, tools=['add']", "'tools.0'"),
+        ("messages=START, tools=[{'type': 'function', 'function': {}}]", "'tools.0'"),
         ("messages=START, audio={'voice': 'x'}", "'audio'"),
         ("messages=START, functions=[{}]", "'functions'"),
         ("messages=[{'role': 'user', 'content': chr(0xD800)}]", "Unicode"),
@@ -239,6 +240,9 @@ def test_what_chat_refuses(request_: str, key: str, tokenizer: Any, tmp_path: Pa
         ("completions.create(prompt='a', suffix='b')", "'suffix'"),
         ("responses.create(input=3)", "'input'"),
         ("responses.create(input='a', background=True)", "'background'"),
+        ("responses.create(input='a', conversation='conv_1')", "'conversation'"),
+        ("responses.create(input='a', prompt={'id': 'p_1'})", "'prompt'"),
+        ("messages.create(messages=START, mcp_servers=[{'url': 'x'}])", "'mcp_servers'"),
         ("responses.create(input='a', previous_response_id='resp_9')", "resp_9"),
         ("responses.create(input=[{'type': 'item_reference'}])", "item_reference"),
         ("responses.create(input='a', tools=[{'type': 'function'}])", "'name'"),
@@ -267,6 +271,10 @@ assert (call.name, call.namespace) == ("add", "sums")
 said = [{"type": "message", "role": "user", "content": "Go."}, call]
 said += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
 await client.responses.create(input=said, tools=tools)
+search = {"type": "web_search"}
+chat = [search, {"type": "function", "function": {"name": "add", "parameters": {}}}]
+answer = await ask(messages=START, tools=chat)
+assert answer.choices[0].message.tool_calls[0].function.name == "add"
 search = {"type": "web_search_20250305", "name": "web_search"}
 tools = [search, {"name": "add", "input_schema": {}}]
 answer = await client.messages.create(messages=START, tools=tools)
@@ -281,7 +289,7 @@ return float(answer.content[0].name == "add")
     rollout = ok(played(tokenizer, tmp_path, body, policy))
     assert rollout.reward == 1.0 and not any("web_search" in text for text in seen)
     assert rollout.notes["not_enforced"] == {"unoffered_tools": ["web_search_20250305"]}
-    assert [len(record.turns) for record in rollout.records if record.turns] == [2, 1], "one grew"
+    assert [len(record.turns) for record in rollout.records if record.turns] == [2, 1, 1], "one grew"
 
 
 def test_items_of_one_turn_are_one_message() -> None:

@@ -377,7 +377,7 @@ def _part(table: Any, cut: Cut | None) -> tuple[Any, int]:
     if cut is None:
         return table, 1
     rows = range(len(table))[cut.rows(len(table))]
-    return table.select(rows), rows.start + 1
+    return table.select(rows or []), rows.start + 1
 
 
 def _rows_of_table(name: str, rows: Iterable[Any], first: int = 1) -> Rows:

@@ -54,6 +54,9 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "suffix": (None, ""),
     "best_of": (None, 1),
     "background": (None, False),
+    "conversation": (None,),
+    "mcp_servers": (None, []),
+    "container": (None,),
     "guided_regex": (None,),
     "guided_choice": (None,),
     "guided_grammar": (None,),
@@ -138,6 +141,18 @@ def _as_message(message: Message) -> Message:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
+def _as_tool(tool: Json) -> Json:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if _is_function(tool) and not (name and isinstance(name, str)):
+        raise ValueError("a tool is {'type': 'function', 'function': {'name': NAME, ...}}")
+    return tool
+
+
+def _is_function(tool: Json) -> bool:
+    return tool.get("type", "function") == "function"
+
+
 def _texts_or_ids(value: Any) -> Any:
     several = isinstance(value, list) and value and isinstance(value[0], str | list)
     prompts = value if several else [value]
@@ -196,7 +211,7 @@ class Request(BaseModel):
 
 class ChatRequest(Request):
     messages: Annotated[list[Annotated[Object, AfterValidator(_as_message)]], Field(min_length=1)]
-    tools: list[Object] | None = None
+    tools: list[Annotated[Object, AfterValidator(_as_tool)]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     response_format: Object | None = None
@@ -207,16 +222,18 @@ class ChatRequest(Request):
     def as_ask(self, request: Fields) -> Ask:
         """Raises BadRequest: ``tool_choice`` or ``response_format`` cannot be understood."""
         schema = schema_of(self.response_format, self.guided_json)
+        tools = self.tools or []
+        others = [tool["type"] for tool in tools if not _is_function(tool)]
         return Ask(
             messages=self.messages,
-            tools=self.tools or None,
+            tools=[tool for tool in tools if _is_function(tool)] or None,
             may_call=self.tool_choice != "none",
             must_call=self._must_call(),
             parallel=self.parallel_tool_calls is not False,
             schema=schema,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             options=self.chat_template_kwargs,
-            **self.common(request),
+            **self.common({**request, UNOFFERED: others} if others else request),
         )
 
     def _must_call(self) -> str | None:

@@ -88,6 +88,8 @@ class ResponseExchange:
     def __init__(self, request: Fields, policy: Policy) -> None:
         """Raises BadRequest: also where ``previous_response_id`` is unknown."""
         parsed = parse(ResponseRequest, request)
+        if request.get("prompt") is not None:
+            raise BadRequest("'prompt' is a template that its provider has; send 'input' instead")
         previous = parsed.previous_response_id
         if previous is not None and previous not in policy.responses:
             unknown = f"'previous_response_id' = {previous!r}"
