@@ -16,7 +16,7 @@ from tests.support.machine_facts import CPU, SMALL
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
-from tunesmith.errors import ConfigError, ModelError
+from tunesmith.errors import CapacityError, ConfigError, ModelError
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.cost.seconds import TO_THE_HOST, step_seconds
 from tunesmith.plan.facts.adapter import SavedAdapter, read_adapter
@@ -426,3 +426,20 @@ def test_an_engine_whose_copy_leaves_no_room_for_requests_is_not_derived(
     there = machine("RTX4090-24GB")
     other = plan(RLConfig, "RTX4090-24GB", *said, "system.engine=vllm", hardware=there)
     assert step_seconds(found)["step"] < 0.6 * step_seconds(other)["step"]
+
+
+def test_engines_that_train_nothing_are_split_until_they_hold_requests() -> None:
+    """70B over two GPUs each would leave keys and values of one request."""
+    found = plan(GenerateConfig, "8xH100-80GB", model=MODELS["70B (Llama 3)"])
+    assert found.settings["system.vllm.tensor_parallel_size"] >= 4
+    small = plan(GenerateConfig, "8xH100-80GB")
+    assert small.settings.get("system.engines") == 8
+
+
+def test_a_refusal_is_of_the_engine_that_lacks_only_memory() -> None:
+    """vLLM takes no new weights of gpt-oss on any machine, so more memory would not help there."""
+    large = replace(MODELS["70B (Llama 3)"], family="gpt_oss")
+    with pytest.raises(CapacityError) as error:
+        plan(RLConfig, "8xH100-80GB", model=large)
+    assert "does not fit" in str(error.value) and "vllm" not in str(error.value)
+    assert "on each of 4 devices" in str(error.value)  # the others would sample

@@ -95,6 +95,8 @@ def _matters(plan: AnyPlan, key: str) -> bool:
     kind = plan.kind
     if key.startswith("system.vllm."):
         return kind.samples and plan.devices.engine.spans_devices
+    if key == "system.weight_plane":
+        return kind.rl
     if key in ("system.trainer_ranks", "system.zero_stage", "system.sequence_parallel.size"):
         return kind.trains
     return kind.samples or not key.startswith(("system.engine", "system.hybrid"))

@@ -4,7 +4,6 @@ argument."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from typing import Any, TypeVar
@@ -92,13 +91,20 @@ def resolve(said: C, facts: Facts, *, advise: bool = True) -> Plan[C]:
         refusal = error
         why = f"this run cannot use it: {error.problems[0]}"
     # A run that Tunesmith's own engine can do, or does faster, is not left to another one.
-    with suppress(ConfigError):
+    lacks = False
+    try:
         other = _whole(with_said_engine(plan, own, why), said, own, advise=False)
         if found is None or compared_seconds(other) < compared_seconds(found):
             return other
+    except ConfigError as error:
+        lacks = isinstance(error, CapacityError)
     if refusal and not advise:
         raise refusal
-    return found or _whole(with_fast_engine(plan, kind, reasons), said, reasons)
+    if lacks and not isinstance(refusal, CapacityError):
+        plan = with_said_engine(plan, reasons, why)  # memory is all that its own engine lacks
+    else:
+        plan = with_fast_engine(plan, kind, reasons)
+    return found or _whole(plan, said, reasons)
 
 
 def _with_best_parts(said: C, facts: Facts, *, advise: bool) -> Plan[C]:

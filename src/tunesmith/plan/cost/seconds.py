@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
-from tunesmith.plan.cost.work import Amounts, Work, amounts, step_work, work_of
+from tunesmith.plan.cost.work import Amounts, Work, amounts, sampling_work, step_work, work_of
 from tunesmith.plan.facts.machines import GpuKind, kind_of
 from tunesmith.plan.facts.measured import Rates, read_rates
-from tunesmith.plan.plan import AnyPlan
+from tunesmith.plan.plan import MOST_RUNNING, AnyPlan
 
 FLOPS_SHARE = 0.4
 BANDWIDTH_SHARE = 0.6
@@ -125,9 +125,23 @@ def compared_seconds(plan: AnyPlan) -> float:
     rates."""
     known_seconds = step_seconds(plan).get("step")
     longest = plan.training.longest
-    if known_seconds or not longest or not plan.kind.trains:
+    if known_seconds or not longest:
         return known_seconds or 0.0
+    if not plan.kind.trains:
+        return _sampling_seconds(plan, longest)
     return expected_seconds(plan, plan.training.samples, longest)
+
+
+def _sampling_seconds(plan: AnyPlan, tokens: int) -> float:
+    """Seconds in which the engines of a run that trains nothing sample much on GPUs; 0 if unknown,
+    or on a CPU."""
+    gpu = plan.engine_gpu
+    kind = kind_of(gpu) if gpu and plan.devices.on_gpu else None
+    model = plan.facts.model
+    if kind is None or model is None or not model.parameters or plan.devices.engine.served:
+        return 0.0
+    samples = MOST_RUNNING * max(1, plan.gpus)
+    return _seconds(sampling_work(plan, model, samples, tokens), _rates_of_gpu(kind))
 
 
 def _assumed_rates(plan: AnyPlan, processes: int) -> Mapping[str, float]:

@@ -232,7 +232,7 @@ def step_work(
     trained, sampled = image_operations(plan, lines, layout.checkpointing)
     phases = dict[str, list[Amounts]]()
     if plan.kind.rl and not devices.engine.served:
-        own = _sampling(plan, model, samples, tokens)
+        own = sampling_work(plan, model, samples, tokens)
         seen = sampled / devices.engines / devices.ranks_per_engine
         phases["sampling"] = [{**own, "operations": own["operations"] + seen}]
     passes = plan.kind.reference + plan.kind.critic + plan.kind.decoupled
@@ -486,12 +486,13 @@ def _exchanged(plan: AnyPlan, model: ModelFacts, micro: int) -> dict[str, float]
     return found
 
 
-def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> Amounts:
+def sampling_work(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> Amounts:
     """What each device of an engine does to sample its part of a step."""
     system = plan.said.system
     ranks = plan.devices.ranks_per_engine
     engines = plan.devices.engines
-    new = min(plan.said.rollout.max_new_tokens, tokens)
+    rl = plan.kind.rl
+    new = min(plan.said.rollout.max_new_tokens if rl else plan.said.new_tokens, tokens)
     rounded = system.engine_weights
     if rounded == "model":
         weights = copy_bytes(model, plan.devices.bytes_per_number, plan.engine_quantize)
@@ -503,7 +504,7 @@ def _sampling(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> 
     read = (tokens - new / 2) * per_token
     together = _running(plan, model, asked, tokens)
     steps = max(1.0, asked / together) * new  # a request that ends makes room for the next one
-    prompts = samples / plan.said.rollout.group_size / engines
+    prompts = samples / (plan.said.rollout.group_size if rl else plan.sampling.n) / engines
     prefills = max(1, ceil(prompts * prompt / system.max_prefill_tokens))
     own_graphs = plan.decodes_on_gpu and plan.said.system.compile is not False
     graphs = own_graphs or (plan.devices.engine.spans_devices and not plan.vllm.eager)

@@ -103,17 +103,13 @@ def with_savings(
     """
     said = plan.said.system
     chosen = best.plan if best else _lean(next(_options(plan)))[0]
-    price = planned(chosen, least=True)
-    open_yet = {name: False for name in IN_HOST_MEMORY if getattr(said, name) is None}
-    other = planned(chosen.with_memory(**open_yet), least=True)
     shards = chosen.devices.shard_size
     if shards is not None and said.shard_size is None:
         reasons.add("system.shard_size", shards, _why_shards(chosen, shards))
     for name, what in IN_HOST_MEMORY.items():
-        value: bool = getattr(chosen.memory, name)
-        if name in open_yet:
-            why = _why(plan, name, what, value, price, other)
-            reasons.add(f"system.{name}", value, why)
+        if getattr(said, name) is None:
+            value: bool = getattr(chosen.memory, name)
+            reasons.add(f"system.{name}", value, _why(chosen, name, what))
     turns = chosen.devices.hybrid
     settled = turns_open and ((best is not None and plan.kind.rl) or len(_turns(plan)) > 1)
     if settled:
@@ -464,20 +460,15 @@ def _recomputed(plan: Plan[C], share: float) -> Plan[C]:
     return plan.with_memory(checkpointing=round(share, 3) if 0 < share < 1 else bool(share))
 
 
-def _why(
-    plan: AnyPlan,
-    name: str,
-    what: str,
-    value: bool,
-    chosen: Price | None,
-    without: Price | None,
-) -> str:
-    if name == REFERENCE and not plan.devices.keeps_frozen:
+def _why(chosen: AnyPlan, name: str, what: str) -> str:
+    if name == REFERENCE and not chosen.devices.keeps_frozen:
         return "the trainer's GPU holds no whole frozen model"
-    if not value:
+    if not getattr(chosen.memory, name):
         return f"the fastest step that fits has {what} on the GPU"
-    size = format_size(max(0, (chosen.host if chosen else 0) - (without.host if without else 0)))
-    return f"the fastest step that fits; each rank then keeps {size} in host memory, with {what}"
+    prices = (planned(each, least=True) for each in (chosen, chosen.with_memory(**{name: False})))
+    taken, left = (price.host if price else 0 for price in prices)
+    size = format_size(max(0, taken - left))
+    return f"the fastest step that fits; each rank then keeps {what} in host memory: {size}"
 
 
 def _why_shards(plan: AnyPlan, size: int) -> str:
@@ -502,15 +493,13 @@ def _why_recomputed(plan: AnyPlan) -> str:
     all_kept = replace(layout, checkpointing=0.0, selective=False)
     whole = format_size(longest * bytes_per_token(model, all_kept))
     share = layout.checkpointing
-    if layout.selective:
-        return (
-            "the fastest step that fits; with only products and attention kept, the longest sample "
-            f"takes {kept} of {whole}"
-        )
-    if not share:
+    if not share and not layout.selective:
         return f"the fastest step that fits keeps all activations: {kept} of the longest sample"
     again = f"{round(share * model.layers)} of {model.layers}" if share < 1 else "all"
+    kind = "only products and attention kept" if layout.selective else f"{again} layers recomputed"
+    if layout.offload_activations:
+        return f"the fastest step that fits; with {kind}, less travels to host memory"
     return (
-        f"the fastest step that fits; with {again} layers recomputed, the longest sample takes "
-        f"{kept} of {whole}"
+        f"the fastest step that fits; with {kind}, the longest sample takes {kept} instead of "
+        f"{whole}"
     )

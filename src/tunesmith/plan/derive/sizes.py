@@ -214,6 +214,8 @@ def _fitting(plan: AnyPlan, model: ModelFacts, longest: int, most: int) -> tuple
         return most, "memory allows more, but more would be no faster"
     if count == 0:
         return max(1, longest), "the longest sample has to fit"
+    if sizes[count] > host:
+        return sizes[count - 1], "what fits in half of the host's memory"
     return sizes[count - 1], f"what fits in {limit(plan):.0%} of the free memory"
 
 

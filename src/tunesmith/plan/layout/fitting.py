@@ -26,6 +26,7 @@ from tunesmith.plan.derive.savings import (
     Saving,
     fits_somehow,
     lacking_on_the_host,
+    share_at_best,
     with_savings_as_said,
 )
 from tunesmith.plan.layout.layouts import layouts, without_layout
@@ -160,7 +161,7 @@ def _remedy(plan: Plan[C], free: int, given: C, free_of_layout: Plan[C]) -> str:
     if largest >= 1e10:
         size = f"{largest / 1e9:.0f}B"
     if largest >= parameters:
-        return f"nothing that saves memory is enough{more}"
+        return f"nothing that saves memory is enough here{more and more + ' are'}"
     return (
         f"a model of this shape may have {size} parameters at most, with all that saves "
         f"memory{more}"
@@ -221,7 +222,7 @@ def _more_gpus(plan: AnyPlan) -> str | None:
         larger = replace(machine, gpus=machine.gpus[:1] * (count // nodes), nodes=nodes)
         there = replace(plan, facts=replace(plan.facts, hardware=larger, ranks_here=None))
         for layout in layouts(there):
-            if fits_somehow(layout.of(there)):
+            if share_at_best(layout.of(there)) <= 1.0 and fits_somehow(layout.of(there)):
                 stage = layout.zero_stage
                 return f"{count} such GPUs" + (
                     f" with system.zero_stage = {stage}" if stage else ""

@@ -22,7 +22,7 @@ from tunesmith.plan.devices import NOT_PLACED
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
 from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout, said_shape
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, plain
-from tunesmith.plan.rules.checks import contradictions
+from tunesmith.plan.rules.checks import contradictions, raise_all
 
 NUMBERS = ("trainer_ranks", "zero_stage", "engines", "tensor")
 """The fields of a shape that are numbers of processes, without that of ``sequence``."""
@@ -41,7 +41,8 @@ def with_layout(plan: Plan[C], reasons: Reasons, *, nearest: bool = True) -> tup
     said = said_shape(plan.said.system)
     gpus = gpus_of_run(plan)
     shape = fastest_layout(plan)
-    if shape is None and not nearest and plan.devices.on_gpu and _some_agrees(plan):
+    if shape is None and not nearest and plan.devices.on_gpu:
+        raise_all(_common_problems(plan))
         raise CapacityError(Problem(("model.path",), "no layout with it fits", "memory"))
     shape = shape or _nearest_layout(plan)
     chosen = shape.of(plan)
@@ -58,7 +59,8 @@ def with_layout(plan: Plan[C], reasons: Reasons, *, nearest: bool = True) -> tup
     if shape.sequence > 1:
         add("sequence", shape.sequence)
     if shape.engine_process and not plan.devices.engine_process:
-        reasons.add(KEYS["engine_process"], True, "each engine is a process with its own GPUs")
+        there = "beside trainer ranks" if chosen.devices.hybrid else "with its own GPUs"
+        reasons.add(KEYS["engine_process"], True, f"each engine is a process {there}")
     if shape.hybrid is not None and said["hybrid"] is None:
         add("hybrid", shape.hybrid)
     placed = shape.placement is not None
@@ -115,9 +117,14 @@ def fastest(
     yield from ((seconds, choices[place], whole) for seconds, place, whole in found)
 
 
-def _some_agrees(plan: AnyPlan) -> bool:
-    """Whether the settings allow a layout, whatever it needs."""
-    return any(not any(contradictions(layout.of(plan), settled=False)) for layout in layouts(plan))
+def _common_problems(plan: AnyPlan) -> list[Problem]:
+    """What contradicts a layout, if settings allow none; else nothing."""
+    problems: list[Problem] = []
+    for layout in layouts(plan):
+        problems = [*contradictions(layout.of(plan), settled=False)]
+        if not problems:
+            break
+    return problems
 
 
 def _nearest_layout(plan: AnyPlan) -> ProcessLayout:
