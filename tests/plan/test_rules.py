@@ -68,7 +68,7 @@ FACTS = {
     "images": Facts(CPU, USUAL, train_size=1000, longest=100, images=3),
     "both": Facts(CPU, replace(SEEING, family="gemma3_text"), longest=100, images=3),
     "seeing": Facts(CPU, SEEING, train_size=1000, longest=100, images=3),
-    "unseeing": Facts(CPU, SEEING, train_size=1000, longest=100),
+    "unseeing": Facts(CPU, SEEING, train_size=1000, longest=100, images=0),
     "odd": Facts(
         CPU, ODD, train_size=1000, longest=100, instances_for="rewards.py:of_environments"
     ),

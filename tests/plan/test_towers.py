@@ -38,7 +38,7 @@ MODEL = ModelFacts(
 )
 
 
-def found(*overrides: str, rl: bool = False, **facts: float) -> AnyPlan:
+def found(*overrides: str, rl: bool = False, **facts: float | None) -> AnyPlan:
     base = ["model.path=org/m", "data.train=org/d", *overrides]
     config = load_config(RLConfig if rl else SFTConfig, None, base)
     known = {"images": 100, "image_rows": 300.0, "rows_of_image": 300.0, "image_share": 0.8}
@@ -122,3 +122,8 @@ def test_images_take_time() -> None:
     seconds = step_seconds(plan)
     assert 0 < seconds["images"] < seconds["training"]
     assert "images" not in step_seconds(found(images=0, image_rows=0.0))
+
+
+def test_a_tower_is_trained_where_the_data_was_not_read() -> None:
+    """As in dry runs and in searches, which know the number of lines."""
+    assert planned(found("model.vision_tower=trained", images=None)) is not None

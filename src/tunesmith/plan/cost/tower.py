@@ -17,7 +17,7 @@ def trains_on_images(plan: AnyPlan) -> bool:
     """Whether the data has images, or agents may send some to a model that sees them."""
     model = plan.facts.model
     agents = plan.kind.rl and plan.said.environment.used and model
-    return plan.facts.images > 0 or bool(agents and family_around(agents.family).images)
+    return bool(plan.facts.images or (agents and family_around(agents.family).images))
 
 
 def tower_in_training(plan: AnyPlan) -> TrainedTower | None:

@@ -39,8 +39,8 @@ class Facts:
     eval_size: int | None = None
     longest: int | None = None
     together: int | None = None
-    images: int = 0
-    """Of the data, each counted once."""
+    images: int | None = None
+    """Of the data, each counted once; None: it was not read."""
     image_rows: float = 0.0
     """Rows of images' features in a line of the data, on average."""
     rows_of_image: float = 0.0

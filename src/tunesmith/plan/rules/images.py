@@ -79,7 +79,7 @@ def _unseen(s: Situation[C]) -> bool:
 
 
 def _without_images(s: Situation[C]) -> Iterator[Problem]:
-    if s.train_size is not None and s.facts and not s.facts.images:
+    if s.facts and s.facts.images == 0:
         yield s.clash(TOWER, ": the data has no images; leave it out", "data.train")
 
 
