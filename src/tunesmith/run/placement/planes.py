@@ -102,10 +102,10 @@ class PlaneSpec:
             str(model.device),
             sum(sizes),
             max(BUCKET, *sizes),
-            seat.address,
-            self.ranks_per_engine,
-            seat.rank,
-            self.publishers,
+            host=seat.address,
+            ranks=self.ranks_per_engine,
+            rank=seat.rank,
+            senders=self.publishers,
         )
 
     def broadcast(self, model: Decoder, seat: Seat) -> BroadcastPlane:

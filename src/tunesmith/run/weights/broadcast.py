@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from uuid import uuid4
 
@@ -36,9 +35,9 @@ from tunesmith.models.openmp import to_thread
 from tunesmith.plan.devices import BUCKET
 from tunesmith.run.processes.checksum import word_sum
 from tunesmith.run.processes.process_group import GroupKind
-from tunesmith.run.weights.base import NamedTensors, Offer
+from tunesmith.run.weights.base import Offer
 from tunesmith.run.weights.links import Link, Transfer, close_links, linked
-from tunesmith.run.weights.rounds import LOOPBACK, RoundMember, Sending, join_round, place
+from tunesmith.run.weights.rounds import RoundMember, SendingPlane, join_round, place
 from tunesmith.run.weights.spread import Run, Spread, spread
 
 AHEAD = 2
@@ -46,79 +45,52 @@ AHEAD = 2
 
 
 @dataclass(slots=True)
-class BroadcastPlane:
-    """The trainer's side, on each rank that sends; only the first one makes offers.
+class BroadcastPlane(SendingPlane):
+    """The trainer's side. Several processes of an engine each receive by their rank in the engine's
+    default group.
 
     Args:
-        device: this rank's device.
         on_device: keep the copy on the device; otherwise in host memory, and each bucket is moved
             there to be sent.
-        host: address of this machine that engines can reach.
         room: bytes of this rank's copy.
-        ranks: processes per engine. If there are several, each receives by its rank in the engine's
-            default group.
-        rank: this rank, of ``senders`` that publish together; the others join a round as takers do.
         bucket_bytes: bytes of whole tensors sent at a time; a larger tensor is sent by itself.
-        patience: seconds that engines may take to join, and one bucket to arrive.
         plane: ``nccl`` or ``gloo``, which tells engines how to receive.
         group: the backend; gloo stands in for NCCL if there is no GPU.
     """
 
-    tensors: NamedTensors
-    device: str = "cuda"
     on_device: bool = True
-    host: str = LOOPBACK
     room: int = 0
-    ranks: int = 1
-    rank: int = 0
-    senders: int = 1
     bucket_bytes: int = BUCKET
-    patience: float = 60.0
     plane: str = "nccl"
     group: GroupKind = "nccl"
     _version: int = field(default=0, init=False)
     _kept: Spread | None = field(default=None, init=False)
     _sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor], init=False)
     """The checksum of each run that this rank keeps on the device."""
-    _sending: Sending = field(default_factory=Sending, init=False)
     _source: str = field(default_factory=lambda: uuid4().hex, init=False)
 
     async def publish(self, version: int) -> None:
-        await self._sending.end()  # they read from the copy, which is overwritten
+        await self._end()  # they read from the copy, which is overwritten
         await to_thread(self._copy, version)
 
     async def offer(self, takers: int) -> list[Offer]:
-        """See ``Plane.offer``. If there are several senders, each of the others must ``help`` with
-        the first offer."""
+        """See ``Plane.offer``."""
         kept = self._kept
         assert kept is not None and self.rank == 0, "nothing was published"
         # Tables are not copied.
         runs = [{f.name: getattr(run, f.name) for f in fields(run)} for run in kept.runs]
-        header = {"version": self._version, "runs": runs, "device": torch.device(self.device).type}
+        header = {"runs": runs, "device": torch.device(self.device).type}
         offer: Offer = {
             "plane": self.plane,
             "group": self.group,
             "source": self._source,
             "version": self._version,
-            "host": self.host,
             "bytes": sum(run.size for run in kept.runs),
-            "world": self.senders + takers * self.ranks,
-            "senders": self.senders,
-            "ranks": self.ranks,
-            "patience": self.patience,
         }
-        return self._sending.begin(offer, header, self._send)
+        return self._begin(takers, offer, header)
 
-    async def help(self, offer: Offer) -> None:
-        """Send this rank's part in a round that the first rank has begun."""
-        self._sending.help(self._help, offer, self.rank)
-
-    async def withdraw(self, offers: Sequence[Offer]) -> None:
-        self._sending.withdraw(offers)
-
-    async def close(self) -> None:
-        self._sending.withdraw_all()
-        await self._sending.end(helping=False)
+    async def close(self, *, helping: bool = False) -> None:
+        await SendingPlane.close(self, helping=helping)
         close_links(self._source)
         self._kept = None
 
@@ -164,10 +136,6 @@ class BroadcastPlane:
         for owner, numbers in _shares(kept.runs):
             own = torch.stack([sums[n] for n in numbers]) if owner == self.rank else None
             link.broadcast(_empty_sums(numbers, self.device) if own is None else own, owner)
-
-    def _help(self, offer: Offer) -> None:
-        with suppress(EngineError), join_round(offer) as member:  # the takers report failures
-            self._send(member)
 
 
 def take_broadcast(offer: Offer) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ others wait for it. Which memory is mapped, and how, is the part of ``mapped``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -28,76 +28,44 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tunesmith.errors import EngineError, TunesmithError
+from tunesmith.errors import EngineError
 from tunesmith.plan.devices import BUCKET
 from tunesmith.run.processes.checksum import checksum
-from tunesmith.run.weights.base import NamedTensors, Offer
+from tunesmith.run.weights.base import Offer
 from tunesmith.run.weights.mapped import MappedMemory, mapped_memory
-from tunesmith.run.weights.rounds import LOOPBACK, RoundMember, Sending, join_round, place
+from tunesmith.run.weights.rounds import RoundMember, SendingPlane, join_round, place
 from tunesmith.run.weights.spread import Run, align, put
 
 
 @dataclass(slots=True)
-class IpcPlane:
-    """The trainer's side, on each rank that publishes; only the first one makes offers.
+class IpcPlane(SendingPlane):
+    """The trainer's side: engines map memory of its ``device``, each process of an engine the
+    buffer of the rank on its own.
 
     Args:
-        device: this rank's, whose memory engines map.
         num_bytes: bytes of all tensors.
         room: bytes of a bucket, and at least those of the largest tensor.
-        ranks: processes per engine, each of which maps the buffer of the rank on its own device.
-        rank: this rank, of ``senders`` that publish together; the others join a round as takers do.
-        patience: seconds that engines may take to join, and to copy one bucket.
     """
 
-    tensors: NamedTensors
-    device: str = "cuda"
     num_bytes: int = 0
     room: int = BUCKET
-    host: str = LOOPBACK
-    ranks: int = 1
-    rank: int = 0
-    senders: int = 1
-    patience: float = 60.0
     _version: int | None = field(default=None, init=False)
-    _sending: Sending = field(default_factory=Sending, init=False)
 
     async def publish(self, version: int) -> None:
-        await self._sending.end()
+        await self._end()
         self._version = version
 
     async def offer(self, takers: int) -> list[Offer]:
-        """See ``Plane.offer``. If there are several senders, each of the others must ``help`` with
-        the first offer."""
+        """See ``Plane.offer``."""
         assert self._version is not None and self.rank == 0, "nothing was published"
         offer: Offer = {
             "plane": "ipc",
             "device": torch.device(self.device).type,
             "version": self._version,
-            "host": self.host,
             "bytes": self.num_bytes,
             "room": self.room,
-            "world": self.senders + takers * self.ranks,
-            "senders": self.senders,
-            "ranks": self.ranks,
-            "patience": self.patience,
         }
-        return self._sending.begin(offer, {"version": self._version}, self._send)
-
-    async def help(self, offer: Offer) -> None:
-        """Send this rank's part in a round that the first rank has begun."""
-        self._sending.help(self._help, offer, self.rank)
-
-    async def withdraw(self, offers: Sequence[Offer]) -> None:
-        self._sending.withdraw(offers)
-
-    async def close(self) -> None:
-        self._sending.withdraw_all()
-        await self._sending.end()
-
-    def _help(self, offer: Offer) -> None:
-        with suppress(TunesmithError), join_round(offer) as member:  # the takers report failures
-            self._send(member)
+        return self._begin(takers, offer, {})
 
     def _send(self, member: RoundMember) -> None:
         """Fill the buffer and have it read, until all weights have been."""

@@ -12,18 +12,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from tunesmith.errors import EngineError, boundary
+from tunesmith.errors import EngineError, TunesmithError, boundary
 from tunesmith.models.openmp import to_thread
 from tunesmith.run.processes.process_group import open_store
-from tunesmith.run.weights.base import Offer
+from tunesmith.run.weights.base import NamedTensors, Offer
 
 REACHING = 5.0
 """Seconds to reach a round's trainer. It was there when it made the offer; if it has died, waiting
@@ -169,39 +170,76 @@ class Round:
 
 
 @dataclass(slots=True)
-class Sending:
-    """The rounds in which a plane of this rank sends weights: those that it leads, and those of the
-    first rank in which it helps."""
+class SendingPlane(ABC):
+    """The trainer's side of rounds, on each rank that sends; only the first one makes offers.
 
+    Args:
+        device: this rank's device.
+        host: address of this machine that engines can reach.
+        ranks: processes per engine.
+        rank: this rank, of ``senders`` that publish together; the others join a round as takers do.
+        patience: seconds that engines may take to join, and to get one bucket.
+    """
+
+    tensors: NamedTensors
+    device: str = "cuda"
+    _: KW_ONLY
+    host: str = LOOPBACK
+    ranks: int = 1
+    rank: int = 0
+    senders: int = 1
+    patience: float = 60.0
     _rounds: dict[int, Round] = field(default_factory=dict[int, Round], init=False)
-    """The rounds in progress, by the port of their store."""
+    """The rounds in progress that this rank leads, by the port of their store."""
     _helping: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"], init=False)
+    """Its parts in the rounds of the first rank."""
 
-    def begin(
-        self, offer: Offer, header: Header, send: Callable[[RoundMember], None]
-    ) -> list[Offer]:
-        """Begin a round; returns the offer of each engine, with the rank of its first process."""
-        begun = Round(offer, header, send)
+    @abstractmethod
+    def _send(self, member: RoundMember) -> None:
+        """Send this rank's part of the weights in a round."""
+
+    def _begin(self, takers: int, offer: Offer, header: Header) -> list[Offer]:
+        """Begin a round; returns the offer of each engine, with the rank of its first process. If
+        there are several senders, each of the others must ``help`` with the first offer."""
+        begun = Round(
+            {
+                **offer,
+                "host": self.host,
+                "world": self.senders + takers * self.ranks,
+                "senders": self.senders,
+                "ranks": self.ranks,
+                "patience": self.patience,
+            },
+            {**header, "version": offer["version"]},
+            self._send,
+        )
         self._rounds[begun.store.port] = begun
-        firsts = range(offer["senders"], offer["world"], offer["ranks"])
+        firsts = (self.senders + taker * self.ranks for taker in range(takers))
         return [{**begun.offer, "rank": first} for first in firsts]
 
-    def help(self, send: Callable[[Offer], None], offer: Offer, rank: int) -> None:
+    async def help(self, offer: Offer) -> None:
         """Send this rank's part in a round that the first rank has begun."""
-        task = asyncio.create_task(to_thread(send, {**offer, "rank": rank, "ranks": 1}))
+        task = asyncio.create_task(to_thread(self._help, {**offer, "rank": self.rank, "ranks": 1}))
         self._helping.add(task)
         task.add_done_callback(self._helping.discard)
 
-    def withdraw(self, offers: Sequence[Offer]) -> None:
+    def _help(self, offer: Offer) -> None:
+        with suppress(TunesmithError), join_round(offer) as member:  # the takers report failures
+            self._send(member)
+
+    async def withdraw(self, offers: Sequence[Offer]) -> None:
+        """See ``Plane.withdraw``."""
         for offer in offers:
             if offer["port"] in self._rounds:
                 self._rounds[offer["port"]].withdraw()
 
-    def withdraw_all(self) -> None:
+    async def close(self, *, helping: bool = True) -> None:
+        """See ``Plane.close``. Args: helping: as in ``_end``."""
         for begun in self._rounds.values():
             begun.withdraw()
+        await self._end(helping=helping)
 
-    async def end(self, *, helping: bool = True) -> None:
+    async def _end(self, *, helping: bool = True) -> None:
         """Wait for the end of the rounds that this rank leads, and of those in which it helps."""
         helped = self._helping if helping else ()
         await asyncio.gather(*(begun.work for begun in self._rounds.values()), *helped)
