@@ -289,7 +289,9 @@ return float(answer.content[0].name == "add")
     rollout = ok(played(tokenizer, tmp_path, body, policy))
     assert rollout.reward == 1.0 and not any("web_search" in text for text in seen)
     assert rollout.notes["not_enforced"] == {"unoffered_tools": ["web_search_20250305"]}
-    assert [len(record.turns) for record in rollout.records if record.turns] == [2, 1, 1], "one grew"
+    assert [len(record.turns) for record in rollout.records if record.turns] == [2, 1, 1], (
+        "one grew"
+    )
 
 
 def test_items_of_one_turn_are_one_message() -> None:
