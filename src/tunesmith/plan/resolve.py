@@ -98,13 +98,15 @@ def resolve(said: C, facts: Facts, *, advise: bool = True) -> Plan[C]:
             return other
     except ConfigError as error:
         lacks = isinstance(error, CapacityError)
+    if found is not None:
+        return found
     if refusal and not advise:
         raise refusal
     if lacks and not isinstance(refusal, CapacityError):
         plan = with_said_engine(plan, reasons, why)  # memory is all that its own engine lacks
     else:
         plan = with_fast_engine(plan, kind, reasons)
-    return found or _whole(plan, said, reasons)
+    return _whole(plan, said, reasons)
 
 
 def _with_best_parts(said: C, facts: Facts, *, advise: bool) -> Plan[C]:

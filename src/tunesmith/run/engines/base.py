@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
 from tunesmith.errors import UserError
@@ -54,18 +55,18 @@ class EngineStats:
 
 
 _PEAKS = ("peak_running", "peak_kv_bytes", "kv_budget_bytes")
+_NAMES = tuple(f.name for f in fields(EngineStats))
+_IS_PEAK = tuple(name in _PEAKS for name in _NAMES)
+_values = attrgetter(*_NAMES)
 
 
 def add_stats(total: EngineStats, more: EngineStats, *, separate: bool = False) -> EngineStats:
     """Counters add up; peaks and budgets are the highest, or add up if the engines are
-    ``separate``."""
-
-    def value(name: str) -> Any:
-        a = getattr(total, name)
-        b = getattr(more, name)
-        return max(a, b) if name in _PEAKS and not separate else a + b
-
-    return EngineStats(**{f.name: value(f.name) for f in fields(EngineStats)})
+    ``separate``. Engines do it at each step."""
+    pairs = zip(_values(total), _values(more), _IS_PEAK, strict=True)
+    return EngineStats(
+        *(max(a, b) if is_peak and not separate else a + b for a, b, is_peak in pairs)
+    )
 
 
 class Sampler(Protocol):
