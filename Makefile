@@ -10,6 +10,10 @@ PACKAGES_INSTALLED := $(PACKAGES)/.installed
 VLLM := .venv-vllm
 VLLM_RELEASE := 0.32.0
 VLLM_INSTALLED := $(VLLM)/.installed
+# PyTorch for CPUs, a tenth of its size with CUDA, where Linux has no GPU and its index answers.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+INDEX = $(shell [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null && \
+	curl -sfI -m 5 -o /dev/null $(CPU_INDEX)/torch/ && echo --extra-index-url $(CPU_INDEX))
 # Keep compiled modules, also where an image says not to: every worker and child would compile tests and package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -20,8 +24,9 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Tunesmith needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@echo "Installing into $(VENV): minutes, at the speed of your network"
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(RUN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt $(INDEX) --editable '.[dev]'
 	@touch $@
 
 demo: $(INSTALLED)
@@ -69,7 +74,7 @@ test-tries: $(INSTALLED)
 
 $(PEERS_INSTALLED): pyproject.toml constraints.txt tests/peers/requirements.txt tests/peers/peers.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
+	$(PEERS)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt $(INDEX) \
 		--requirement tests/peers/requirements.txt
 	$(PEERS)/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps \
 		--requirement tests/peers/peers.txt --editable .
@@ -81,7 +86,7 @@ test-peers: $(PEERS_INSTALLED)
 
 $(PACKAGES_INSTALLED): pyproject.toml constraints.txt tests/support/packages.txt
 	$(PYTHON) -m venv $(PACKAGES)
-	$(PACKAGES)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
+	$(PACKAGES)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt $(INDEX) \
 		--requirement tests/support/packages.txt --editable '.[images,gguf,tinker,reasoning-gym,textarena,openenv]' \
 		'pytest<9.2' pytest-asyncio pytest-timeout pytest-xdist hypothesis
 	@touch $@

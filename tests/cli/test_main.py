@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import typer
+from typer.main import get_command
 
 from tests.support import commands
 from tests.support.one_command import tunesmith
 from tunesmith.cli.guard import guarded
+from tunesmith.cli.main import app
 from tunesmith.cli.outcome import print_outcome
 from tunesmith.errors import (
     ConfigError,
@@ -56,6 +58,13 @@ def test_help_is_light(folder: Path) -> None:
         folder, [[command, "--help"] for command in ("rl", "sft", "demo", "config")]
     ):
         assert told.code == 0 and "Usage" in told.shown and not told.loaded
+
+
+def test_the_list_of_commands_has_whole_sentences() -> None:
+    every = get_command(app).commands.items()  # type: ignore[attr-defined]
+    said = {name: command.get_short_help_str() for name, command in every}
+    cut = {n: text for n, text in said.items() if not text.endswith(".") or "Example:" in text}
+    assert len(said) > 30 and not cut
 
 
 def test_version(folder: Path) -> None:

@@ -42,7 +42,7 @@ class Command(TyperCommand):
 
     def get_short_help_str(self, limit: int = 45) -> str:
         del limit
-        return (self.help or "").partition("\n")[0]
+        return " ".join((self.help or "").partition("\n\n")[0].split())
 
 
 class CommandGroup(TyperGroup):

@@ -70,7 +70,7 @@ def init(
     if task in complete:
         if model or tiny_model:
             without = "leave --model and --tiny-model out"
-            raise ConfigError(f"'{task}' is an example that makes its own model; {without}")
+            raise ConfigError(f"'{task}' is an example, and its files name its model; {without}")
         for file in copy_example(task, directory):
             print(f"wrote {file}")
         print(f"{directory / 'README.md'} describes how to continue")

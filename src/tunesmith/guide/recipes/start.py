@@ -105,15 +105,24 @@ def copy_example(name: str, directory: Path) -> list[Path]:
         ConfigError: the directory is not empty.
         StorageError: a file cannot be written.
     """
-    written: list[Path] = []
+    files = {file: directory / file.relative_to(_EXAMPLES / name) for file in files_of(name)}
     with boundary(StorageError, f"cannot write to {directory}", OSError):
         if directory.exists() and any(directory.iterdir()):
             raise ConfigError(f"{directory} is not empty; choose another directory")
-        directory.mkdir(parents=True, exist_ok=True)
-        for file in sorted((_EXAMPLES / name).iterdir()):
-            if file.suffix in (".py", ".toml", ".md"):
-                written.append(Path(shutil.copy(file, directory / file.name)))
-    return written
+        for file, copy in files.items():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
+    return list(files.values())
+
+
+def files_of(example: str) -> list[Path]:
+    """An example's files, without what its ``prepare.py`` and its runs have made."""
+    folder = _EXAMPLES / example
+    kinds = [".py", ".toml", ".md", ".jinja"]
+    if not (folder / "prepare.py").exists():
+        kinds.append(".jsonl")
+    found = [*folder.iterdir(), *folder.glob("agent/*")]
+    return sorted(file for file in found if file.suffix in kinds)
 
 
 def make_tiny_model(directory: Path) -> Path:
