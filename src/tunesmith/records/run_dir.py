@@ -49,6 +49,7 @@ LATEST = "latest"
 LOCK = "run.lock"
 _CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """How a lock is opened: it may be a link or a pipe that somebody else put there."""
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
 _OURS = (
     "config.toml", "resolved.json", "plan.json", "facts.json", "metrics.jsonl", "rollouts.jsonl",
     "rollouts-older.jsonl", "sinks.json", "skipped.jsonl", "checkpoints", "trace", "profile",
@@ -199,11 +200,16 @@ def point(link: Path, target: Path) -> None:
         new.replace(link)
 
 
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints in a run's ``checkpoints`` by step, oldest first."""
+    names = [_CHECKPOINT.fullmatch(p.name) for p in folder.iterdir()] if folder.is_dir() else []
+    found = {int(name[1]): folder / name[0] for name in names if name}
+    return {step: found[step] for step in sorted(found) if (found[step] / STATE_FILE).is_file()}
+
+
 def newest_checkpoint(path: Path) -> Path | None:
     """The newest complete checkpoint in a run directory."""
-    folder = path / "checkpoints"
-    whole = [p for p in folder.iterdir() if not p.name.startswith(".")] if folder.is_dir() else []
-    return max(whole, default=None, key=lambda p: p.name)
+    return next(reversed(checkpoints_in(path / "checkpoints").values()), None)
 
 
 def holds_run(path: Path) -> bool:

@@ -23,7 +23,9 @@ from tests.support.tiny_runs import (
     untimed,
     write_lines,
 )
+from tunesmith.config.reading.files import find_model
 from tunesmith.errors import CheckpointError, StorageError
+from tunesmith.records.run_dir import newest_checkpoint
 from tunesmith.run import placement
 from tunesmith.run.loop.checkpoint import Checkpoints, check_same_model, read_state
 from tunesmith.run.loop.session import Best, due
@@ -151,6 +153,23 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert kept.steps() == [2, 4, 5]
     kept.save(6, {}, write, 6)
     assert kept.steps() == [5, 6], "what was best until now goes"
+
+
+def test_everybody_finds_the_same_newest_checkpoint_beside_what_a_person_put_there(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "checkpoints"
+    kept = Checkpoints(folder, 9)
+    for step in (999_999, 1_000_000):
+        kept.save(step, {}, write, None)
+    for name in ("step-1000000-good", "step-2000000 (copy)", "best", ".step-3000000.unfinished"):
+        shutil.copytree(folder / "step-999999", folder / name)
+    shutil.copytree(folder / "step-999999", folder / "step-4000000")
+    (folder / "step-4000000/state.json").unlink()
+    (folder / "zz notes.txt").touch()
+    newest = folder / "step-1000000"
+    assert kept.newest() == newest == newest_checkpoint(tmp_path)
+    assert find_model(str(tmp_path), [tmp_path]) == str(newest / "model")
 
 
 def test_a_checkpoint_is_removed_in_one_move(

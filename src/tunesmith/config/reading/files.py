@@ -13,6 +13,8 @@ from tunesmith.config.reading.packages import PACKAGES, near_package, package_na
 from tunesmith.config.reading.problems import FileProblem, KeyPath, Tree, dotted, leaves
 from tunesmith.config.reading.user_functions import check_defined
 from tunesmith.errors import ConfigError, closest, shortened
+from tunesmith.records.run_dir import newest_checkpoint
+from tunesmith.records.standing import STATE_FILE
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -118,9 +120,9 @@ def find_model(text: str, bases: list[Path]) -> str:
 
 def _newest_model(directory: Path) -> Path | None:
     """The newest model in a run directory or a checkpoint; None if the directory is neither."""
-    states = [*directory.glob("checkpoints/step-*/state.json"), *directory.glob("state.json")]
-    newest = max(states, key=lambda p: (len(p.parent.name), p.parent.name), default=None)
-    return newest and newest.with_name("model")
+    checkpoint = directory if (directory / STATE_FILE).is_file() else None
+    newest = newest_checkpoint(directory) or checkpoint
+    return newest and newest / "model"
 
 
 def adapter_directory(directory: Path) -> Path:

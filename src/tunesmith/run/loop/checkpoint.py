@@ -9,7 +9,6 @@ checkpoints untouched.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 
 from tunesmith.errors import CheckpointError, StorageError, boundary
 from tunesmith.learn.data.loader import State
+from tunesmith.records.run_dir import checkpoints_in
 from tunesmith.records.storage import replacing
 from tunesmith.run.loop.manifest import write_manifest
 
@@ -27,7 +27,6 @@ NONE_YET = "no checkpoint was written yet"
 REHEARSAL = ".rehearsal"
 Write = Callable[[Path], None]
 """Writes files into a directory."""
-_NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +41,13 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
-        if not self.directory.is_dir():
-            return []
-        names = (_NAME.fullmatch(entry.name) for entry in self.directory.iterdir())
-        steps = (int(match[1]) for match in names if match)
-        return sorted(s for s in steps if (self.path(s) / STATE_FILE).is_file())
+        return list(checkpoints_in(self.directory))
 
     def newest(self) -> Path | None:
         return next(iter(self.newest_first()), None)
 
     def newest_first(self) -> list[Path]:
-        return [self.path(step) for step in reversed(self.steps())]
+        return [*checkpoints_in(self.directory).values()][::-1]
 
     def save(self, step: int, state: State, write: Write, best: int | None) -> Path:
         """Write a checkpoint and drop the oldest ones.
