@@ -27,6 +27,7 @@ import torch
 from tunesmith.plan.facts.hardware import compilers, find_compiler
 from tunesmith.plan.facts.instructions import compiler_options, cpu_info
 from tunesmith.records.storage import cache_folder
+from tunesmith.records.waits import long_wait
 
 OPTIONS = ("-std=c++17", "-O3", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 TORCH = Path(torch.__file__).parent
@@ -59,7 +60,8 @@ def load(name: str) -> bool:
             headers = f"-I{TORCH / 'include'}"
             libraries = (f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10")
             options = (*OPTIONS, *compiler_options(), headers)
-            _run(*command, *options, "-o", str(mine), str(source), *libraries)
+            with long_wait(f"compiling {source.name} for this CPU, once"):
+                _run(*command, *options, "-o", str(mine), str(source), *libraries)
             torch.ops.load_library(mine)
             if folder is not None:
                 mine.replace(folder / _name(key, mine))
