@@ -27,8 +27,8 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.run.placement.checking import with_launched_ranks
 from tunesmith.run.placement.machines import Machine, check_machines
+from tunesmith.run.processes.launch import Launch
 from tunesmith.run.processes.machines import differences, own_view
-from tunesmith.run.processes.torchrun import Launch
 
 MODEL = ModelFacts(10**9, 24, 2048, 8192, 16, 16, 128, 32000, 10**5)
 CPU = Hardware("CPU", cores=8, memory_total=256 * 10**9, memory_available=240 * 10**9, bf16=True)

@@ -21,19 +21,13 @@ from tunesmith.errors import (
 )
 from tunesmith.learn.usercode.far import Far
 from tunesmith.plan.devices import EnginePlace
-from tunesmith.run.processes import machines, torchrun
+from tunesmith.run.processes import launched_ranks, machines
+from tunesmith.run.processes.launch import ALIKE, ChildStart, Launch, machine_view
+from tunesmith.run.processes.launched_ranks import serve_rank
 from tunesmith.run.processes.local import RANKED
 from tunesmith.run.processes.machines import address_towards, own_view
-from tunesmith.run.processes.torchrun import (
-    ALIKE,
-    ChildStart,
-    Launch,
-    LaunchedProcesses,
-    Meeting,
-    ServedRank,
-    machine_view,
-    serve_rank,
-)
+from tunesmith.run.processes.meeting import Meeting, ServedRank
+from tunesmith.run.processes.torchrun import LaunchedProcesses
 
 
 class Gathered:
@@ -207,7 +201,7 @@ def test_a_machine_offers_all_its_gpus_to_engines_though_its_first_rank_sees_one
         "serve": serve,
     }
     for name, other in stand_ins.items():
-        monkeypatch.setattr(torchrun, name, other)
+        monkeypatch.setattr(launched_ranks, name, other)
     with pytest.raises(Served):
         serve_rank(Launch(rank=3, world=6, local_world=3, local_rank=0))
     assert visible() == ["4"]

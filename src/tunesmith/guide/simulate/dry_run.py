@@ -36,7 +36,7 @@ from tunesmith.run.placement.here import Here
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.placement.processes import Processes
 from tunesmith.run.placement.ray import Ray
-from tunesmith.run.processes.torchrun import launched_address
+from tunesmith.run.processes.launch import launched_address
 from tunesmith.run.trainers.ranked import RankedBackend
 from tunesmith.types import RolloutGroup, Sampling
 

@@ -45,7 +45,7 @@ from tunesmith.run.loop.checkpoint import Checkpoints
 from tunesmith.run.placement.environments import check_run_rewards, instances_for, sharing_process
 from tunesmith.run.placement.examining import examine_user_code, first_lines
 from tunesmith.run.placement.sinks import check_sinks
-from tunesmith.run.processes.torchrun import Launch
+from tunesmith.run.processes.launch import Launch
 
 C = TypeVar("C", bound=RunConfig)
 Resume = bool | Literal["auto"] | Path

@@ -20,8 +20,8 @@ from tunesmith.run.placement.base import EngineSpec, Report, Spec, Trained, Weig
 from tunesmith.run.placement.host import PartHost, build
 from tunesmith.run.placement.planes import NoPlane
 from tunesmith.run.placement.port import Placement
+from tunesmith.run.processes.launch import launched_address
 from tunesmith.run.processes.local import Starter
-from tunesmith.run.processes.torchrun import launched_address
 
 if TYPE_CHECKING:
     from tunesmith.learn.rewards.model import RewardModel

@@ -11,7 +11,8 @@ from tunesmith.learn.usercode.far import Far, gather
 from tunesmith.run.placement.elsewhere import OnThisMachine
 from tunesmith.run.placement.host import PartHost
 from tunesmith.run.placement.machines import Machine, check_machines, check_model, look
-from tunesmith.run.processes.torchrun import Launch, LaunchedProcesses
+from tunesmith.run.processes.launch import Launch
+from tunesmith.run.processes.torchrun import LaunchedProcesses
 
 if TYPE_CHECKING:
     from tunesmith.run.placement.elsewhere import RankedSpec
