@@ -195,13 +195,13 @@ def test_a_machine_offers_all_its_gpus_to_engines_though_its_first_rank_sees_one
     stand_ins: dict[str, Any] = {
         "ignore_signals": stand_in,
         "Rendezvous": stand_in,
-        "read_gpus": visible,
         "_connect": stand_in,
         "_on_thread": offer,
         "serve": serve,
     }
     for name, other in stand_ins.items():
         monkeypatch.setattr(launched_ranks, name, other)
+    monkeypatch.setattr("tunesmith.run.processes.launch.read_gpus", visible)
     with pytest.raises(Served):
         serve_rank(Launch(rank=3, world=6, local_world=3, local_rank=0))
     assert visible() == ["4"]

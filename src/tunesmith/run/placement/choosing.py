@@ -12,7 +12,6 @@ from tunesmith.run.placement.elsewhere import OnThisMachine
 from tunesmith.run.placement.engines import local_gpus
 from tunesmith.run.placement.here import Here
 from tunesmith.run.placement.launched import Launched
-from tunesmith.run.placement.opening import OpenRun
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.placement.processes import Processes
 from tunesmith.run.placement.ray import Ray
@@ -20,20 +19,22 @@ from tunesmith.run.processes.local import LocalProcesses
 from tunesmith.run.processes.torchrun import LaunchedProcesses, meeting
 
 
-def open_placement(run: OpenRun[Any, Any]) -> Placement:
-    """The placement of a resolved run.
+def open_placement(plan: AnyPlan, tokenizer: object, directory: Path) -> Placement:
+    """The placement of a run.
+
+    Args:
+        directory: the run's.
 
     Raises:
         ClusterError: the cluster cannot be reached or is too small.
         ConfigError: this machine has too few GPUs.
     """
-    plan = run.plan
     devices = plan.devices
     if devices.cluster == "ray":
-        return _ray(plan, run.tokenizer)
+        return _ray(plan, tokenizer)
     if max(devices.trainer_ranks, devices.machines) > 1:
-        return ranks_without_cluster(plan, run.tokenizer, run.directory.path)
-    return on_this_machine(plan, run.tokenizer)
+        return ranks_without_cluster(plan, tokenizer, directory)
+    return on_this_machine(plan, tokenizer)
 
 
 def ranks_without_cluster(plan: AnyPlan, tokenizer: object, directory: Path) -> OnThisMachine:

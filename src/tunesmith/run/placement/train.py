@@ -45,7 +45,7 @@ def run_rl(
         )
         from tunesmith.run.placement.rl_run import train_policy
 
-        with open_placement(run) as placement:
+        with open_placement(run.plan, run.tokenizer, run.directory.path) as placement:
             train = partial(train_policy, run, rewards, environments, placement)
             return with_restarts(train, run, placement)
 
@@ -64,7 +64,7 @@ def run_supervised(
         )
         from tunesmith.run.placement.supervised_run import train_on_data
 
-        with open_placement(run) as placement:
+        with open_placement(run.plan, run.tokenizer, run.directory.path) as placement:
             return with_restarts(partial(train_on_data, run, placement), run, placement)
 
 

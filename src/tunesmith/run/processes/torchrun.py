@@ -1,5 +1,5 @@
-"""The processes of a ``torchrun`` or ``accelerate launch``, as far objects: rank 0 runs the command,
-and the others serve it until it ends."""
+"""The processes of a ``torchrun`` or ``accelerate launch``, as far objects: rank 0 runs the
+command, and the others serve it until it ends."""
 
 from __future__ import annotations
 
