@@ -216,6 +216,8 @@ def test_a_directory_that_lacks_something(tmp_path: Path, remove: str, message: 
 def test_bad_models(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no model directory"):
         CausalLM.load(tmp_path / "nothing")
+    with pytest.raises(ModelError, match=r"removes its older checkpoints \(checkpoint.keep\)"):
+        CausalLM.load(tmp_path / "checkpoints/step-000001/model")
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="is a file"):
         CausalLM.load(tmp_path / "file")

@@ -38,6 +38,7 @@ from tunesmith.records.progress import (
 from tunesmith.records.run_dir import how_to_continue, open_run_dir
 from tunesmith.records.sinks.base import Background
 from tunesmith.records.text import one_line, printable
+from tunesmith.run.placement.checking import check_directory
 from tunesmith.run.placement.train import run_sft
 
 
@@ -204,6 +205,8 @@ def test_two_processes_cannot_share_a_directory_and_a_dead_one_holds_nothing(fol
     try:
         with pytest.raises(ConfigError, match=rf"in use by process {holder.pid} on "):
             open_run_dir(path, "", False).__enter__()
+        with pytest.raises(ConfigError, match=rf"in use by process {holder.pid} on "):
+            check_directory(path, "auto")
         holder.kill()
         holder.wait()
         with open_run_dir(path, "", False) as run:

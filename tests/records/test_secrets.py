@@ -158,6 +158,7 @@ def test_what_an_output_was_begun_with_is_compared_by_what_paths_mean(tmp_path: 
                 "reward.functions": functions,
                 "reward.remote": [{"urls": [url]}],
             },
+            tmp_path / "run",
         )
 
     begun_with(f"{tmp_path}/model", [f"{tmp_path}/r.py:f"])

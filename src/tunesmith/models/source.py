@@ -128,8 +128,10 @@ def check_directory(path: str | Path) -> None:
         if isinstance(path, str) and is_hub_name(path, "models"):
             _check_hub(path)
             return
-        raise ModelError(
-            f"there is no model directory '{path}', and on the hub names have an owner: "
-            "Qwen/Qwen3-0.6B"
+        why = (
+            "; a run removes its older checkpoints (checkpoint.keep)"
+            if directory.parent.parent.name == "checkpoints"
+            else ", and on the hub names have an owner: Qwen/Qwen3-0.6B"
         )
+        raise ModelError(f"there is no model directory '{path}'{why}")
     check_model(directory, whole=not detect_fake_mode())

@@ -255,6 +255,16 @@ def is_running(path: Path) -> bool:
     return False
 
 
+def in_use(path: Path) -> ConfigError:
+    """The refusal of a directory in which a process works."""
+    owner = ""
+    if path not in _locked_here:  # closing the file here would drop the lock
+        with suppress(OSError):
+            owner = (path / LOCK).read_bytes()[:200].decode(errors="replace").strip()
+    choices = "wait for it to end, stop it, or choose another run_dir"
+    return _unusable(f"{path} is in use by {owner or 'another process'}: {choices}")
+
+
 def _open_lock(lock: Path) -> int:
     """Open or create the lock; anything else of that name is left alone.
 
@@ -292,12 +302,9 @@ def _locked(path: Path) -> Generator[None]:
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        owner = os.pread(handle, 200, 0).decode(errors="replace").strip()
         os.close(handle)
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            choices = "wait for it to end, stop it, or choose another run_dir"
-            user = owner or "another process"
-            raise _unusable(f"{path} is in use by {user}: {choices}") from None
+            raise in_use(path) from None
         advice = "Choose a run_dir on a local disk."
         raise StorageError(f"cannot lock {lock}: {error}. {advice}") from error
     with boundary(StorageError, f"cannot write {lock}", OSError):

@@ -16,6 +16,7 @@ from tests.support.machine_facts import CPU
 from tests.support.tiny_runs import REWARDS, same_tensors, sums, untimed, write_lines
 from tunesmith.config.commands import RFTConfig
 from tunesmith.config.load import find_kind, load_config
+from tunesmith.config.reading.files import find_model
 from tunesmith.config.schema import DataSection
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.guide.recipes.unit_conversion import ANSWER, questions, write
@@ -291,8 +292,12 @@ def test_a_whole_run_of_two_rounds_and_again_changes_nothing(
     assert 1.0 <= again.usage["seconds/training"] / done.usage["seconds/training"] < 1.5, (
         "nothing was trained again"
     )
+    moved = done.run_dir.rename(tmp_path / "moved")
+    later = rft("run", tmp_path, model, *more, f"run_dir={moved}")
+    assert later.model == moved / done.model.relative_to(done.run_dir) and later.model.is_dir()
+    assert Path(find_model(str(moved), [tmp_path])).samefile(later.model)
     with pytest.raises(ConfigError, match=r"all 2 rounds.*are trained"):
-        rft("generate", tmp_path, model, *more)
+        rft("generate", tmp_path, model, *more, f"run_dir={moved}")
 
 
 @pytest.mark.slow

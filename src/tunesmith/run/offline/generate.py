@@ -72,7 +72,7 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
         outs = [directory / "completions.jsonl", directory / "scores.jsonl"]
         out = outs[scoring]
         other = outs[not scoring]
-        claim(out, identity(run.plan, run.train.fingerprint, tokenizer))
+        claim(out, identity(run.plan, run.train.fingerprint, tokenizer), directory)
         run.announce()
         file = directory / "report.json"
         done = None

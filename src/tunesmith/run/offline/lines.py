@@ -4,6 +4,7 @@ of the data."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -149,9 +150,9 @@ def write_whole(path: Path, lines: Iterator[Json]) -> int:
     return count
 
 
-def claim(path: Path, identity: Mapping[str, Any]) -> None:
+def claim(path: Path, identity: Mapping[str, Any], run_dir: Path) -> None:
     """Record the origin of an output file's lines in a file next to it, or compare with an existing
-    record.
+    record. ``run_dir`` may have been moved, with a model in it.
 
     Raises:
         ConfigError: the file was begun with another origin.
@@ -161,11 +162,17 @@ def claim(path: Path, identity: Mapping[str, Any]) -> None:
         # The user has deleted the output to begin again.
         unfinished_file(path).unlink(missing_ok=True)
     plain = json.loads(json.dumps(redact_values(identity)))
-    current: Json = {key: same_path(value) for key, value in plain.items()}
+    home = f"{os.path.realpath(run_dir)}/"
+
+    def kept(value: object) -> Any:
+        value = same_path(value)
+        return value.removeprefix(home) if isinstance(value, str) else value
+
+    current: Json = {key: kept(value) for key, value in plain.items()}
     if path.exists() and note.exists():
         before = read_json(note)
         keys = (*before, *current)
-        changed = [key for key in keys if same_path(before.get(key)) != current.get(key)]
+        changed = [key for key in keys if kept(before.get(key)) != current.get(key)]
         if changed:
             raise ConfigError(
                 f"{path} was begun with {changed[0]} = {before.get(changed[0])!r}, and it is now "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.engines import OF_SAMPLERS
 from tunesmith.records.metrics import MetricsLog, newest_objects, read_metrics
+from tunesmith.records.run_dir import point
 from tunesmith.records.standing import recorded
 from tunesmith.records.storage import read_json, write_json, write_output
 from tunesmith.records.text import EvalExample
@@ -279,7 +281,8 @@ class _Run:
             raise ConfigError(f"there is no {this.train}; make it with: tunesmith rft generate")
         with self._phase("training", this):
             model = self._trained(number)
-        write_json(this.trained, {"model": str(model)})
+        point(self.run.directory.path / "model", model)
+        write_json(this.trained, {"model": os.path.relpath(model, this.directory)})
 
     def _trained(self, number: int) -> Path:
         this = self.rounds[number]
@@ -358,7 +361,7 @@ class _Run:
         source = identity(plan, questions.fingerprint, tokenizer, greedy=greedy)
         if questions.shots is not None:
             source["rft.few_shot"] = [questions.shots, separator]
-        claim(out, source)
+        claim(out, source, self.run.directory.path)
 
         def decode(token_ids: Sequence[int]) -> str:
             """The text of an answer, without the separator that ended it."""

@@ -51,7 +51,8 @@ class RftRound:
     @property
     def model(self) -> Path | None:
         """The trained model; None before training has ended."""
-        return Path(read_json(self.trained)["model"]) if self.trained.exists() else None
+        there = self.trained.exists()
+        return self.directory / read_json(self.trained)["model"] if there else None
 
 
 def adopt_answers(answers: Path, this: RftRound, tasks: Sequence[Task]) -> None:

@@ -38,7 +38,7 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.mixed import kinds_of_machines
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
-from tunesmith.records.run_dir import RunDir, check_run_dir, is_running
+from tunesmith.records.run_dir import RunDir, check_run_dir, in_use, is_running
 from tunesmith.records.standing import read_standing
 from tunesmith.run.engines.interpreter import check_interpreter, fast_engine
 from tunesmith.run.loop.checkpoint import Checkpoints
@@ -202,10 +202,7 @@ def check_directory(run_dir: Path, resume: Resume) -> None:
     """Reject (UserError) a directory that the run cannot use, or that is in use."""
     check_run_dir(run_dir, resume)
     if is_running(run_dir.resolve()):
-        raise ConfigError(
-            f"run_dir = '{run_dir}' is in use by another process: wait for it to end",
-            keys=("run_dir",),
-        )
+        raise in_use(run_dir.resolve())
 
 
 def facts_of_run(
