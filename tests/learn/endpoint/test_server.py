@@ -79,6 +79,8 @@ async def is_refused(ask, http, plain, key, base_url):
         assert answer.status == 404 and "/v1/responses" in (await answer.json())["error"]["message"]
     assert [status for status, _ in wrong] == [401, *[400] * 7], wrong
     assert all(body["error"]["message"] for _, body in wrong)
+    params = [body["error"]["param"] for _, body in wrong]
+    assert params == [None, "n", "messages", "stop", *[None] * 4]
     return 1.0
 
 async def overflows(ask, http, plain, key, base_url):

@@ -10,9 +10,8 @@ import asyncio
 import base64
 import json
 import os
-import shutil
-import subprocess
 import time
+import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.http_servers import running, unused_url
+from tests.support.sandboxes import unavailable
 from tunesmith.config.sandboxes import (
     Bubblewrap,
     DockerSandbox,
@@ -34,7 +34,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.learn.sandboxes.base import SandboxError, SandboxJob, SandboxOutcome, SandboxRunner
 from tunesmith.learn.sandboxes.making import make_runner
 from tunesmith.learn.sandboxes.started import bubblewrap, docker
-from tunesmith.learn.usercode.jail import missing, paths_for
+from tunesmith.learn.usercode.jail import paths_for
 from tunesmith.records import http_client
 
 LIMITS: dict[str, Any] = {
@@ -42,19 +42,6 @@ LIMITS: dict[str, Any] = {
     "concurrency": 4,
 }  # fmt: skip
 _RUNNERS: dict[str, SandboxRunner] = {}
-
-
-def unavailable(kind: str) -> str:
-    """Why a kind cannot run here."""
-    match kind:
-        case "process":
-            return missing()
-        case "bubblewrap":
-            return "" if shutil.which("bwrap") else "bwrap is not installed"
-        case _:
-            found = shutil.which("docker")
-            working = found and subprocess.run(["docker", "info"], capture_output=True).returncode
-            return "" if working == 0 else "there is no docker daemon"
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +216,22 @@ def test_time_is_limited(code: str) -> None:
     runner.close()
 
 
+def test_programs_run_with_the_python_of_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of another virtual environment than the run's, too."""
+    why = unavailable("process")
+    if why:
+        pytest.skip(why)
+    venv.create(tmp_path / "own", symlinks=True)
+    monkeypatch.setenv("PATH", f"{tmp_path}/own/bin:{os.environ['PATH']}")
+    runner = make_runner(ProcessSandbox())
+    command = ("python3", "-c", "import sys; print(sys.prefix)")
+    (ended,) = outcomes(runner, SandboxJob(command=command))
+    runner.close()
+    assert ended.stdout == f"{tmp_path}/own\n", ended
+
+
 def test_a_machine_that_cannot_confine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tunesmith.learn.sandboxes.process.missing", lambda: "no Landlock")
     with pytest.raises(ConfigError, match="no Landlock") as refused:
@@ -280,11 +283,11 @@ def test_started_sandboxes_say_why_they_did_not_start(
 ) -> None:
     """A stand-in for docker that fails, and one that runs the program as it is."""
     tool = tmp_path / "docker"
-    tool.write_text("#!/bin/sh\nexit 125\n")
+    tool.write_text("#!/bin/sh\necho no such image >&2\nexit 125\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     runner = make_runner(DockerSandbox(**LIMITS))
-    with pytest.raises(SandboxError, match="125"):
+    with pytest.raises(SandboxError, match="125: no such image"):
         run(runner, "print(1)")
     runner.close()
     tool.write_text('#!/bin/sh\nwhile [ "$1" != python3 ]; do shift; done\nexec "$@"\n')

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,16 @@ import pytest
 
 from tests.support.command_agents import ASKS, PYTHON, VERIFY, WRITES, Seen, one, played
 from tests.support.episodes import check_tokens, ok
+from tests.support.sandboxes import unavailable
 from tunesmith.config.sandboxes import DockerSandbox, ProcessSandbox
 from tunesmith.learn.usercode.jail import missing
 from tunesmith.types import Status
 
 
-@pytest.fixture(params=["process", "bubblewrap"])
+@pytest.fixture(params=["process", "bubblewrap", "docker"])
 def sandbox(request: pytest.FixtureRequest) -> Any:
     kind: str = request.param
-    why = missing() if kind == "process" else ("" if shutil.which("bwrap") else "no bwrap")
+    why = unavailable(kind)
     if why:
         pytest.skip(why)
     return {"type": kind, "memory": "1GB"}

@@ -71,7 +71,15 @@ R = TypeVar("R", bound=BaseModel)
 
 
 class BadRequest(EpisodeError):
-    """A request that cannot be answered as intended."""
+    """A request that cannot be answered as intended.
+
+    Args:
+        param: the parameter that is the reason, if it is one.
+    """
+
+    def __init__(self, problem: str, param: str | None = None) -> None:
+        super().__init__(problem)
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +126,16 @@ def parse(kind: type[R], request: Fields) -> R:
     be served."""
     for name, allowed in REFUSED.items():
         if request.get(name) not in allowed:
-            raise BadRequest(f"'{name}' = {request[name]!r} cannot be served; leave it out")
+            given = shortened(repr(request[name]))
+            raise BadRequest(f"'{name}' = {given} cannot be served; leave it out", name)
     try:
         return kind.model_validate(request)
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
         value = f" is {shortened(repr(problem['input']))}" if place else ""
-        raise BadRequest(f"'{place or 'request'}'{value}: {problem['msg']}") from None
+        why = f"'{place or 'request'}'{value}: {problem['msg']}"
+        raise BadRequest(why, place or None) from None
 
 
 def as_dict(value: Any) -> Any:
@@ -253,7 +263,8 @@ class ChatRequest(Request):
         known = f"the tools are {', '.join(names)}" if names else "there are no 'tools'"
         hint = nearest(name, names) if isinstance(name, str) else ""
         given = shortened(repr(choice))
-        raise BadRequest(f"'tool_choice' = {given}: valid are {valid}; {known}.{hint}")
+        why = f"'tool_choice' = {given}: valid are {valid}; {known}.{hint}"
+        raise BadRequest(why, "tool_choice")
 
 
 class TextRequest(Request):
@@ -290,10 +301,12 @@ def schema_of(response_format: Fields | None, guided: object = None) -> Json | N
             return {"type": "object"}
         if kind != "json_schema":
             valid = "text, json_object, json_schema"
-            raise BadRequest(f"'response_format.type' = {kind!r} is not served; valid: {valid}")
+            why = f"'response_format.type' = {kind!r} is not served; valid: {valid}"
+            raise BadRequest(why, "response_format")
         form = response_format or {}
         inner = form.get("json_schema", form)  # ``responses`` has it without this level
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
     if not isinstance(schema, dict):
-        raise BadRequest(f"'response_format' has no 'schema' object: {shortened(repr(schema))}")
+        why = f"'response_format' has no 'schema' object: {shortened(repr(schema))}"
+        raise BadRequest(why, "response_format")
     return schema

@@ -45,7 +45,8 @@ def check_schema(schema: Json) -> None:
         validators.validator_for(schema).check_schema(schema)
     except (SchemaError, RecursionError) as error:
         why = shortened(str(error).partition("\n")[0])
-        raise BadRequest(f"'response_format' is no JSON schema: {why}") from None
+        problem = f"'response_format' is no JSON schema: {why}"
+        raise BadRequest(problem, "response_format") from None
 
 
 async def problems_of(ask: Ask, replies: Sequence[Reply]) -> list[Unmet]:

@@ -179,7 +179,8 @@ def _choice(choice: Fields) -> object:
             return {"type": "function", "function": {"name": choice.get("name")}}
         case kind:
             valid = "auto, any, tool, none"
-            raise BadRequest(f"'tool_choice.type' = {kind!r} is not served; valid: {valid}")
+            why = f"'tool_choice.type' = {kind!r} is not served; valid: {valid}"
+            raise BadRequest(why, "tool_choice")
 
 
 def _chat_messages(message: Json) -> Iterator[Message]:
@@ -187,7 +188,8 @@ def _chat_messages(message: Json) -> Iterator[Message]:
     role = message.get("role")
     content = message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise BadRequest(f"'role' = {role!r} is not served; valid: user, assistant, system")
+        why = f"'role' = {role!r} is not served; valid: user, assistant, system"
+        raise BadRequest(why, "messages")
     if not isinstance(content, list):
         yield {"role": role, "content": content}
         return
@@ -208,7 +210,8 @@ def _chat_messages(message: Json) -> Iterator[Message]:
             case "thinking" | "redacted_thinking":
                 continue  # this policy's thinking is text
             case _:
-                raise BadRequest(f"'{kind}' blocks are not served; valid: {', '.join(BLOCKS)}")
+                why = f"'{kind}' blocks are not served; valid: {', '.join(BLOCKS)}"
+                raise BadRequest(why, "messages")
     if rest or calls:
         yield {"role": role, "content": rest, **({"tool_calls": calls} if calls else {})}
 

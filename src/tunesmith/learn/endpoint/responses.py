@@ -89,11 +89,13 @@ class ResponseExchange:
         """Raises BadRequest: also where ``previous_response_id`` is unknown."""
         parsed = parse(ResponseRequest, request)
         if request.get("prompt") is not None:
-            raise BadRequest("'prompt' is a template that its provider has; send 'input' instead")
+            why = "'prompt' is a template that its provider has; send 'input' instead"
+            raise BadRequest(why, "prompt")
         previous = parsed.previous_response_id
         if previous is not None and previous not in policy.responses:
             unknown = f"'previous_response_id' = {previous!r}"
-            raise BadRequest(f"{unknown} is not a response of this {policy.what}")
+            why = f"{unknown} is not a response of this {policy.what}"
+            raise BadRequest(why, "previous_response_id")
         earlier = policy.responses[previous] if previous is not None else []
         self._messages = [*earlier, *messages_of(parsed.input)]
         chat = parsed.as_chat(request, self._messages)
@@ -278,7 +280,8 @@ def messages_of(items: Sequence[Fields]) -> list[Message]:
                 messages.append({"role": "tool", **answer})
                 in_turn = False
             case kind:
-                raise BadRequest(f"'{kind}' items are not served; valid: {', '.join(ITEMS)}")
+                why = f"'{kind}' items are not served; valid: {', '.join(ITEMS)}"
+                raise BadRequest(why, "input")
     return messages
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from tunesmith.errors import ConfigError, EpisodeError, TunesmithError, boundary
-from tunesmith.learn.endpoint.asks import Fields, Json
+from tunesmith.learn.endpoint.asks import BadRequest, Fields, Json
 from tunesmith.learn.endpoint.chat import ChatExchange
 from tunesmith.learn.endpoint.messages import MessagesExchange
 from tunesmith.learn.endpoint.responses import ResponseExchange
@@ -317,7 +317,8 @@ def _problem(error: Exception) -> tuple[int, Json]:
     """The status of an answer that says an error, and the answer."""
     if isinstance(error, EpisodeError):
         code = "context_length_exceeded" if isinstance(error, OutOfRoom) else None
-        return 400, _said(400, str(error), code)
+        param = error.param if isinstance(error, BadRequest) else None
+        return 400, _said(400, str(error), code, param)
     known = isinstance(error, TunesmithError)
     return 500, _said(500, str(error) if known else f"{type(error).__name__}: {error}")
 
@@ -327,10 +328,10 @@ def _error(status: int, message: str) -> web.Response:
     return web.json_response(_said(status, message, code), status=status)
 
 
-def _said(status: int, message: str, code: str | None = None) -> Json:
+def _said(status: int, message: str, code: str | None = None, param: str | None = None) -> Json:
     """An error as both OpenAI's and Anthropic's clients read it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {
         "type": "error",
-        "error": {"type": kind, "message": message, "param": None, "code": code},
+        "error": {"type": kind, "message": message, "param": param, "code": code},
     }

@@ -25,7 +25,7 @@ class TextExchange(CompletionExchange):
         super().__init__(ask, request, policy, "cmpl", "text_completion")
         if request.get(NUMBERED):
             if self.streamed:
-                raise BadRequest(f"'{NUMBERED}' is of whole answers; leave 'stream' out")
+                raise BadRequest(f"'{NUMBERED}' is of whole answers; leave 'stream' out", "stream")
             self._decode = _numbered
         prompts = [self.ask.prompt(choice) for choice in range(self.ask.choices)]
         shown = self.ask.echo

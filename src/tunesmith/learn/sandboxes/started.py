@@ -43,6 +43,8 @@ START_SECONDS = 30.0
 """Seconds that a sandbox may take to start, in addition to its program's."""
 LONGEST = 1e6
 """Seconds of a program that its episode ends."""
+_SAID = 2000
+"""Bytes of a tool's complaint that are shown."""
 _ALARMED = (-14, 142)
 _KILLED = (137,)
 """Exit codes after signals, as a process of this machine or a tool reports them."""
@@ -103,14 +105,16 @@ def docker(section: DockerSandbox, folders: Sequence[str] = (), outlet: str = ""
     files = parse_size(section.files)
     memory = str(parse_size(section.memory))
     folder = os.path.dirname(outlet)
+    owner = 0 if folders else NOBODY
     command = (
         "docker", "run", "--rm", "--interactive", "--name", name,
         *(("--volume", f"{folder}:{folder}:ro") if outlet else ()),
         *(("--runtime", section.runtime) if section.runtime else ()),
         "--network", "bridge" if section.network else "none",
         "--memory", memory, "--memory-swap", memory, "--pids-limit", str(section.processes),
-        *(() if folders else ("--read-only", "--user", f"{NOBODY}:{NOBODY}")),
-        "--tmpfs", f"/work:rw,exec,nosuid,nodev,mode=1777,size={files}",
+        *(() if folders else ("--read-only", "--user", f"{owner}:{owner}")),
+        # An owner, because the mode is lost where the image has such a directory, or docker makes it.
+        "--tmpfs", f"/work:rw,exec,nosuid,nodev,mode=1777,uid={owner},gid={owner},size={files}",
         "--workdir", "/work", "--env", "HOME=/work", "--env", "TMPDIR=/work",
         "--cap-drop", "ALL",
         "--security-opt", "no-new-privileges", "--ulimit", "core=0", "--ulimit", f"fsize={files}",
@@ -206,7 +210,7 @@ class _Started:
             self.start.command,
             stdin=PIPE,
             stdout=PIPE,
-            stderr=DEVNULL,
+            stderr=PIPE,
             cwd="/",
             env=self.start.environment,
             user=self.start.user,
@@ -238,7 +242,7 @@ class _Started:
         if running and self.start.end:
             subprocess.Popen(self.start.end, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             with suppress(OSError, ValueError):
                 if pipe:
                     pipe.close()
@@ -278,7 +282,12 @@ class _Started:
         return 16 * parse_size(section.output) + 2 * parse_size(section.files) + 2**20
 
     def _ending(self) -> str:
-        return f"ended with exit code {self._process.wait()}"
+        """What is known of its end, with what the tool said."""
+        code = self._process.wait()
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        said = (self._process.stderr.read(_SAID) or b"").decode(errors="replace").strip()
+        return f"ended with exit code {code}" + (f": {said}" if said else "")
 
     def _overrun(self) -> None:
         self._late = True

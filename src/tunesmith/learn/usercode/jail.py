@@ -16,6 +16,7 @@ import fcntl
 import os
 import platform
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -292,6 +293,15 @@ def _try(what: str, result: int) -> int:
         number = ctypes.get_errno()
         raise JailError(number, f"{what}: {os.strerror(number)}")
     return result
+
+
+def interpreter_paths() -> list[str]:
+    """Directories of the ``python3`` that programs find, where that is a virtual environment's."""
+    found = shutil.which("python3") or ""
+    own = os.path.dirname(os.path.dirname(found))
+    if not os.path.isfile(os.path.join(own, "pyvenv.cfg")):
+        return []
+    return [own, os.path.dirname(os.path.dirname(os.path.realpath(found)))]
 
 
 def paths_for(search: Sequence[str], hidden: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -90,6 +90,7 @@ def _confining(jail: dict[str, Any]) -> Callable[..., int | None]:
     """``jail.enter``, for a jail that gets the paths that the loaded program imports from."""
     file = _PACKAGE / "learn" / "usercode" / "jail.py"
     paths = [*sys.path, sys.prefix, sys.base_prefix, str(_PACKAGE)]
+    paths += _load(file, "interpreter_paths")()
     read, jail["names"] = _load(file, "paths_for")(paths, jail["hidden"])
     jail["read"] = [*jail["read"], *read]
     return _load(file, "enter")

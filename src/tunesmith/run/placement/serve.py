@@ -105,11 +105,11 @@ class ServedPolicy(Policy):
         asked = dict(ask.sampling)
         said = {name: asked.pop(name) for name in SAMPLED if name in asked}
         if unknown := [name for name, value in asked.items() if value]:
-            raise BadRequest(f"'{unknown[0]}' cannot be served; leave it out")
+            raise BadRequest(f"'{unknown[0]}' cannot be served; leave it out", unknown[0])
         for name, value in said.items():
             whole = name in ("top_k", "seed")
             if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-                raise BadRequest(f"'{name}' = {value!r} is not a number")
+                raise BadRequest(f"'{name}' = {value!r} is not a number", name)
         if said.get("top_k", 0) < 0:  # vLLM's way to say that it is off
             said["top_k"] = 0
         most = ask.max_tokens or self._served.sampling.max_new_tokens
