@@ -11,6 +11,7 @@ import pytest
 from tests.support.command_agents import ASKS
 from tests.support.data_tokenizers import byte_level, template
 from tests.support.episodes import check_tokens, made_task, ok, play
+from tests.support.sandboxes import unavailable
 from tunesmith.config.sandboxes import Bubblewrap, DockerSandbox, ProcessSandbox
 from tunesmith.config.schema import EnvironmentSection, Source
 from tunesmith.errors import ConfigError, EpisodeError
@@ -166,17 +167,23 @@ def test_rewards_are_numbers_by_name_or_a_failure(tmp_path: Path) -> None:
         asyncio.run(oracle(faked, SECTION))
 
 
-@needs_bwrap
-def test_an_agent_plays_a_task(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["bubblewrap", "docker"])
+def test_an_agent_plays_a_task(kind: str, tmp_path: Path) -> None:
     """It sees the files of the task, and neither its tests nor its solution."""
-    made(tmp_path)
+    why = unavailable(kind)
+    if why:
+        pytest.skip(why)
+    image = {"environment/Dockerfile": f"{DOCKERFILE}RUN touch /made\n"}
+    made(tmp_path, **(image if kind == "docker" else {}))
     code = ASKS + (
         "import glob\n"
         "print(sorted(os.listdir('.')), glob.glob('/tests/*'), glob.glob('/solution/*'))\n"
         "open('hello.txt', 'w').write(reply['content'])\n"
     )
     section = EnvironmentSection(
-        path=f"harbor:{tmp_path}", command=("python3", "-c", code), sandbox=Bubblewrap()
+        path=f"harbor:{tmp_path}",
+        command=("python3", "-c", code),
+        sandbox=DockerSandbox() if kind == "docker" else Bubblewrap(),
     )
     environments = load_environments(section, tmp_path)
     tokenizer = byte_level(template("qwen2"))
