@@ -113,7 +113,7 @@ def docker(section: DockerSandbox, folders: Sequence[str] = (), outlet: str = ""
         "--network", "bridge" if section.network else "none",
         "--memory", memory, "--memory-swap", memory, "--pids-limit", str(section.processes),
         *(() if folders else ("--read-only", "--user", f"{owner}:{owner}")),
-        # An owner, because the mode is lost where the image has such a directory, or docker makes it.
+        # With an owner, because runc takes the mode of the directory that is there already.
         "--tmpfs", f"/work:rw,exec,nosuid,nodev,mode=1777,uid={owner},gid={owner},size={files}",
         "--workdir", "/work", "--env", "HOME=/work", "--env", "TMPDIR=/work",
         "--cap-drop", "ALL",
