@@ -1,6 +1,6 @@
 """What this package registers for a trainer's passes on CPUs (``kernels.functions``): a layer's
-operations beside products on float32 and bfloat16, for any CPU, and products and the backward pass
-of attention on bfloat16, for CPUs with AMX or AVX-512 BF16.
+operations beside products on float32 and bfloat16, for any CPU, and products of bfloat16, for CPUs
+with AMX or AVX-512 BF16.
 
 They compute in float32 and round their results; sums over rows are float32. Elsewhere ``lean_ops``
 and others compute the same with PyTorch's operations.
@@ -79,13 +79,32 @@ class CpuFunctions:
 
     @staticmethod
     def attends(query: Tensor) -> bool:
-        return query.dtype == torch.bfloat16 and query.shape[2] % 32 == 0 and multiplies_narrow()
+        return query.dtype == torch.float32 and CpuFunctions.attends_backward(query)
+
+    @staticmethod
+    def attend(
+        table: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return OPERATIONS.attend_forest(table, query, key, value, scale)
+
+    @staticmethod
+    def attends_backward(query: Tensor) -> bool:
+        return query.dtype in ROWS and usable() and query.shape[2] % OPERATIONS.panel() == 0
 
     @staticmethod
     def attend_backward(parts: AttentionParts) -> tuple[Tensor, Tensor, Tensor]:
-        """Products round attention weights and their gradients to bfloat16."""
+        """Products of bfloat16 round attention weights and their gradients to bfloat16."""
         rows = (parts.query, parts.key, parts.value, parts.out, parts.grad_out)
-        return OPERATIONS.attention_backward(parts.table, *rows, parts.lse, parts.scale)
+        dtype = parts.query.dtype
+        if dtype == torch.bfloat16 and parts.query.shape[2] % 32 == 0 and multiplies_narrow():
+            return OPERATIONS.attention_backward(parts.table, *rows, parts.lse, parts.scale)
+        wide = (t.float() for t in rows)
+        query, *others = OPERATIONS.attend_forest_backward(
+            parts.table, *wide, parts.lse, parts.scale
+        )
+        kv_heads = parts.key.shape[1]
+        key, value = (t.unflatten(1, (kv_heads, -1)).sum(2) for t in others)
+        return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 FUNCTIONS = CpuFunctions()

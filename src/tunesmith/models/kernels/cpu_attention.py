@@ -1,10 +1,11 @@
-"""Forest attention on a CPU: the flash kernel for each part, merged by log-sum-exp.
+"""Forest attention on a CPU: compiled functions for all parts together (``functions``), or
+PyTorch's flash kernel for each, merged by log-sum-exp.
 
 A part is a segment's causal attention to itself, or the attention of all its descendants to the
-whole segment. The kernel takes strides, so grouped heads need no copies of keys and values. One
-autograd function computes a whole layer, so slicing segments out of the flat tensors adds nothing
-to the graph. The kernel's ``aten`` operators are private to
-torch: its public interface does not return the log-sum-exp.
+whole segment. PyTorch's kernel takes strides, so grouped heads need no copies of keys and values.
+One autograd function computes a whole layer, so slicing segments out of the flat tensors adds
+nothing to the graph. The kernel's ``aten`` operators are private to torch: its public interface
+does not return the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -95,25 +96,15 @@ class _CpuFlash(torch.autograd.Function):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
-        q = _by_group(query, groups)
-        k = _by_group(key, 1)
-        v = _by_group(value, 1)
-        exact = torch.promote_types(query.dtype, torch.float32)
-        out = torch.empty(query.shape, dtype=query.dtype if sinks is None and not full else exact)
-        o = _by_group(out, groups)
-        lse = torch.empty(q.shape[:-1], dtype=exact)
-        for a, b in causal:
-            ks, vs = (t[:, :, a:b].expand(-1, groups, -1, -1) for t in (k, v))
-            o[:, :, a:b], lse[:, :, a:b] = _flash(q[:, :, a:b], ks, vs, 0.0, True, scale=scale)
-        for a, b, ka, kb in full:
-            part, part_lse = _flash(
-                _fold(q[:, :, a:b]), k[:, :, ka:kb], v[:, :, ka:kb], 0.0, False, scale=scale
-            )
-            shape = (q.shape[0], groups, b - a)
-            merge(o[:, :, a:b], lse[:, :, a:b], part.view(*shape, -1), part_lse.view(shape))
+        groups = (key.shape[1], query.shape[1] // key.shape[1])
+        functions = which(lambda functions: functions.attends(query))
+        if functions is not None:
+            out, lse = functions.attend(table, query, key, value, scale)
+            lse = lse.unflatten(0, groups)
+        else:
+            out, lse = _forward(causal, full, query, key, value, scale, exact=sinks is not None)
         if sinks is not None:
-            add_sinks(out.unflatten(1, q.shape[:2]), lse.permute(2, 0, 1), sinks.view(q.shape[:2]))
+            add_sinks(out.unflatten(1, groups), lse.permute(2, 0, 1), sinks.view(groups))
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse, sinks)
         ctx.parts = (causal, full)
@@ -131,7 +122,7 @@ class _CpuFlash(torch.autograd.Function):
         of_sinks = None
         if sinks is not None:
             of_sinks = sinks_gradient(sinks, grad_out, out, lse.permute(2, 0, 1).flatten(1))
-        functions = which(lambda functions: functions.attends(query))
+        functions = which(lambda functions: functions.attends_backward(query))
         if functions is not None:
             parts = AttentionParts(ctx.table, query, key, value, out, grad_out, lse, scale)
             return None, None, None, *functions.attend_backward(parts), None, of_sinks
@@ -171,6 +162,38 @@ class _CpuFlash(torch.autograd.Function):
             gk[:, :, ka:kb] += dk
             gv[:, :, ka:kb] += dv
         return None, None, None, *(g.to(query.dtype) for g in grads), None, of_sinks
+
+
+def _forward(
+    causal: list[tuple[int, int]],
+    full: list[_AncestorPart],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    exact: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output ``[T, H, D]``, not rounded to the query's dtype if it is merged or ``exact``, and
+    log-sum-exp ``[K, G, T]``."""
+    groups = query.shape[1] // key.shape[1]
+    q = _by_group(query, groups)
+    k = _by_group(key, 1)
+    v = _by_group(value, 1)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    out = torch.empty(query.shape, dtype=wide if exact or full else query.dtype)
+    o = _by_group(out, groups)
+    lse = torch.empty(q.shape[:-1], dtype=wide)
+    for a, b in causal:
+        ks, vs = (t[:, :, a:b].expand(-1, groups, -1, -1) for t in (k, v))
+        o[:, :, a:b], lse[:, :, a:b] = _flash(q[:, :, a:b], ks, vs, 0.0, True, scale=scale)
+    for a, b, ka, kb in full:
+        part, part_lse = _flash(
+            _fold(q[:, :, a:b]), k[:, :, ka:kb], v[:, :, ka:kb], 0.0, False, scale=scale
+        )
+        shape = (q.shape[0], groups, b - a)
+        merge(o[:, :, a:b], lse[:, :, a:b], part.view(*shape, -1), part_lse.view(shape))
+    return out, lse
 
 
 def _by_group(t: Tensor, groups: int) -> Tensor:

@@ -115,6 +115,17 @@ class Functions(Protocol):
         ...
 
     def attends(self, query: Tensor) -> bool:
+        """Whether ``attend`` takes these queries."""
+        ...
+
+    def attend(
+        self, table: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """A forest's attention ``[T, H, D]``, and the log-sum-exp ``[H, T]``; ``table`` as in
+        ``AttentionParts``."""
+        ...
+
+    def attends_backward(self, query: Tensor) -> bool:
         """Whether ``attend_backward`` takes these queries."""
         ...
 

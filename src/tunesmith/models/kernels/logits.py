@@ -40,7 +40,8 @@ class LogitKernels(Protocol):
     def gradients(
         self, logits: Tensor, total: Tensor, of: RowGradient, dtype: torch.dtype
     ) -> Tensor:
-        """The gradients ``[c, v]``, rounded once to ``dtype``.
+        """The gradients ``[c, v]``, rounded once to ``dtype`` or a wider one; they may be written
+        over the logits.
 
         Args:
             total: logsumexp over the whole vocabulary, ``[c]``.
@@ -48,7 +49,9 @@ class LogitKernels(Protocol):
         ...
 
 
-LOGITS = Door[LogitKernels]("logits", "tunesmith.models.cuda.logits:LOGITS")
+LOGITS = Door[LogitKernels](
+    "logits", "tunesmith.models.cuda.logits:LOGITS", "tunesmith.models.cpu.logits:LOGITS"
+)
 
 
 def logit_kernels(logits: Tensor) -> LogitKernels | None:

@@ -2,7 +2,9 @@
 // are packed into AMX's tiles, which AVX-512 multiplies pair by pair where there is no AMX.
 //
 // Shapes: T rows, N outputs and K inputs of a linear module; H query heads, K key/value heads, G = H / K, D head size.
+#include "attention.h"
 #include "layers.h"
+#include "logits.h"
 #include "operations.h"
 #include "vectors.h"
 
@@ -139,7 +141,6 @@ static void weight_gradient(int64_t T, int64_t K, const bfloat16* grad, int64_t 
     }
 }
 
-struct Segments { int64_t count; const int64_t *starts, *lengths, *lasts; };  // lasts: of a segment and its descendants, the end
 struct Rows { const bfloat16* at; int64_t step; };                            // [T, heads, D]
 struct Attention {
     Rows q, k, v, out, grad;
@@ -258,10 +259,7 @@ static void attend_backward(const Segments& f, const Attention& a, int64_t first
 }
 
 static void attend_backward(const Segments& f, const Attention& a, int64_t threads) {
-    std::vector<int64_t> roots;
-    for (int64_t s = 0, last = -1; s < f.count; s++)
-        if (f.starts[s] >= last) roots.push_back(s), last = f.lasts[s];
-    roots.push_back(f.count);
+    const std::vector<int64_t> roots = f.roots();
     const int64_t work = (int64_t(roots.size()) - 1) * a.K;
 #pragma omp parallel num_threads(threads)
     {
@@ -278,6 +276,37 @@ static Tensor heads_in_rows(const Tensor& t) {
     return t.stride(2) == 1 && t.stride(1) == t.size(2) ? t : torch::stable::contiguous(t);
 }
 
+static Segments segments_of(const Tensor& table) {
+    const int64_t count = table.size(1), *starts = numbers<int64_t>(table);
+    return {count, starts, starts + count, starts + 2 * count};
+}
+
+static Forest forest_of(const Tensor& table, const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
+    auto rows = [](const Tensor& t) { return HeadRows{numbers<float>(t), t.stride(0)}; };
+    return {segments_of(table), rows(q), rows(k), rows(v), q.size(0), q.size(1), k.size(1), q.size(2), float(scale)};
+}
+
+static std::tuple<Tensor, Tensor> attend_forest(Tensor table, Tensor q, Tensor k, Tensor v, double scale) {
+    table = whole(table);
+    for (Tensor* t : {&q, &k, &v}) *t = heads_in_rows(*t);
+    const Tensor out = empty(q, {q.size(0), q.size(1), q.size(2)}), lse = empty(q, {q.size(1), q.size(0)});
+    const Forest f = forest_of(table, q, k, v, scale);
+    by_trees(f, threads(), [&](int64_t first, int64_t end, int64_t head) { attend_tree(f, first, end, head, numbers<float>(out), numbers<float>(lse)); });
+    return {out, lse};
+}
+
+static std::tuple<Tensor, Tensor, Tensor> attend_forest_backward(Tensor table, Tensor q, Tensor k, Tensor v, Tensor out, Tensor grad, Tensor lse, double scale) {
+    table = whole(table), lse = whole(lse);
+    for (Tensor* t : {&q, &k, &v, &out, &grad}) *t = heads_in_rows(*t);
+    const Forest f = forest_of(table, q, k, v, scale);
+    auto gradient = [&] { return empty(q, {f.T, f.H, f.D}); };
+    const Tensor grad_q = gradient(), grad_k = gradient(), grad_v = gradient();
+    const Slopes g{{numbers<float>(out), out.stride(0)}, {numbers<float>(grad), grad.stride(0)}, numbers<float>(lse),
+                   numbers<float>(grad_q), numbers<float>(grad_k), numbers<float>(grad_v)};
+    by_trees(f, threads(), [&](int64_t first, int64_t end, int64_t head) { attend_tree_backward(f, g, first, end, head); });
+    return {grad_q, grad_k, grad_v};
+}
+
 #ifdef __AVX512BF16__
 static void weight_gradients(Tensor grad, Tensor x, std::vector<Tensor> sums, std::vector<int64_t> adds) {
     grad = in_rows(grad), x = in_rows(x);
@@ -287,14 +316,12 @@ static void weight_gradients(Tensor grad, Tensor x, std::vector<Tensor> sums, st
 }
 
 static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor table, Tensor q, Tensor k, Tensor v, Tensor out, Tensor grad, Tensor lse, double scale) {
-    const int64_t count = table.size(1);
     table = whole(table), lse = whole(lse);
     for (Tensor* t : {&q, &k, &v, &out, &grad}) *t = heads_in_rows(*t);
     auto rows = [](const Tensor& t) { return Rows{numbers<bfloat16>(t), t.stride(0)}; };
     auto gradient = [](const Tensor& t) { return empty(t, {t.size(0), t.size(1), t.size(2)}); };
     const Tensor grad_q = gradient(q), grad_k = gradient(k), grad_v = gradient(v);
-    const int64_t* starts = numbers<int64_t>(table);
-    attend_backward(Segments{count, starts, starts + count, starts + 2 * count},
+    attend_backward(segments_of(table),
                     Attention{rows(q), rows(k), rows(v), rows(out), rows(grad), numbers<float>(lse), numbers<bfloat16>(grad_q),
                               numbers<bfloat16>(grad_k), numbers<bfloat16>(grad_v), q.size(0), q.size(1), k.size(1), q.size(2), float(scale)},
                     threads());
@@ -389,6 +416,27 @@ static Tensor gate_backward(Tensor x, Tensor grad) {
     return grad_x;
 }
 
+static Two logit_sums(Tensor z, bool entropy) {
+    const Tensor totals = empty(z, {z.size(0)});
+    const Maybe entropies = entropy ? Maybe(empty(z, {z.size(0)})) : std::nullopt;
+    const int64_t rows = z.size(0), v = z.size(1);
+    const float* all = numbers<float>(z);
+    float *total = numbers<float>(totals), *of_row = numbers<float>(entropies);
+#pragma omp parallel for num_threads(threads()) if (rows * v > ALONE)
+    for (int64_t row = 0; row < rows; row++) sum_logits(all + row * v, v, total + row, of_row ? of_row + row : nullptr);
+    return {totals, entropies};
+}
+
+static void logit_gradients(Tensor z, Tensor total, Tensor constant, Maybe slope, Tensor at_token, Tensor token) {
+    total = whole(total), constant = whole(constant), at_token = whole(at_token), token = whole(token);
+    if (slope) slope = whole(*slope);
+    const LogitSlopes of{numbers<float>(constant), numbers<float>(slope), numbers<float>(at_token), numbers<int64_t>(token)};
+    const int64_t rows = z.size(0), v = z.size(1);
+    float *all = numbers<float>(z), *totals = numbers<float>(total);
+#pragma omp parallel for num_threads(threads()) if (rows * v > ALONE)
+    for (int64_t row = 0; row < rows; row++) logits_gradient(all + row * v, v, totals[row], of, row);
+}
+
 static bool multiplies_narrow() {  // whether this CPU has the operations on products below
 #if defined(__AMX_BF16__)
     return has_tiles();
@@ -398,9 +446,16 @@ static bool multiplies_narrow() {  // whether this CPU has the operations on pro
     return false;
 }
 
+static int64_t panel() { return PANEL; }  // what a head size of `attend_forest` is a multiple of
+
 STABLE_TORCH_LIBRARY_FRAGMENT(tunesmith, m) {
     m.def("multiplies_narrow() -> bool");
     m.def("weight_gradients(Tensor grad, Tensor x, Tensor(a!)[] sums, int[] adds) -> ()");
+    m.def("panel() -> int");
+    m.def("attend_forest(Tensor table, Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)");
+    m.def("attend_forest_backward(Tensor table, Tensor q, Tensor k, Tensor v, Tensor out, Tensor grad, Tensor lse, float scale) -> (Tensor, Tensor, Tensor)");
+    m.def("logit_sums(Tensor z, bool entropy) -> (Tensor, Tensor?)");
+    m.def("logit_gradients(Tensor(a!) z, Tensor total, Tensor constant, Tensor? slope, Tensor at_token, Tensor token) -> ()");
     m.def("attention_backward(Tensor table, Tensor q, Tensor k, Tensor v, Tensor out, Tensor grad, Tensor lse, float scale) -> (Tensor, Tensor, Tensor)");
     m.def("norm(Tensor x, Tensor weight, float eps, bool offset) -> (Tensor, Tensor)");
     m.def("norm_backward(Tensor x, Tensor grad, Tensor weight, Tensor scales, float eps, bool offset, bool weighs) -> (Tensor, Tensor?)");
@@ -409,12 +464,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tunesmith, m) {
     m.def("gate(Tensor x) -> Tensor");
     m.def("gate_backward(Tensor x, Tensor grad) -> Tensor");
 }
-STABLE_TORCH_LIBRARY_IMPL(tunesmith, CompositeExplicitAutograd, m) { m.impl("multiplies_narrow", TORCH_BOX(&multiplies_narrow)); }
+STABLE_TORCH_LIBRARY_IMPL(tunesmith, CompositeExplicitAutograd, m) {
+    m.impl("multiplies_narrow", TORCH_BOX(&multiplies_narrow));
+    m.impl("panel", TORCH_BOX(&panel));
+}
 STABLE_TORCH_LIBRARY_IMPL(tunesmith, CPU, m) {
 #ifdef __AVX512BF16__
     m.impl("weight_gradients", TORCH_BOX(&weight_gradients));
     m.impl("attention_backward", TORCH_BOX(&attention_backward));
 #endif
+    m.impl("attend_forest", TORCH_BOX(&attend_forest));
+    m.impl("attend_forest_backward", TORCH_BOX(&attend_forest_backward));
+    m.impl("logit_sums", TORCH_BOX(&logit_sums));
+    m.impl("logit_gradients", TORCH_BOX(&logit_gradients));
     m.impl("norm", TORCH_BOX(&norm));
     m.impl("norm_backward", TORCH_BOX(&norm_backward));
     m.impl("heads", TORCH_BOX(&heads));

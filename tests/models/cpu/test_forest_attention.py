@@ -1,0 +1,77 @@
+"""Compiled attention of a forest in float32 and its gradients, beside sums in double."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.forest_attention import difference, reference, tensors, visible
+from tunesmith.models.attention import ForestAttention
+from tunesmith.models.cpu.functions import CpuFunctions, usable
+from tunesmith.models.forest import Segment
+from tunesmith.models.kernels.attention import AttentionRule
+
+pytestmark = pytest.mark.skipif(not usable(), reason="there is no compiler")
+
+LONG = (
+    Segment(0, 97, -1), Segment(97, 1, 0), Segment(98, 145, 0), Segment(243, 50, 2),
+    Segment(293, 48, 0), Segment(341, 7, -1), Segment(348, 130, -1), Segment(478, 96, 6),
+)  # fmt: skip
+"""Segments end inside of blocks and at their ends, and are longer than one."""
+
+
+def gradients(
+    inputs: list[Tensor], towards: Tensor, segments: tuple[Segment, ...]
+) -> tuple[Tensor, ...]:
+    got = ForestAttention(segments).attend(0, *inputs, AttentionRule(0.2))
+    return got, *torch.autograd.grad(got, inputs, towards.to(got.dtype))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(4, 4, 32), (9, 3, 64), (5, 1, 96), (2, 1, 160)]
+)
+@pytest.mark.parametrize("segments", [LONG, LONG[:1], (Segment(0, 1, -1),)], ids=len)
+def test_exact(heads: int, kv_heads: int, dim: int, segments: tuple[Segment, ...]) -> None:
+    total = sum(s.length for s in segments)
+    inputs = tensors(total, heads, kv_heads, torch.float32, dim)
+    assert CpuFunctions.attends(inputs[0])
+    towards = torch.randn(total, heads, dim)
+    found = gradients(inputs, towards, segments)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want = reference(visible(segments), *exact, 0.2)
+    others = (want, *torch.autograd.grad(want, exact, towards.double()))
+    for ours, theirs in zip(found, others, strict=True):
+        assert difference(ours, theirs) < 1e-5
+
+
+def test_threads_and_strides_change_no_bit() -> None:
+    inputs = tensors(574, 6, 2, torch.float32, 64)
+    joint = torch.cat([t.detach() for t in inputs], 1).requires_grad_()
+    towards = torch.randn(574, 6, 64)
+    found: list[list[Tensor]] = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(list(gradients(list(joint.split([6, 2, 2], 1)), towards, LONG)))
+            found.append(list(gradients(inputs, towards, LONG)))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dim", [8, 40, 24])
+def test_other_head_sizes_are_left_to_pytorch(dim: int) -> None:
+    assert not CpuFunctions.attends(torch.zeros(3, 2, dim))
+
+
+def test_scores_far_apart() -> None:
+    """Each row sees one value, its own."""
+    query, key = torch.zeros(2, 60, 1, 64).unbind()
+    query[:, 0, 0] = 1e4
+    key[:, 0, 0] = torch.arange(60)
+    value = torch.randn(60, 1, 64)
+    attention = ForestAttention((Segment(0, 60, -1),))
+    assert torch.equal(attention.attend(0, query, key, value, AttentionRule(1.0)), value)
