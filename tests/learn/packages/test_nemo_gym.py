@@ -36,7 +36,7 @@ def refuses(_: str) -> str:
 def described(task: Task) -> Task:
     """With its tools in the prompt, as a run reads it."""
     text = TOKENIZER.apply_chat_template(
-        task.prompt, task.columns["tools"], add_generation_prompt=True, tokenize=False
+        task.prompt, task.columns.get("tools"), add_generation_prompt=True, tokenize=False
     )
     return replace(task, prompt_ids=tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"]))
 
@@ -96,6 +96,28 @@ def test_a_server_with_several_tools_gives_metrics(tmp_path: Path) -> None:
     rollout = ok(played(tmp_path, "example_multi_step", policy))
     assert rollout.reward == 1.0 and rollout.metrics["set_overlap"] == 1.0
     assert rollout.metrics["tool_calls"] == 2.0
+
+
+@need("nemo_gym")
+def test_a_server_answers_each_turn(tmp_path: Path) -> None:
+    """One whose episodes begin with what it says, and one that goes on with what it asks next."""
+    hand = ok(played(tmp_path, "blackjack", lambda _: f"<action>stand</action>{END}"))
+    assert hand.reward in (-1.0, 0.0, 1.0) and 17 <= hand.metrics["dealer_value"] <= 26
+    assert [len(record.turns) for record in hand.records if record.turns] == [1]
+    asked: list[str] = []
+
+    def knows(text: str) -> str:
+        asked.append(text)
+        return f"The Eiffel Tower.{END}"
+
+    talk = ok(played(tmp_path, "example_multi_turn_gymnasium", knows))
+    assert talk.reward == 1.0 and "famous landmark" in asked[-1]
+    assert [len(record.turns) for record in talk.records if record.turns] == [3]
+
+
+@need("nemo_gym")
+def test_a_server_finds_the_modules_beside_it(tmp_path: Path) -> None:
+    assert ok(played(tmp_path, "calendar", refuses)).reward == 0.0
 
 
 @need("nemo_gym")

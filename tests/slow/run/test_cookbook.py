@@ -47,15 +47,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-@pytest.fixture(scope="module")
-def address(folder: Path) -> Iterator[str]:
-    with serving(folder) as address:
+@pytest.fixture(scope="module", params=[1, 2])
+def address(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A server that trains on as many ranks."""
+    with serving(folder, f"system.trainer_ranks={request.param}") as address:
         yield address
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "tunesmith", "serve-training", NAME, *OWN, "--name", NAME]
+def serving(folder: Path, ranks: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "tunesmith", "serve-training", NAME, *OWN, ranks]
+    command += ["--name", NAME]
     command += ["--port", "0", "--directory", str(folder / "training")]
     environment = {**os.environ, "TUNESMITH_TRAINING_TOKEN": KEY}
     process = popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder)
@@ -70,7 +72,7 @@ def serving(folder: Path) -> Iterator[str]:
 
 def metrics_of(folder: Path, address: str, recipe: str, *said: str) -> list[dict[str, float]]:
     """What the recipe logs of its steps."""
-    log = folder / recipe
+    log = folder / f"{recipe}-{address.rpartition(':')[2]}"
     command = [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}", f"log_path={log}"]
     command += [f"base_url={address}", f"model_name={NAME}", "max_steps=2", *said]
     environment = {**os.environ, "TINKER_API_KEY": KEY, "HF_DATASETS_CACHE": str(folder / "cache")}

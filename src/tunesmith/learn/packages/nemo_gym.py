@@ -1,15 +1,18 @@
 """Resource servers of NeMo Gym (https://github.com/NVIDIA-NeMo/Gym): one of the package's, which a
 run starts, or one at an address.
 
-The policy plays as the package's own agent for them does: its function calls go to the server until
-a turn has none, and the server scores the whole response.
+The policy plays as the package's own agents do. Its function calls go to the server until a turn
+has none, and the server scores the whole response; or, where the server has ``/step``, each of its
+turns goes there until the episode is over.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -45,8 +48,7 @@ def rows(name: str, split: str, options: Options) -> Iterator[TaskRow]:
     for number, line in enumerate(_lines(what, name, split, options), 1):
         with boundary(ConfigError, f"{what}: line {number} of '{split}'", (ValueError, KeyError)):
             row: dict[str, Foreign] = json.loads(line)
-            asked = row[PARAMS]["input"]
-        items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            items = _items(row)
         tools = [
             FunctionTool.model_validate(tool).model_dump(exclude={"type"}, exclude_none=True)
             for tool in row[PARAMS].get("tools") or ()
@@ -66,17 +68,66 @@ def environment(name: str) -> Play:
         timeout = aiohttp.ClientTimeout(total=CALL_SECONDS)
         url = place.url()
         async with aiohttp.ClientSession(url, cookie_jar=cookies, timeout=timeout) as session:
-            return await _play(client, session, f"nemo_gym:{name}", json.loads(nemo_gym))
+            play = _stepped if await _steps(session) else _play
+            return await play(client, session, f"nemo_gym:{name}", json.loads(nemo_gym))
 
     return play
+
+
+async def _steps(session: aiohttp.ClientSession) -> bool:
+    """Whether the server answers each turn (``resources_servers.gymnasium``)."""
+    async with session.get("/openapi.json") as answer:
+        text = await answer.text()
+    with suppress(ValueError, AttributeError):
+        return "/step" in json.loads(text).get("paths", ())
+    return False
+
+
+async def _stepped(
+    client: PolicyClient, session: aiohttp.ClientSession, what: str, row: Mapping[str, Foreign]
+) -> StepResult:
+    """The reward is the sum of the turns'."""
+    items = _items(row)
+    metrics = {"unfinished": 0.0, "tool_calls": 0.0}
+    reward = 0.0
+    turns = 0
+    answer = json.loads(await _post(session, what, "reset", row))
+    while not (answer.get("terminated") or answer.get("truncated")):
+        for output in answer["info"].get("tool_outputs", ()):
+            items.append({"type": "function_call_output", **output})
+        if answer.get("observation"):
+            items.append({"role": "user", "content": answer["observation"]})
+        try:
+            response = await client.responses.create(**{**row[PARAMS], "input": items})
+        except OutOfRoom:
+            if not turns:
+                raise
+            metrics["unfinished"] = 1.0
+            break
+        turns += 1
+        items += response["output"]
+        calls = [item for item in response["output"] if item["type"] == "function_call"]
+        metrics["tool_calls"] += len(calls)
+        answer = json.loads(await _post(session, what, "step", {**row, "response": response}))
+        reward += answer["reward"]
+    return StepResult(reward=reward, done=True, metrics=metrics | _numbers(answer["info"]))
+
+
+def _items(row: Mapping[str, Foreign]) -> list[Foreign]:
+    """The task as items of OpenAI's ``responses``."""
+    said = row[PARAMS]["input"]
+    return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+
+
+def _numbers(values: Mapping[str, Foreign]) -> dict[str, float]:
+    return {k: float(v) for k, v in values.items() if isinstance(v, bool | int | float)}
 
 
 async def _play(
     client: PolicyClient, session: aiohttp.ClientSession, what: str, row: Mapping[str, Foreign]
 ) -> StepResult:
     asked = row[PARAMS]
-    said = asked["input"]
-    items = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+    items = _items(row)
     written: list[Foreign] = []
     metrics = {"unfinished": 0.0, "tool_calls": 0.0}
     response: Foreign = None
@@ -100,8 +151,8 @@ async def _play(
             written.append({"type": kind, "call_id": call["call_id"], "output": answer})
     judged = {**row, "response": {**response, "output": written}}
     verdict = json.loads(await _post(session, what, "verify", judged))
-    known = {key for key, value in verdict.items() if isinstance(value, bool | int | float)}
-    metrics |= {key: float(verdict[key]) for key in known - row.keys() - {"reward"}}
+    known = _numbers(verdict)
+    metrics |= {key: known[key] for key in known.keys() - row.keys() - {"reward"}}
     return StepResult(reward=verdict["reward"], done=True, metrics=metrics)
 
 
@@ -195,6 +246,9 @@ def serve() -> None:
     port = int(sys.argv[2])
     package = import_module("nemo_gym.server_utils")
     base: Foreign = import_module("nemo_gym.base_resources_server").SimpleResourcesServer
+    folder = str(_folder(name))
+    os.chdir(folder)
+    sys.path.insert(0, folder)  # servers import the modules beside them
     module = import_module(f"{SERVERS}.{name}.app")
     own = [each for each in vars(module).values() if isinstance(each, type)]
     (kind,) = (e for e in own if issubclass(e, base) and e.__module__ == module.__name__)
