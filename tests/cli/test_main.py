@@ -18,7 +18,7 @@ from tests.support import commands
 from tests.support.one_command import tunesmith
 from tunesmith.cli.guard import guarded
 from tunesmith.cli.main import app
-from tunesmith.cli.outcome import print_outcome
+from tunesmith.cli.outcome import print_outcome, print_usage
 from tunesmith.errors import (
     ConfigError,
     DeviceMemoryError,
@@ -65,6 +65,14 @@ def test_the_list_of_commands_has_whole_sentences() -> None:
     said = {name: command.get_short_help_str() for name, command in every}
     cut = {n: text for n, text in said.items() if not text.endswith(".") or "Example:" in text}
     assert len(said) > 30 and not cut
+
+
+def test_a_call_that_finds_all_of_its_work_done_says_what_it_took(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_usage({"seconds/setup": 1.0, "kv_used": 0.0}, 0.0, {"completions": "3"})
+    said = capsys.readouterr().out
+    assert "setup" in said and "completions  3" in said and "KV" not in said
 
 
 def test_version(folder: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, cast
 
@@ -229,7 +231,12 @@ def test_a_continued_adapter_starts_where_it_was_and_is_its_own_reference(
 
 
 def test_a_reward_model_trains_its_head_beside_the_adapter(base: Path, tmp_path: Path) -> None:
+    told = BufferingHandler(100)
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addHandler(told)
     model = ScoreModel.load(base)
+    logger.removeHandler(told)
+    assert not told.buffer, "that a new head is in no file is no news"
     adapters.attach(model, LoraSection(rank=2))
     backend = TorchBackend(model, AdamWSettings(), ScoreModel.predict)
 

@@ -69,7 +69,7 @@ def print_usage(usage: Mapping[str, float], earlier: float, facts: Mapping[str, 
     ):
         if metric in usage:
             rows[name] = f"{format_size(usage[metric])} at most"
-    if "kv_used" in usage:
+    if "kv_used" in usage and "KV memory" in rows:  # if all was there, the engine held nothing
         rows["KV memory"] += f", {share(usage['kv_used'])} of system.kv_memory"
     print_summary(seconds_of(usage), rows | dict(facts))
 

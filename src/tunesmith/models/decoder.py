@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from tunesmith.config.values import format_size
 from tunesmith.costs import CostModel
 from tunesmith.errors import ModelError, StorageError, boundary
 from tunesmith.models.attention import ForestAttention
@@ -452,8 +453,8 @@ class Decoder:
         free = shutil.disk_usage(directory).free
         if total > free:
             raise StorageError(
-                f"the weights of one checkpoint take {total / 1e9:.2f} GB, and the disk of "
-                f"{directory} has {free / 1e9:.2f} GB free; free some, or set run_dir to a "
+                f"the weights of one checkpoint take {format_size(total)}, and the disk of "
+                f"{directory.parent} has {format_size(free)} free; free some, or set run_dir to a "
                 "directory on another disk"
             )
 

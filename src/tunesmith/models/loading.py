@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -193,7 +194,8 @@ def auto_class(config: Any, auto: Any = AutoModelForCausalLM) -> Any:
 
 def _read(path: str | Path, load: Callable[..., Any], differences: Differences) -> PreTrainedModel:
     """A module that transformers loads, if all of it comes from its files and is finite."""
-    with boundary(ModelError, f"cannot load the weights of model '{path}'", ANY_ERROR):
+    failed = f"cannot load the weights of model '{path}'"
+    with boundary(ModelError, failed, ANY_ERROR), _without_report():
         loaded, info = load(
             use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -204,6 +206,23 @@ def _read(path: str | Path, load: Callable[..., Any], differences: Differences) 
         path, [name for name, tensor in module.state_dict().items() if not is_finite(tensor)]
     )
     return module
+
+
+@contextmanager
+def _without_report() -> Generator[None]:
+    """Keep back transformers' list of missing and unknown weights, which ``_read`` judges itself: a
+    new head is no fault. Errors refer to the list of failed conversions."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "LOAD REPORT" not in text or "CONVERSION" in text
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)
 
 
 def _place(module: PreTrainedModel, how: Loading) -> None:
