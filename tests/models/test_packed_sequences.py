@@ -21,7 +21,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.facts.families import published
 from tunesmith.types import Sample
 
-STATES = ("lfm2", "qwen3_next", "bamba", "falcon_h1")
+STATES = ("lfm2", "qwen3_next", "bamba", "falcon_h1", "jamba")
 """A convolution, a delta net, a state space, and one beside attention in a layer."""
 OTHERS = (pytest.mark.slow, pytest.mark.long)
 EVERY = [

@@ -65,6 +65,7 @@ FACTS = {
         CPU, replace(USUAL, expert_widths=(256, 20), mixtures=Mixtures(6, 4, 2, 100_000))
     ),
     "at once": Facts(CPU, replace(USUAL, family="llama4_text")),
+    "windows": Facts(CPU, replace(USUAL, narrow=True), train_size=1000, longest=100),
     "images": Facts(CPU, USUAL, train_size=1000, longest=100, images=3),
     "both": Facts(CPU, replace(SEEING, family="gemma3_text"), longest=100, images=3),
     "seeing": Facts(CPU, SEEING, train_size=1000, longest=100, images=3),

@@ -43,6 +43,7 @@ STATEFUL = [
     "bamba",
     "falcon_h1",
     "granitemoehybrid",
+    "jamba",
     "lfm2",
     "lfm2_moe",
     "nemotron_h",

@@ -346,6 +346,14 @@ SPECIAL["gpt_oss"] = {
         "truncate": False,
     },
 }
+SPECIAL["jamba"] = {
+    "num_hidden_layers": 3,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mamba_d_state": 8,
+}
 SPECIAL["granite_swa"] = {"sliding_window": WINDOW, "num_hidden_layers": 5}
 SPECIAL["granitemoe_swa"] = {
     "sliding_window": WINDOW,

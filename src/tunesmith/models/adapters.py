@@ -57,11 +57,12 @@ _JOINED = ("gate_proj", "up_proj", "w1", "w3")
 """Of these peft takes no one without the other."""
 _LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "falcon_h1": ("out_proj",),
+    "jamba": ("dt_proj", "router"),
     "laguna": ("gate_proj", "up_proj", "down_proj"),
     "nemotron_h": ("out_proj",),
 }
-"""By family, targets whose weights fused kernels read past the module, which peft refuses, or that
-it does not find again in an adapter's file."""
+"""By family, targets whose weights are read past the module, that peft refuses or does not find
+again in an adapter's file, and routers."""
 
 
 def attach(

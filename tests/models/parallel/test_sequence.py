@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from tests.support import training
-from tests.support.families import SPECIAL
+from tests.support.families import SPECIAL, settings_of
 from tests.support.sequence_ranks import SequenceRanks, gradients
 from tests.support.tiny import save_model
 from tunesmith.config.schema import LoraSection
@@ -38,8 +38,11 @@ from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.layers import ModuleRunner, text_decoder
 from tunesmith.models.parallel.lock_step import LockStep
+from tunesmith.models.parallel.ring import check_ring
 from tunesmith.models.parallel.sequence import SequenceGroup, SequenceKind
 from tunesmith.models.score_model import ScoreModel, whole_sequence
+from tunesmith.plan.facts.families import published
+from tunesmith.plan.facts.model import facts_of
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
@@ -420,6 +423,23 @@ def test_attention_that_ranks_cannot_share(
     SequenceGroup(Group(), kind).check(
         "org/m", AutoConfig.for_model("qwen2")
     )  # its window is switched off
+
+
+@pytest.mark.parametrize("family", published())
+def test_the_plan_knows_whose_attention_the_ring_cannot_compute(family: str) -> None:
+    """Of configurations as transformers writes them, and of those that leave out what follows."""
+    config = AutoConfig.for_model(family, **settings_of(family)).get_text_config()
+    refused = False
+    try:
+        check_ring("org/m", config)
+    except ModelError:
+        refused = True
+    written = config.to_dict()
+    assert getattr(facts_of(written), "narrow", None) == refused
+    if family not in ("laguna", "mellum", "dots1"):  # always published with their layers' kinds
+        written.pop("layer_types", None)
+        if "num_kv_shared_layers" not in written:
+            assert getattr(facts_of(written), "narrow", None) == refused
 
 
 def test_a_pass_that_failed_is_not_recorded_whatever_failed_before() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tunesmith.models.forest import PackedLengths
-from tunesmith.models.recurrent import delta_rule, state_space
+from tunesmith.models.recurrent import delta_rule, selective_scan, state_space
 from tunesmith.models.recurrent.chunks import Chunks
 from tunesmith.models.recurrent.convolution import convolve
 
@@ -25,6 +25,7 @@ def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_rule, "CHUNK", 4)
     monkeypatch.setattr(delta_rule, "CHUNK_BY_CHANNEL", 3)
     monkeypatch.setattr(state_space, "CHUNK", 4)
+    monkeypatch.setattr(selective_scan, "CHUNK", 4)
 
 
 def draw(*shape: int) -> Tensor:
@@ -134,6 +135,39 @@ def test_the_state_space(lengths: list[int], continues: bool) -> None:
     inputs = [draw(count, 4, 3), delta, rate, draw(count, 2, 5), draw(count, 2, 5), draw(4)]
     start = draw(len(lengths), 4, 3, 5) if continues else None
     same(state_space.state_space, state_space_by_token, inputs, lengths, start)
+
+
+def selective_scan_by_token(
+    x: Tensor,
+    delta: Tensor,
+    rate: Tensor,
+    write: Tensor,
+    read: Tensor,
+    skip: Tensor,
+    lengths: list[int],
+    start: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    outputs: list[Tensor] = []
+    ends: list[Tensor] = []
+    for tokens, state in by_sequence(lengths, torch.zeros_like(rate), start):
+        for t in tokens:
+            step = delta[t].unsqueeze(-1)
+            state = (step * rate).exp() * state + step * x[t].unsqueeze(-1) * write[t]
+            outputs.append((state * read[t]).sum(-1) + skip * x[t])
+        ends.append(state)
+    return torch.stack(outputs), torch.stack(ends)
+
+
+@settings(max_examples=15)
+@given(LENGTHS, st.booleans())
+def test_the_selective_scan(lengths: list[int], continues: bool) -> None:
+    torch.manual_seed(0)
+    count = sum(lengths)
+    delta = torch.rand(count, 3, dtype=torch.float64).requires_grad_()
+    rate = torch.rand(3, 5, dtype=torch.float64).neg().requires_grad_()
+    inputs = [draw(count, 3), delta, rate, draw(count, 5), draw(count, 5), draw(3)]
+    start = draw(len(lengths), 3, 5) if continues else None
+    same(selective_scan.selective_scan, selective_scan_by_token, inputs, lengths, start)
 
 
 @settings(max_examples=15)

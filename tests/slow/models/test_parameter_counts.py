@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,8 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.documents import SUPPORT
+from tunesmith.models.adapters import linear_modules
+from tunesmith.models.kernels.layers import text_decoder
 from tunesmith.plan.facts.families import families
 from tunesmith.plan.facts.model import facts_of
 
@@ -45,6 +47,9 @@ def test_counts_are_those_of_the_modules(model_type: str) -> None:
     assert facts is not None
     counted = sum(parameter.numel() for parameter in module.parameters())
     assert facts.estimated == pytest.approx(counted, rel=0.005)
+    linear = linear_modules(text_decoder(module))
+    widths = sum(sum(cast(Any, part).weight.shape) for part in linear.values())
+    assert facts.widths == pytest.approx(widths, rel=0.2)
     experts = [p for name, p in module.named_parameters() if ".experts." in name]
     if experts:
         chosen = next(

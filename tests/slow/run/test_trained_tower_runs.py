@@ -46,6 +46,25 @@ def test_what_is_asked_for_is_what_changes(picture_folder: Path, model_type: str
     assert any(word in name for name in before for word in projector)
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_tower_learns_at_a_rate_of_its_own(picture_folder: Path, adapted: bool) -> None:
+    """The first step of AdamW is as long as its rate; the decoder's is the same."""
+    model = save_vision_model(picture_folder / "model")
+    before = weights_of(model)
+    adapter = {"lora__rank": 2, "lora__save_merged": True} if adapted else {}
+    settings = {"train__steps": 1, "train__weight_decay": 0.0, **adapter}
+    moves: dict[float, dict[str, float]] = {}
+    for ratio in (1.0, 0.1):
+        own = {**settings, "model__vision_lr_ratio": ratio}
+        path = sft_run(picture_folder, model, f"{ratio}", "projector", **own)
+        after = weights_of(path.with_name(f"{path.name}_merged") if adapted else path)
+        moves[ratio] = {n: float((after[n] - w).abs().max()) for n, w in before.items()}
+    assert any("merger" in name and moved for name, moved in moves[1.0].items())
+    for name, moved in moves[1.0].items():
+        expected = moved * (0.1 if is_of_tower(name) else 1)
+        assert moves[0.1][name] == pytest.approx(expected, rel=1e-2, abs=1e-7), name
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_rewards_train_the_tower_that_samples(picture_folder: Path, checkpointing: bool) -> None:
     """The ratio is one only if the engine's features are those of the trainer's new weights."""

@@ -65,13 +65,20 @@ def find_routers(layers: Iterable[nn.Module]) -> Iterator[Router]:
         for module in block.modules():
             experts = getattr(module, "num_experts", None)
             chosen = getattr(module, "top_k", None)
-            parts = [*module.children()]
-            linear = parts[0] if len(parts) == 1 else None  # the linear function of some
-            weights = (getattr(each, "weight", None) for each in (module, linear))
+            weights = (getattr(each, "weight", None) for each in (module, _linear_of(module)))
             scores = any(isinstance(weight, Tensor) for weight in weights)
             if scores and isinstance(experts, int) and isinstance(chosen, int):
                 yield Router(index, layer, module, experts, chosen, _holder_of(block, module))
                 index += 1
+
+
+def _linear_of(module: nn.Module) -> nn.Module | None:
+    """The linear function of a router that has no weight itself: its only part, or, of a block that
+    chooses its own experts, the one beside them."""
+    parts = [*module.children()]
+    if len(parts) == 2:
+        parts = [part for part in parts if type(part) is nn.Linear]
+    return parts[0] if len(parts) == 1 else None
 
 
 def _holder_of(block: nn.Module, router: nn.Module) -> nn.Module | None:
@@ -109,7 +116,7 @@ class Watching(TorchFunctionMode):
             return self._chosen(args[0], result)
         if func in _SIGMOIDS:
             self._sigmoid = True
-        elif func is functional.linear and isinstance(result, Tensor):
+        elif func is functional.linear and self._experts is None and isinstance(result, Tensor):
             self._logits = result
         elif func is Tensor.masked_fill and self._wanted is not None and self._by_expert(args[0]):
             chosen = _marks(self._wanted, self._router.experts)

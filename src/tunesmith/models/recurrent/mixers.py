@@ -24,6 +24,7 @@ from tunesmith.models.forest import PackedLengths
 from tunesmith.models.kernels.layers import State
 from tunesmith.models.recurrent.convolution import convolve
 from tunesmith.models.recurrent.delta_rule import gated_delta_rule
+from tunesmith.models.recurrent.selective_scan import selective_scan
 from tunesmith.models.recurrent.state_space import state_space
 
 
@@ -46,6 +47,7 @@ class PackedPass:
             "torch_chunk_gated_delta_rule": self._delta_rule,
             "chunk_kimi_delta_attention": self._delta_rule,
             "mamba2_chunk_scan": self._state_space,
+            "mamba_selective_scan": self._selective_scan,
             "mamba2_split_conv1d_scan_combined": _nothing,
         }
 
@@ -106,6 +108,24 @@ class PackedPass:
         delta = F.softplus(dt[0] + dt_bias.to(dt.dtype)).clamp(*dt_limit)
         out = self._run(state_space, hidden_states[0], delta, A, B[0], C[0], D)
         return out.unsqueeze(0)
+
+    def _selective_scan(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *,
+        D: Tensor,
+        z: Tensor,
+        delta_bias: Tensor,
+        **_: object,
+    ) -> Tensor:
+        """``[1, d, T]`` twice, ``[d, N]``, twice ``[1, N, T]``, and the gate ``[1, d, T]``."""
+        delta = F.softplus(dt[0].t() + delta_bias.to(dt.dtype))
+        rows = (hidden_states[0].t(), delta, A, B[0].t(), C[0].t(), D)
+        return self._run(selective_scan, *rows).t().unsqueeze(0) * F.silu(z)
 
 
 def _nothing(*_: object, **__: object) -> None:

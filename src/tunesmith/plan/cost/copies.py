@@ -73,14 +73,14 @@ def dequantised_bytes(model: ModelFacts, layout: Layout) -> int:
 
 
 def adapter_numbers(model: ModelFacts, rank: int) -> int:
-    """Parameters of an adapter on all linear modules of a Llama-shaped decoder: ``rank`` rows in
-    and out of each."""
+    """Parameters of an adapter on all linear modules of a decoder: ``rank`` rows in and out of
+    each."""
     hidden = model.hidden_size
     inner = model.intermediate_size
     queries = model.query_width
     keys = model.key_width
-    widths = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)
-    return rank * model.layers * widths
+    llama = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)
+    return rank * (model.widths or model.layers * llama)
 
 
 def rounded_up(model: ModelFacts, shards: int) -> float:

@@ -42,7 +42,7 @@ def mixtures_of(config: Written, counted: Counts) -> Mixtures:
 
 def expert_widths(config: Written) -> tuple[int, ...]:
     """The sizes of an expert's matrices; empty for a decoder without experts."""
-    if not first(config, *EXPERTS):
+    if first(config, *EXPERTS) < 2:
         return ()
     outer = first(config, "moe_latent_size") or first(config, "hidden_size")
     inner = first(config, "moe_intermediate_size") or first(config, "intermediate_size")

@@ -3,7 +3,8 @@ its configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
 from typing import Any, NamedTuple
 
 Written = Mapping[str, Any]
@@ -25,6 +26,10 @@ def layer_kinds(config: Written, layers: int) -> Sequence[str]:
     family = config.get("model_type")
     if family == "falcon_h1":
         return ["hybrid"] * layers
+    if family == "jamba":
+        every = first(config, "attn_layer_period") or 8
+        offset = first(config, "attn_layer_offset")
+        return ["attention" if i % every == offset else "mamba" for i in range(layers)]
     if family == "bamba":
         attending = config.get("attn_layer_indices") or ()
         return ["attention" if i in attending else "mamba" for i in range(layers)]
@@ -46,6 +51,21 @@ def layer_kinds(config: Written, layers: int) -> Sequence[str]:
     return ["attention"] * layers
 
 
+def narrows(config: Written, layers: int) -> bool:
+    """Whether some layers see a window or a chunk of the tokens before, if their configuration
+    says so."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return any("sliding" in str(kind) or "chunked" in str(kind) for kind in kinds)
+    # Qwen's families write a window beside the key that leaves it out, which is off by default.
+    window = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
+    starts = config.get("max_window_layers") or 0
+    return bool(
+        first(config, "attention_chunk_size")
+        or (first(config, "sliding_window") and window and starts < layers)
+    )
+
+
 class Mixer(NamedTuple):
     """Sizes of a layer's mixer that carries a state."""
 
@@ -58,7 +78,18 @@ class Mixer(NamedTuple):
     out: int = 0
     """Inputs of its output projection."""
     between: int = 0
-    """Parameters of the second products of its low-rank gates."""
+    """Inputs of the second products of its two low-rank gates, or of other products among its
+    channels; 0: it has none."""
+    parts: int = 1
+    """Products that have ``width`` outputs together."""
+
+    def matrices(self, hidden: int) -> Iterator[tuple[int, int]]:
+        """The inputs and outputs of its linear modules."""
+        yield hidden, self.width - (self.parts - 1)
+        yield from (self.parts - 1) * [(hidden, 1)]
+        yield self.out, hidden
+        if self.between:
+            yield from 2 * [(self.between, self.out)]
 
 
 NO_MIXER = Mixer()
@@ -74,6 +105,8 @@ def mixer_of(config: Written, hidden: int) -> Mixer:
         return Mixer(3 * hidden, (config["conv_L_cache"] - 1) * hidden, out=hidden)
     if first(config, "mamba_n_heads", "mamba_num_heads"):
         return _state_space(config, hidden)
+    if config.get("model_type") == "jamba":
+        return _selective_scan(config, hidden)
     return NO_MIXER
 
 
@@ -83,7 +116,9 @@ def _delta_net(config: Written) -> Mixer:
     values = heads * config["linear_value_head_dim"]
     channels = 2 * config["linear_num_key_heads"] * key + values
     window = (config["linear_conv_kernel_dim"] - 1) * channels
-    return Mixer(channels + values + 2 * heads, window, key * values, values)
+    # Qwen3-Next has joined them, and OLMo divided them further than Qwen3.5.
+    parts = {"qwen3_next": 2, "olmo_hybrid": 6}.get(str(config.get("model_type")), 4)
+    return Mixer(channels + values + 2 * heads, window, key * values, values, parts=parts)
 
 
 def _delta_attention(config: Written) -> Mixer:
@@ -94,7 +129,7 @@ def _delta_attention(config: Written) -> Mixer:
     kernel = first(written, "short_conv_kernel_size") or first(config, "linear_conv_kernel_dim")
     values = heads * head
     window = ((kernel or 4) - 1) * 3 * values
-    return Mixer(3 * values + heads + 2 * head, window, head * values, values, 2 * head * values)
+    return Mixer(3 * values + heads + 2 * head, window, head * values, values, head, parts=6)
 
 
 def _state_space(config: Written, hidden: int) -> Mixer:
@@ -106,6 +141,16 @@ def _state_space(config: Written, hidden: int) -> Mixer:
     channels = inner + 2 * groups * state
     window = ((first(config, "mamba_d_conv", "conv_kernel") or 4) - 1) * channels
     return Mixer(channels + inner + heads, window, inner * state, inner)
+
+
+def _selective_scan(config: Written, hidden: int) -> Mixer:
+    """Mamba, whose steps come from a narrow product of the channels."""
+    inner = (first(config, "mamba_expand") or 2) * hidden
+    state = first(config, "mamba_d_state") or 16
+    narrow = first(config, "mamba_dt_rank") or ceil(hidden / 16)  # it may be "auto"
+    window = ((first(config, "mamba_d_conv") or 4) - 1) * inner
+    # With the rates of the state: twice so many numbers for each channel.
+    return Mixer(2 * inner, window, inner * state, inner, narrow + 3 * state // 2, parts=1)
 
 
 def first(config: Written, *names: str) -> int:

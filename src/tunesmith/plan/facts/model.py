@@ -22,6 +22,7 @@ from tunesmith.plan.facts.layers import (
     first,
     layer_kinds,
     mixer_of,
+    narrows,
 )
 from tunesmith.plan.facts.model_files import check_files, count_parameters
 from tunesmith.plan.facts.parameters import Sizes, count, global_key_width
@@ -46,6 +47,8 @@ class ModelFacts:
     context: int | None
     tied: bool = False
     """The head shares the embedding's weight."""
+    narrow: bool = False
+    """Attention has a window, chunks or a soft cap in some layers."""
     switch: int | None = None
     """Length above which sequences have different rotary frequencies (``longrope``)."""
     head_norms: bool = False
@@ -77,6 +80,9 @@ class ModelFacts:
     expert_widths: tuple[int, ...] = ()
     """The sizes of an expert's matrices; empty: the model has no experts."""
     mixtures: Mixtures = NO_MIXTURES
+    widths: int = 0
+    """Inputs and outputs of all linear modules within the layers, except of experts among which
+    routers choose; 0: those of a Llama-shaped decoder."""
 
     @cached_property
     def lean(self) -> bool:
@@ -175,6 +181,8 @@ def facts_of(whole: Written) -> ModelFacts | None:
         vocab_size=vocabulary,
         context=size["context"] or None,
         tied=bool(tied),
+        narrow=narrows(config, layers)
+        or bool(config.get("attn_logit_softcapping", family(config.get("model_type")).softcap)),
         switch=_switch(config),
         family=config.get("model_type"),
         rotates_in_part=_rotates_in_part(config),
@@ -198,7 +206,13 @@ def facts_of(whole: Written) -> ModelFacts | None:
     )
     counted = count(config, sizes, family(facts.family))
     mixtures = mixtures_of(config, counted)
-    return replace(facts, estimated=counted.total, idle=counted.idle, mixtures=mixtures)
+    return replace(
+        facts,
+        estimated=counted.total,
+        idle=counted.idle,
+        mixtures=mixtures,
+        widths=counted.widths,
+    )
 
 
 def decoder_config(whole: Written) -> Written:

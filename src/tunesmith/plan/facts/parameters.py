@@ -6,7 +6,7 @@ Biases and the norms within attention are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from tunesmith.plan.facts.families import Family
@@ -17,6 +17,8 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "
 SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
 ALONE = ("mlp", "moe")
 """Kinds of layers that are only a feed-forward network, in families that have these."""
+Matrix = tuple[int, int]
+"""The inputs and outputs of a linear module."""
 
 
 class Sizes(NamedTuple):
@@ -43,6 +45,9 @@ class Counts(NamedTuple):
     """Layers with such experts."""
     inner: int = 0
     """The feed-forward width of one of them that a token passes through."""
+    widths: int = 0
+    """Inputs and outputs of all linear modules within the layers, which an adapter is beside: of
+    these so many numbers for each rank."""
 
 
 def count(config: Written, sizes: Sizes, family: Family) -> Counts:
@@ -52,25 +57,40 @@ def count(config: Written, sizes: Sizes, family: Family) -> Counts:
     routed = 0
     mixtures = 0
     inner = 0
+    widths = 0
+    narrow = first(config, "hidden_size_per_layer_input")
     apart = not set(ALONE).isdisjoint(sizes.layers)
     for index, kind in enumerate(sizes.layers):
         total += sizes.hidden if apart else 2 * sizes.hidden
         if kind not in ALONE:
-            total += sum(_mixing(config, index, sizes, family))
+            mixing = [*_mixing(config, index, sizes, family)]
+            total += _numbers(mixing)
+            widths += _widths(mixing)
+        if kind in CARRYING:
+            total += sizes.mixer.window
+        if narrow:
+            reading = [(sizes.hidden, narrow), (narrow, sizes.hidden)]
+            total += _numbers(reading)
+            widths += _widths(reading)
         if apart and kind not in ALONE:
             continue
         sparse = kind == "moe" if apart else _is_sparse(config, index)
-        whole = (
-            _experts(config, sizes, family)
-            if sparse
-            else Counts(_dense(config, index, sizes, family), 0)
-        )
+        whole = _experts(config, sizes, family) if sparse else _dense(config, index, sizes, family)
         total += whole.total
         idle += whole.idle
         routed += whole.routed
         mixtures += whole.mixtures
         inner = max(inner, whole.inner)
-    return Counts(total, idle, routed, mixtures, inner)
+        widths += whole.widths
+    return Counts(total, idle, routed, mixtures, inner, widths)
+
+
+def _numbers(matrices: Iterable[Matrix]) -> int:
+    return sum(inputs * outputs for inputs, outputs in matrices)
+
+
+def _widths(matrices: Iterable[Matrix]) -> int:
+    return sum(inputs + outputs for inputs, outputs in matrices)
 
 
 def _positions(config: Written, sizes: Sizes, family: Family) -> int:
@@ -78,27 +98,27 @@ def _positions(config: Written, sizes: Sizes, family: Family) -> int:
     learned = first(config, "max_position_embeddings", "n_positions")
     positions = learned * sizes.hidden if family.learned_positions else 0
     by_layer = first(config, "hidden_size_per_layer_input") * len(sizes.layers)
-    return positions + by_layer * (
-        first(config, "vocab_size_per_layer_input") + 3 * sizes.hidden  # read once, used twice
-    )
+    return positions + by_layer * (first(config, "vocab_size_per_layer_input") + sizes.hidden)
 
 
-def _mixing(config: Written, index: int, sizes: Sizes, family: Family) -> Iterator[int]:
+def _mixing(config: Written, index: int, sizes: Sizes, family: Family) -> Iterator[Matrix]:
     """Of the attention and of the mixer with a state that a layer has."""
     kind = sizes.layers[index]
+    hidden = sizes.hidden
     if kind in CARRYING:
-        mixer = sizes.mixer
-        yield sizes.hidden * (mixer.width + mixer.out) + mixer.window + mixer.between
+        yield from sizes.mixer.matrices(hidden)
     if kind in CARRYING and kind != "hybrid":
         return
     if first(config, "kv_lora_rank"):
-        yield _latent_attention(config, sizes)
+        yield from _latent_attention(config, sizes)
     elif family.wide_global and kind == "full_attention":
-        yield _global_attention(config, index, sizes)
+        yield from _global_attention(config, index, sizes)
     else:
         gate = sizes.queries if family.output_gate else 0
-        keys = 0 if _borrows_keys(config, index, sizes) else 2 * sizes.keys
-        yield sizes.hidden * (2 * sizes.queries + keys + gate)
+        yield hidden, sizes.queries + gate
+        if not _borrows_keys(config, index, sizes):
+            yield from 2 * [(hidden, sizes.keys)]
+        yield sizes.queries, hidden
 
 
 def _borrows_keys(config: Written, index: int, sizes: Sizes) -> bool:
@@ -106,13 +126,14 @@ def _borrows_keys(config: Written, index: int, sizes: Sizes) -> bool:
     return index >= len(sizes.layers) - first(config, "num_kv_shared_layers")
 
 
-def _global_attention(config: Written, index: int, sizes: Sizes) -> int:
+def _global_attention(config: Written, index: int, sizes: Sizes) -> Iterator[Matrix]:
     """Of heads that are wider than the local layers', whose values may be their keys."""
-    keys = global_key_width(config) * (1 if config.get("attention_k_eq_v") else 2)
-    if _borrows_keys(config, index, sizes):
-        keys = 0
     queries = config["num_attention_heads"] * config["global_head_dim"]
-    return sizes.hidden * (2 * queries + keys)
+    yield sizes.hidden, queries
+    if not _borrows_keys(config, index, sizes):
+        matrices = 1 if config.get("attention_k_eq_v") else 2
+        yield from matrices * [(sizes.hidden, global_key_width(config))]
+    yield queries, sizes.hidden
 
 
 def global_key_width(config: Written) -> int:
@@ -121,7 +142,7 @@ def global_key_width(config: Written) -> int:
     return (heads or first(config, "num_key_value_heads")) * first(config, "global_head_dim")
 
 
-def _latent_attention(config: Written, sizes: Sizes) -> int:
+def _latent_attention(config: Written, sizes: Sizes) -> Iterator[Matrix]:
     """Of keys and values, and perhaps queries, that are made of a narrow latent."""
     hidden = sizes.hidden
     latent = config["kv_lora_rank"]
@@ -129,12 +150,15 @@ def _latent_attention(config: Written, sizes: Sizes) -> int:
     heads = sizes.queries // (config["qk_nope_head_dim"] + rotated)
     values = heads * config["v_head_dim"]
     width = first(config, "q_lora_rank")
-    queries = width * (hidden + sizes.queries) if width else hidden * sizes.queries
-    keys = hidden * (latent + rotated) + latent * (heads * config["qk_nope_head_dim"] + values)
-    return queries + keys + values * hidden
+    if width:
+        yield hidden, width
+    yield width or hidden, sizes.queries
+    yield hidden, latent + rotated
+    yield latent, heads * config["qk_nope_head_dim"] + values
+    yield values, hidden
 
 
-def _dense(config: Written, index: int, sizes: Sizes, family: Family) -> int:
+def _dense(config: Written, index: int, sizes: Sizes, family: Family) -> Counts:
     inner = first(config, "shared_intermediate_size", "intermediate_size_mlp") or sizes.inner
     if config.get("use_double_wide_mlp") and _borrows_keys(config, index, sizes):
         inner *= 2
@@ -142,7 +166,8 @@ def _dense(config: Written, index: int, sizes: Sizes, family: Family) -> int:
         multiple = config["block_multiple_of"]
         scaled = int(config.get("block_ffn_dim_multiplier", 1.0) * (2 * inner // 3))
         inner = -(-scaled // multiple) * multiple
-    return _matrices(family) * sizes.hidden * inner
+    matrices = _matrices(family) * [(sizes.hidden, inner)]
+    return Counts(_numbers(matrices), 0, widths=_widths(matrices))
 
 
 def _experts(config: Written, sizes: Sizes, family: Family) -> Counts:
@@ -157,9 +182,14 @@ def _experts(config: Written, sizes: Sizes, family: Family) -> Counts:
     )
     if family.dense_beside_experts:
         shared = sizes.inner
-    total = experts * (each + hidden) + _matrices(family) * hidden * shared
+    beside = _matrices(family) * [(hidden, shared)] if shared else []
+    if first(config, "shared_expert_intermediate_size"):
+        beside.append((hidden, 1))  # its gate
+    total = experts * (each + hidden) + _numbers(beside)
     chosen = chosen_experts(config)
-    return Counts(total, (experts - chosen) * each, experts * each, 1, chosen * inner + shared)
+    idle = (experts - chosen) * each
+    inner = chosen * inner + shared
+    return Counts(total, idle, experts * each, 1, inner, _widths(beside))
 
 
 def chosen_experts(config: Written) -> int:
@@ -179,6 +209,9 @@ def _is_sparse(config: Written, layer: int) -> bool:
     if isinstance(chosen, list):
         return layer in chosen
     dense = first(config, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+    if "expert_layer_period" in config:
+        several = first(config, *EXPERTS) > 1
+        return several and layer % config["expert_layer_period"] == config["expert_layer_offset"]
     names = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step")
     step = first(config, *names) or 1
     alone: Sequence[int] = config.get("mlp_only_layers") or ()

@@ -123,6 +123,10 @@ def sequence_parallelism(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield s.clash(kind,
             f"with {s.said('model.dtype')}: ring attention on a GPU has 16-bit kernels only; set "
             'model.dtype = "bfloat16", or type = "ulysses"', "model.dtype")
+    if ring and s.model and s.model.narrow:
+        yield s.clash(kind,
+            f": '{s.model.family}' has attention with windows, chunks or a soft cap, for which "
+            'ring attention has no kernel; set type = "ulysses"')
 
 
 @rule(RunConfig)

@@ -172,6 +172,8 @@ def labels_of_steps(s: Situation[PRMConfig]) -> Iterator[Problem]:
 unread(RunConfig, "train.min_lr_ratio", lambda s: s.config.train.schedule == "constant",
        "on the constant schedule; leave it out, or set train.schedule = 'cosine' or 'linear'",
        harmless=(0.0,))
+unread(RunConfig, "model.vision_lr_ratio", lambda s: s.config.model.vision_tower == "frozen",
+       "with a frozen tower; leave it out, or set model.vision_tower", harmless=(1.0,))
 unread(RunConfig, "lora.rank lora.alpha lora.targets", lambda s: s.config.lora.path is not None,
        "with lora.path: the saved adapter has its own; leave it out")
 unread(RunConfig, "lora.", lambda s: not s.config.lora.on,

@@ -137,6 +137,7 @@ def optimizer_spec(plan: AnyPlan) -> OptimizerSpec:
         offload_activations=memory.offload_activations,
         router_aux_loss_coef=plan.said.model.router_aux_loss_coef,
         router_bias_update_rate=plan.said.model.router_bias_update_rate,
+        tower_lr_ratio=plan.said.model.vision_lr_ratio,
         seed=train.seed,
     )
 

@@ -40,6 +40,7 @@ class OptimizerSpec:
     muon: Muon | None = None
     offload: bool = False
     head_lr_ratio: float = 1.0
+    tower_lr_ratio: float = 1.0
     ema_decay: float | None = None
     gradient_checkpointing: Checkpointing = False
     offload_activations: bool = False
@@ -192,7 +193,13 @@ class TrainerSpec:
         return TorchBackend(
             model,
             AdamWSettings(
-                how.weight_decay, how.betas, how.eps, how.max_grad_norm, how.muon, how.offload
+                how.weight_decay,
+                how.betas,
+                how.eps,
+                how.max_grad_norm,
+                how.muon,
+                how.offload,
+                how.tower_lr_ratio,
             ),
             predict,
             reference=reference,

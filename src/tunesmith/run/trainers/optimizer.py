@@ -16,6 +16,7 @@ from tunesmith.config.optimizer import Muon
 from tunesmith.errors import CheckpointError
 from tunesmith.models.parallel.host_memory import HostShelf, host_copies
 from tunesmith.models.parallel.sharding import in_host_memory, local
+from tunesmith.plan.facts.model_files import is_of_tower
 from tunesmith.run.trainers.masters import HostSums, Master
 from tunesmith.run.trainers.muon import ShardedMuon, hidden_matrices
 
@@ -68,6 +69,8 @@ class AdamWSettings:
     """Trains the matrices of the decoder's layers instead of AdamW."""
     offload: bool = False
     """Keep master weights, their gradients and moments in host memory, and step there."""
+    tower_lr_ratio: float = 1.0
+    """The learning rate of what is trained of a tower, by that of the rest."""
 
 
 class MasterOptimizer:
@@ -101,14 +104,17 @@ class MasterOptimizer:
         self.average = {name: weight.detach().clone() for name, weight in averaged.items()}
         self.sharded = {name for name, master in self._all.items() if master.sharded}
         hidden = hidden_matrices(cast(PreTrainedModel, module)) if settings.muon else set[str]()
-        matrices = [self.masters[n] for n, p in trained.items() if p.ndim >= 2 and n not in hidden]
-        vectors = [self.masters[n] for n, p in trained.items() if p.ndim < 2]
         of_head = [self.masters[n] for n in extra]
-        groups: list[dict[str, Any]] = [
-            {"params": matrices},
-            {"params": vectors, "weight_decay": 0.0},
-            {"params": of_head, "weight_decay": 0.0, "lr_ratio": head_lr_ratio},
-        ]
+        ratio = settings.tower_lr_ratio
+        tower = {n for n in trained if ratio != 1 and is_of_tower(n)}
+        groups: list[dict[str, Any]] = []
+        for names, rate in ((trained.keys() - tower, 1.0), (tower, ratio)):
+            own = {n: p.ndim for n, p in trained.items() if n in names and n not in hidden}
+            matrices = [self.masters[n] for n, dims in own.items() if dims >= 2]
+            vectors = [self.masters[n] for n, dims in own.items() if dims < 2]
+            groups.append({"params": matrices, "lr_ratio": rate})
+            groups.append({"params": vectors, "weight_decay": 0.0, "lr_ratio": rate})
+        groups.append({"params": of_head, "weight_decay": 0.0, "lr_ratio": head_lr_ratio})
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=0.0,

@@ -173,7 +173,7 @@ def test_two_states_in_a_layer_are_refused(tmp_path: Path, monkeypatch: pytest.M
     assert refused.value.keys == ("system.engine",)
 
 
-@pytest.mark.parametrize("family", ["bamba", "falcon_h1", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["bamba", "falcon_h1", "jamba", "lfm2", "qwen3_next"])
 @pytest.mark.parametrize("tokens", [4096, 144])
 def test_families_with_states(
     family: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
