@@ -13,11 +13,11 @@ import pytest
 
 from tests.support.hardware_table import MODELS
 from tests.support.machine_facts import CPU, SMALL
-from tunesmith.config.commands import GenerateConfig
+from tunesmith.config.commands import GenerateConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import CapacityError, ConfigError, ModelError
-from tunesmith.plan.cost.memory import planned_devices
+from tunesmith.plan.cost.memory import kept_of_request, planned_devices
 from tunesmith.plan.cost.seconds import TO_THE_HOST, step_seconds
 from tunesmith.plan.facts.adapter import SavedAdapter, read_adapter
 from tunesmith.plan.facts.hardware import Hardware
@@ -37,6 +37,7 @@ SYNC = "system.adapter_sync"
 CROWD = "rollout.prompts_per_step=1024"
 KINDS: dict[type[RunConfig], list[str]] = {
     RLConfig: ['reward.functions=["math"]'],
+    RFTConfig: ['reward.functions=["math"]', "rft.threshold=1"],
     GenerateConfig: [],
     SFTConfig: [],
 }
@@ -238,6 +239,27 @@ def test_an_engine_that_shares_its_gpu_in_turns_uses_nine_tenths_of_it() -> None
     found = plan(RLConfig, "8xH100-80GB", "system.hybrid=true", CROWD, train_size=10**6)
     [(_, needed, free)] = planned_devices(found)
     assert 0.85 < needed.sampling / free <= 0.9
+
+
+def test_engines_of_runs_that_sample_first_have_room_for_requests() -> None:
+    """Also where no step shows how long they take."""
+    found = plan(RFTConfig, "8xA10G-24GB")
+    assert found.devices.tensor > 1 and found.devices.engine_devices == 8
+    kept = kept_of_request(found, QWEN_7B, 1512)
+    assert found.memory.kv_bytes * found.devices.ranks_per_engine > 100 * kept
+
+
+def test_a_derived_layout_may_be_written_down_without_its_engine() -> None:
+    shared = 'system.placement.colocate=[["actor", "rollout"]]'
+    numbers = ("system.trainer_ranks=16", "system.engines=2", "system.vllm.tensor_parallel_size=8")
+    model = replace(MODELS["32B (Qwen 2.5)"], family="qwen2")
+    found = plan(RLConfig, "2x8xH100-80GB", "system.cluster=ray", shared, *numbers, model=model)
+    assert found.devices.engine.name == "vllm" and found.devices.engine_devices == 16
+
+
+def test_a_process_that_holds_nothing_is_no_device() -> None:
+    [(name, needed, _)] = planned_devices(plan(GenerateConfig, "8xH100-80GB"))
+    assert name == "engine" and needed.engine > 0
 
 
 def test_as_many_requests_run_at_once_as_the_memory_holds() -> None:

@@ -125,7 +125,7 @@ def test_an_engine_that_trains_nothing_is_split_as_far_as_it_pays() -> None:
     """70B fits two GPUs, which would then hold few requests."""
     assert layout(GenerateConfig, "8xA100-80GB", QWEN_7B, *VLLM)["tensor"] == 1
     split = layout(GenerateConfig, "8xA100-80GB", LLAMA_70B, *VLLM)
-    assert split["tensor"] == 8 and split["engines"] == 1
+    assert split["tensor"] == 4 and split["engines"] == 2
     with pytest.raises(CapacityError):
         resolved(GenerateConfig, "8xA100-80GB", LLAMA_70B)  # the local engine is on one GPU
 

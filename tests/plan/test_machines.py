@@ -39,7 +39,7 @@ def test_a_machine_is_what_its_name_says(spec: str, name: str, gpus: int, nodes:
     [
         ("8xH100-90GB", ["H100-80GB"]),
         ("8xA100", ["A100-80GB", "A100-40GB"]),
-        ("8xRTX4900", ["RTX4090-24GB"]),
+        ("8xRTX4099", ["RTX4090-24GB"]),
         ("0xH200", ["0 GPUs"]),
         ("9999999999999999999999xH200", ["999999999"]),
         ("8x", ["H100-80GB", "this"]),
@@ -72,6 +72,9 @@ def test_a_listed_gpu_is_found_in_the_table() -> None:
 9, GPU-10, NVIDIA GeForce RTX 3060, 12288, 11800, 8.6
 10, GPU-11, NVIDIA RTX 6000 Ada Generation, 49140, 48500, 8.9
 11, GPU-12, NVIDIA RTX PRO 6000 Blackwell Workstation Edition, 97887, 97000, 12.0
+12, GPU-13, NVIDIA B300 SXM6 AC, 275040, 274000, 10.3
+13, GPU-14, NVIDIA GH200 480GB, 97871, 97000, 9.0
+14, GPU-15, NVIDIA GeForce RTX 4060, 8188, 7900, 8.9
 """
     names = [kind.name if (kind := kind_of(gpu)) else None for gpu in parse_gpus(listing, None)]
     assert names == [
@@ -87,6 +90,9 @@ def test_a_listed_gpu_is_found_in_the_table() -> None:
         "RTX3060-12GB",
         "RTX6000Ada-48GB",
         "RTXPRO6000-96GB",
+        "B300-288GB",
+        "GH200-96GB",
+        "RTX4060-8GB",
     ]
 
 

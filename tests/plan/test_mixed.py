@@ -157,7 +157,7 @@ def test_machines_that_do_not_differ_are_not_joined(spec: str) -> None:
 
 def test_two_kinds_have_no_single_price() -> None:
     with pytest.raises(ConfigError, match="two kinds"):
-        cost(resolved(BOTH), 2.5)
+        cost(resolved(BOTH, *MANY, AHEAD), 2.5)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert done.exit_code == 0, done.output
         return " ".join(done.output.split())
 
-    shown = plan("run.toml", "--on", BOTH, AHEAD)
+    shown = plan("run.toml", "--on", BOTH, *MANY, AHEAD)
     assert 'system.cluster = "ray"' in shown and "on 4x1xH100-80GB" in shown
     assert 'rollout = {accelerator = "H100"}' in shown
     shown = plan("run.toml", "--on", "H100-80GB+T4")

@@ -119,7 +119,8 @@ def test_a_reward_model_is_on_all_gpus_or_has_its_own() -> None:
             if {"reward", "actor"} <= set().union(*placed(config))
             else 1
         )
-        assert sum(bundle.gpus for bundle in bundles(config.devices)) == 16
+        left = 16 - sum(bundle.gpus for bundle in bundles(config.devices))
+        assert 0 <= left < config.devices.tensor, "too few for another engine"
     own = resolved(
         "2x8xA100-80GB",
         SMALL,

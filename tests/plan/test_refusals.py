@@ -60,6 +60,23 @@ def test_what_a_refusal_says_fits(
     assert all(needed.peak <= 0.95 * free for _, needed, free in planned_devices(plan))
 
 
+@pytest.mark.parametrize(
+    ("kind", "model", "on"),
+    [(RLConfig, "7B (Qwen 2.5)", "RTX3090"), (SFTConfig, "32B (Qwen 2.5)", "A100-40GB")],
+)
+def test_as_many_gpus_are_advised_as_all_layouts_need(
+    kind: type[RunConfig], model: str, on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def advised() -> str:
+        with pytest.raises(CapacityError, match="such GPUs") as refused:
+            resolved(kind, model, on)
+        return str(refused.value)
+
+    fewer = advised()
+    monkeypatch.setattr("tunesmith.plan.layout.fitting._roomiest", list)
+    assert advised() == fewer
+
+
 def test_the_largest_model_counts_what_the_own_engine_can_keep_in_4_bits() -> None:
     with pytest.raises(CapacityError, match=r"may have \d\dB parameters"):
         resolved(RLConfig, "70B (Llama 3)", "A10G-24GB")

@@ -179,7 +179,10 @@ def other_rows(plan: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
             (title, [each["limit"], f"{each['step']:.3g} s", f"{each['times']:.2f}× as fast"])
         )
     for place, each in enumerate(plan["next_best"]):
-        differs = ", ".join(f"{key} = {toml_value(value)}" for key, value in each["layout"].items())
+        differs = ", ".join(
+            f"no {key}" if value is None else f"{key} = {toml_value(value)}"
+            for key, value in each["layout"].items()
+        )
         of_memory = f"{each['times']:.2f}× as long, {each['share']:.0%} of the memory"
         rows.append(
             (

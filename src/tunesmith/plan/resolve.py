@@ -9,6 +9,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from tunesmith.config.algorithm import Algorithm
+from tunesmith.config.engines import EngineKind
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.errors import CapacityError, ConfigError
@@ -78,35 +79,41 @@ def resolve(said: C, facts: Facts, *, advise: bool = True) -> Plan[C]:
     kind = fast_engine(plan)
     if kind is None:
         return _whole(with_said_engine(plan, reasons), said, reasons, advise=advise)
-    fast = reasons.copy()
+    return _with_better_engine(plan, kind, said, reasons, advise=advise)
+
+
+def _with_better_engine(
+    plan: Plan[C], kind: EngineKind, said: C, reasons: Reasons, *, advise: bool
+) -> Plan[C]:
+    """The plan with the engine that samples fastest on GPUs, unless Tunesmith's own can do a run
+    that this one cannot, or is faster where it leaves little memory for keys and values."""
     own = reasons.copy()
-    found: Plan[C] | None = None
-    refusal: ConfigError | None = None
-    try:
-        found = _whole(with_fast_engine(plan, kind, fast), said, fast, advise=False)
+    fast = reasons.copy()
+    found, refusal = _tried(with_fast_engine(plan, kind, fast), said, fast)
+    why = f"this run cannot use it: {refusal.problems[0]}" if refusal else None
+    if found is not None:
         why = short_of_kv(found)
         if why is None:
             return found
-    except ConfigError as error:
-        refusal = error
-        why = f"this run cannot use it: {error.problems[0]}"
-    # A run that Tunesmith's own engine can do, or does faster, is not left to another one.
-    lacks = False
-    try:
-        other = _whole(with_said_engine(plan, own, why), said, own, advise=False)
-        if found is None or compared_seconds(other) < compared_seconds(found):
-            return other
-    except ConfigError as error:
-        lacks = isinstance(error, CapacityError)
-    if found is not None:
-        return found
+    other, lacking = _tried(with_said_engine(plan, own, why), said, own)
+    plans = [each for each in (found, other) if each is not None]
+    if plans:
+        return min(plans, key=compared_seconds)
     if refusal and not advise:
         raise refusal
-    if lacks and not isinstance(refusal, CapacityError):
+    if isinstance(lacking, CapacityError) and not isinstance(refusal, CapacityError):
         plan = with_said_engine(plan, reasons, why)  # memory is all that its own engine lacks
     else:
         plan = with_fast_engine(plan, kind, reasons)
     return _whole(plan, said, reasons)
+
+
+def _tried(plan: Plan[C], said: C, reasons: Reasons) -> tuple[Plan[C] | None, ConfigError | None]:
+    """``_whole``, or why the run is refused, without advice."""
+    try:
+        return _whole(plan, said, reasons, advise=False), None
+    except ConfigError as error:
+        return None, error
 
 
 def _with_best_parts(said: C, facts: Facts, *, advise: bool) -> Plan[C]:

@@ -328,6 +328,9 @@ def planned_devices(plan: AnyPlan, *, least: bool = False) -> list[tuple[str, Pr
     if plan.devices.on_gpu:
         taken = library_bytes(plan)
         others = [(name, replace(each, libraries=taken), free) for name, each, free in others]
+    _, own, _ = first
+    if engines and own.peak == own.libraries:  # engines in processes of their own hold everything
+        return others
     return [first, *others]
 
 

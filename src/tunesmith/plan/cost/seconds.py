@@ -45,10 +45,18 @@ CPU_BANDWIDTH = 10e9
 PASS_SECONDS = {"cpu": 2e-5, "cuda": 2e-4}
 """Assumed overhead of each layer's forward pass besides its arithmetic: Python calls, kernel
 launches."""
-ENGINE_SECONDS = {"waits": 2e-4, "tokens handled": 3e-5}
-"""Assumed seconds for which the GPUs of a split engine wait for each other, twice per layer, and in
-which an engine's process handles a new token. They make more engines faster than larger ones, as in
-OpenRLHF's and verl's guides."""
+NVLINK = 100e9
+"""A link of so many bytes per second, in one direction, is an NVLink, and no PCIe."""
+ALL_REDUCE = {"nvlink": (1.2e-5, 0.8), "pcie": (4e-5, 0.5)}
+"""Seconds of an engine's all-reduce besides those of its bytes, and the share of the link's rate at
+which these travel. vLLM's pull requests 24111, 24532, 42324 and 37756 measure 7 to 28 µs for 16 kB
+to 1 MB and 0.32 ms for 64 MB between 2 to 8 H100 or B300; NCCL's issue 1530 has 42 µs for a few
+bytes between eight GPUs on PCIe, and FlashInfer's pull request 5023 half of its rate."""
+EXCHANGE = 2e-4
+"""Assumed seconds for which ranks wait for each other where they share sequences or experts."""
+TOKEN_HANDLED = 3e-5
+"""Assumed seconds in which an engine's process handles a new token. They make more engines faster
+than larger ones, as in OpenRLHF's and verl's guides."""
 UNKNOWN_GPU = (100e12, 1e12, 32e9)
 """Operations and bytes of memory per second, and bytes per second over PCIe 4 x16 to the machine's
 other GPUs."""
@@ -89,8 +97,16 @@ def step_seconds(plan: AnyPlan) -> dict[str, float]:
 
 def _rates_of_gpu(kind: GpuKind) -> dict[str, float]:
     rates = _rates(FLOPS_SHARE * kind.flops, BANDWIDTH_SHARE * kind.bandwidth, kind.link)
-    passes = PASS_SECONDS["cuda"]
-    return {**rates, "bytes read again": rates["bytes read"], "passes": passes, **ENGINE_SECONDS}
+    seconds, share = ALL_REDUCE["nvlink" if kind.link >= NVLINK else "pcie"]
+    return {
+        **rates,
+        "bytes read again": rates["bytes read"],
+        "passes": PASS_SECONDS["cuda"],
+        "all-reduces": seconds,
+        "bytes all-reduced": 1 / (share * kind.link),
+        "exchanges": EXCHANGE,
+        "tokens handled": TOKEN_HANDLED,
+    }
 
 
 def whole_step(plan: AnyPlan, phases: Mapping[str, float]) -> float:
@@ -122,23 +138,25 @@ def expected_seconds(plan: AnyPlan, samples: int, tokens: float) -> float:
 
 def compared_seconds(plan: AnyPlan) -> float:
     """Seconds of a step, with which layouts are compared: as in the plan, or else with assumed
-    rates."""
-    known_seconds = step_seconds(plan).get("step")
+    rates. Runs that sample before they train are compared with that too."""
     longest = plan.training.longest
-    if known_seconds or not longest:
-        return known_seconds or 0.0
+    if not longest:
+        return step_seconds(plan).get("step", 0.0)
+    before = 0.0 if plan.kind.rl else _sampling_seconds(plan, longest)
     if not plan.kind.trains:
-        return _sampling_seconds(plan, longest)
-    return expected_seconds(plan, plan.training.samples, longest)
+        return before
+    known = step_seconds(plan).get("step")
+    return before + (known or expected_seconds(plan, plan.training.samples, longest))
 
 
 def _sampling_seconds(plan: AnyPlan, tokens: int) -> float:
-    """Seconds in which the engines of a run that trains nothing sample much on GPUs; 0 if unknown,
-    or on a CPU."""
+    """Seconds in which the engines of a run that does not train meanwhile sample much on GPUs; 0 if
+    unknown, or on a CPU."""
     gpu = plan.engine_gpu
     kind = kind_of(gpu) if gpu and plan.devices.on_gpu else None
     model = plan.facts.model
-    if kind is None or model is None or not model.parameters or plan.devices.engine.served:
+    samples_here = plan.kind.samples and not plan.devices.engine.served
+    if kind is None or model is None or not model.parameters or not samples_here:
         return 0.0
     samples = MOST_RUNNING * max(1, plan.gpus)
     return _seconds(sampling_work(plan, model, samples, tokens), _rates_of_gpu(kind))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, log2
 
 from tunesmith.config.engines import ROUNDED_BYTES, EngineWeights
 from tunesmith.costs import CostModel, chunk_rows
@@ -42,6 +42,10 @@ BETWEEN_PRODUCTS = 1 / 3
 """Kernel launches of a layer's forward pass that are neither products nor attention, as a share."""
 PLAIN_MODULES = 1.1
 """Factor on the operations of products if the layers run as Hugging Face modules."""
+NARROWER = 1.1
+"""Factor on the seconds of reading weights, keys and values for each time that the devices of an
+engine double: matrices become narrower. Four B200 take 12.9 ms for each token of 70B (vLLM's pull
+request 20759)."""
 GRAPH_LAYERS = 8
 """Layers whose kernel launches take as long as those of a decoding step with CUDA graphs,
 scheduling included."""
@@ -360,9 +364,9 @@ def _between_gpus(plan: AnyPlan, model: ModelFacts, step: StepSize) -> Amounts:
     for link, number in _travelling(plan, model).items():
         sent[link] += each * number
     passes = (2 + plan.memory.share_again) * step.batches * step.micro
-    waits = 4 * model.layers * (devices.sequence > 1)
-    waits += 2 * model.mixtures.layers * (devices.expert_parallel > 1)
-    return {**sent, "waits": passes * waits}
+    exchanges = 4 * model.layers * (devices.sequence > 1)
+    exchanges += 2 * model.mixtures.layers * (devices.expert_parallel > 1)
+    return {**sent, "exchanges": passes * exchanges}
 
 
 def _new_weights(plan: AnyPlan, model: ModelFacts) -> Amounts:
@@ -508,13 +512,21 @@ def sampling_work(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float)
     prefills = max(1, ceil(prompts * prompt / system.max_prefill_tokens))
     own_graphs = plan.decodes_on_gpu and plan.said.system.compile is not False
     graphs = own_graphs or (plan.devices.engine.spans_devices and not plan.vllm.eager)
+    split = plan.devices.tensor
+    # Each layer's output is summed after its attention and after its products.
+    summed = 2 * model.layers * (split > 1)
+    numbers = summed * (steps * together + prompts * prompt) * model.hidden_size
     return {
         "operations": prompts * cost_of(model).prefix(int(prompt)) / 3 / ranks,
-        "bytes read": steps * (weights + together * (read + 2 * model.state_bytes)) / ranks,
+        "bytes read": NARROWER ** log2(ranks)
+        * steps
+        * (weights + together * (read + 2 * model.state_bytes))
+        / ranks,
         "operations of decoding": steps * together * 2 * model.active / ranks,
         "bytes read again": prefills * weights / ranks,
         "passes": steps * (GRAPH_LAYERS if graphs else model.layers),
-        "waits": 2 * steps * model.layers * (ranks > 1),
+        "all-reduces": summed * (steps + prefills),
+        "bytes all-reduced": 2 * numbers * plan.devices.bytes_per_number * (split - 1) / split,
         # They take little beside recorded steps, as measured on a GPU (``benchmarks.gpu``).
         "tokens handled": steps * together * (not own_graphs),
     }

@@ -106,9 +106,9 @@ def next_best(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:
                     OFFLOAD,
                 }  # which might otherwise be derived
                 differs = {
-                    key: value
-                    for key, value in layout.items()
-                    if chosen.get(key) != value or key in stated
+                    key: layout.get(key)
+                    for key in SHOWN
+                    if chosen.get(key) != layout.get(key) or key in stated
                 }
                 share = max(
                     (needed.peak / max(1, free) for _, needed, free in devices), default=0.0
@@ -145,7 +145,7 @@ def _others(config: RunConfig, plan: AnyPlan) -> Iterator[Settings]:
 
 def _layout(plan: AnyPlan) -> Mapping[str, Any]:
     values = plan.settings
-    return {key: values[key] for key in SHOWN if values.get(key) is not None}
+    return {key: values[key] for key in SHOWN if values.get(key) not in (None, {})}
 
 
 def limits(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:

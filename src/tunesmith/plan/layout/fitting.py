@@ -3,7 +3,7 @@ fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -31,7 +31,7 @@ from tunesmith.plan.derive.savings import (
 )
 from tunesmith.plan.layout.layouts import layouts, without_layout
 from tunesmith.plan.layout.longest import longest_that_fits
-from tunesmith.plan.layout.process_layout import KEYS
+from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout
 from tunesmith.plan.layout.search import fastest_layout
 from tunesmith.plan.plan import AnyPlan, C, Plan, plain, reopened, with_said
 from tunesmith.plan.rules.checks import contradictions, said_contradictions
@@ -221,13 +221,24 @@ def _more_gpus(plan: AnyPlan) -> str | None:
         nodes = -(-count // each) if on_ray and each > 1 else 1
         larger = replace(machine, gpus=machine.gpus[:1] * (count // nodes), nodes=nodes)
         there = replace(plan, facts=replace(plan.facts, hardware=larger, ranks_here=None))
-        for layout in layouts(there):
+        for layout in _roomiest(layouts(there)):
             if share_at_best(layout.of(there)) <= 1.0 and fits_somehow(layout.of(there)):
                 stage = layout.zero_stage
                 return f"{count} such GPUs" + (
                     f" with system.zero_stage = {stage}" if stage else ""
                 )
     return None
+
+
+def _roomiest(choices: Iterable[ProcessLayout]) -> list[ProcessLayout]:
+    """Of layouts that differ only in their numbers of ranks and engines, the one with the most
+    ranks: they share the most."""
+    most: dict[ProcessLayout, ProcessLayout] = {}
+    for each in choices:
+        alike = replace(each, trainer_ranks=1, engines=1)
+        if alike not in most or each.trainer_ranks > most[alike].trainer_ranks:
+            most[alike] = each
+    return [*most.values()]
 
 
 def _changes(plan: AnyPlan, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

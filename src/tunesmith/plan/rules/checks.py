@@ -107,7 +107,10 @@ def said_contradictions(config: RunConfig) -> Iterator[Problem]:
         counted.add("ref")
     if config.system.trainer_ranks is not None:
         counted |= {"actor", "ref", "critic"}
-    if config.system.engines is not None:
+    system = config.system
+    # An engine that is left open may be split as ``system.vllm`` says.
+    split = max(system.vllm.tensor_parallel_size or 1, system.vllm.pipeline_parallel_size) > 1
+    if system.engines is not None and (system.engine is not None or not split):
         counted.add("rollout")
     yield from cluster_problems(devices, counted)
 

@@ -21,6 +21,10 @@ _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _NOTHING = "0"
 _INITIALISING = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 _one_at_a_time = Lock()
+REACHING = 20.0
+"""Seconds to reach another process's store. It was there before its address was told; if it has
+died, waiting is useless. PyTorch's store asks for the names of addresses, and a lost answer takes
+5 s to ask again."""
 
 
 def open_store(host: str, patience: float) -> dist.TCPStore:

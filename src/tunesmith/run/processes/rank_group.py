@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from tunesmith.errors import ModelError, TrainerLostError, TunesmithError, boundary
 from tunesmith.models.parallel import PATIENCE
 from tunesmith.run.processes.checksum import checksum
-from tunesmith.run.processes.process_group import process_group
+from tunesmith.run.processes.process_group import REACHING, process_group
 
 BUCKET = 64 << 20
 """Bytes summed at a time; a larger gradient is summed by itself."""
-REACHING = 10.0
-"""Seconds to reach the first rank's store, which exists already."""
 
 
 def reach_store(host: str, port: int) -> dist.TCPStore:

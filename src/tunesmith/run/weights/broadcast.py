@@ -6,7 +6,8 @@
 trainer copy on their GPUs, each rank that takes part in the all-gather keeps and sends some of the
 tensors: no rank has a whole second copy. The published weights have to be kept, because a
 replacement for a lost engine may need them at any time, even in the middle of an optimizer step,
-when the model's weights have changed and the ranks of a sharded trainer cannot gather them.
+when the model's weights have changed and the ranks of a sharded trainer cannot gather them. So
+gathering ends before sending begins; over NVLink it takes about a tenth of what sending takes.
 
 With NCCL an engine keeps no second copy: it writes each bucket over its weights as it arrives. If a
 round fails midway, its weights are of no single version, and it takes no step until it has loaded

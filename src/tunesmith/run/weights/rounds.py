@@ -23,13 +23,9 @@ import torch.distributed as dist
 
 from tunesmith.errors import EngineError, TunesmithError, boundary
 from tunesmith.models.openmp import to_thread
-from tunesmith.run.processes.process_group import open_store
+from tunesmith.run.processes.process_group import REACHING, open_store
 from tunesmith.run.weights.base import NamedTensors, Offer
 
-REACHING = 20.0
-"""Seconds to reach a round's trainer. It was there when it made the offer; if it has died, waiting
-is useless. PyTorch's store asks for the names of addresses, and a lost answer takes 5 s to ask
-again."""
 LOOPBACK = "127.0.0.1"
 WITHDRAWN = "another engine of this round failed"
 POLL = 0.0002

@@ -31,6 +31,9 @@ def take_weights(worker: VllmWorker, *, weights: NamedTensors) -> None:
 
     vLLM can begin a reload only if the previous one has ended. So if weights fail to arrive, the
     reload ends without them, and the error is raised afterwards.
+
+    vLLM's weight transfer engines (0.31 to 0.33) load by the same reload, but receive on CUDA
+    alone, know no round that fails or ends late, and change their classes with minor versions.
     """
     failed: list[Exception] = []
 
