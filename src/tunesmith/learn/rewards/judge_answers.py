@@ -37,6 +37,10 @@ LONGEST_ANSWER = 4 << 20
 """Bytes of a server's answer."""
 
 
+MOST_TOKENS = 2**40
+"""Of a question or an answer; a server that says more is not believed."""
+
+
 @dataclass(frozen=True, slots=True)
 class JudgeQuestion:
     text: str
@@ -245,7 +249,9 @@ class ServedJudge:
                 shown = one_line(json.dumps(answer))
                 raise BadAnswer(f"{self._url} answered {shown}; expected a chat completion")
         match answer:
-            case {"usage": {"prompt_tokens": int() as read, "completion_tokens": int() as written}}:
+            case {
+                "usage": {"prompt_tokens": int() as read, "completion_tokens": int() as written}
+            } if all(0 <= count < MOST_TOKENS for count in (read, written)):
                 self.tally.prompt_tokens += read
                 self.tally.completion_tokens += written
             case _:
