@@ -253,3 +253,28 @@ async def test_closing_ends_the_processes(program: Path) -> None:
     pids = {(await pool.run("a"))[0] for _ in range(3)}
     pool.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+FORGES = """
+import os, stat, struct, time
+
+def work(text):
+    data = eval(text)
+    for fd in range(3, 64):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.write(fd, struct.pack("!i", len(data)) + data)
+        except OSError:
+            pass
+    time.sleep(60)
+"""
+
+
+async def test_a_worker_that_forges_an_answer_is_lost(tmp_path: Path) -> None:
+    file = tmp_path / "forges.py"
+    file.write_text(FORGES)
+    for forged in ("b'5'", "b'[[1], 2, null]'", "b'no'", "b'[' * 100_000"):
+        pool = Pool(UserProgram(file, "work"), 30.0)
+        with pytest.raises(WorkerError):
+            await pool.run(forged)
+        pool.close()

@@ -12,8 +12,9 @@ import pytest
 from tunesmith.config.sandboxes import ProcessSandbox
 from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.learn.rewards.code_tests import alike, program_in, read_tests
+from tunesmith.learn.rewards.code_tests import CodeTest, alike, program_in, read_tests
 from tunesmith.learn.rewards.loading import check_rewards, load_rewards
+from tunesmith.learn.sandboxes.base import SandboxOutcome
 from tunesmith.learn.usercode.jail import missing
 from tunesmith.types import Completion, Rollout, Status, Task
 
@@ -108,3 +109,10 @@ def test_values_that_are_no_tests(value: Any) -> None:
 def test_results_are_equal_up_to_rounding() -> None:
     assert alike(0.1 + 0.2, 0.3) and alike([1, [2.0]], [1.0, [2]]) and alike({"a": 1}, {"a": 1})
     assert not alike(1, 2) and not alike([1], [1, 2]) and not alike("1", 1)
+    assert not alike(10**400, 0.5)
+
+
+@pytest.mark.parametrize("printed", ["[" * 100_000, "1" + "0" * 400, "9" * 5000, "NaN", ""])
+def test_a_result_that_is_none_does_not_pass(printed: str) -> None:
+    test = CodeTest("", 0.5, function="f")
+    assert not test.passes(SandboxOutcome("ended", 0, stdout=printed))

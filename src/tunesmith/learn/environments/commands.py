@@ -273,7 +273,7 @@ def reward_in(data: bytes, name: str) -> StepResult:
     text = data.decode(errors="replace").strip()
     with suppress(ValueError):
         return as_step(StepResult(reward=float(text), done=True), name)
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         value: object = json.loads(text)
         if isinstance(value, dict) and "reward" in value:
             reward = value.pop("reward")

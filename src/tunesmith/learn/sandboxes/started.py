@@ -297,5 +297,5 @@ class _Started:
 def _parsed(out: bytes) -> object:
     try:
         return json.loads(out)
-    except ValueError:
+    except (ValueError, RecursionError):
         return out.decode(errors="replace")

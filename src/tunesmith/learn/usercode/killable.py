@@ -330,8 +330,18 @@ class Worker(ConnectedFar):
         return WorkerLost(code, self._server.last_output())
 
     def _decode(self, message: bytes) -> tuple[int, Any, WorkerError | None]:
-        number, value, error = json.loads(message)
-        return number, value, None if error is None else WorkerError(error)
+        """Raises ValueError: code in the process has written something else."""
+        try:
+            said: object = json.loads(message)
+        except RecursionError as error:
+            raise ValueError(str(error)) from None
+        match said:
+            case [int() as number, value, None]:
+                return number, value, None
+            case [int() as number, value, str() as error]:
+                return number, value, WorkerError(error)
+            case _:
+                raise ValueError("it is no answer")
 
 
 class Pool:
