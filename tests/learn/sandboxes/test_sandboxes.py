@@ -10,6 +10,7 @@ import asyncio
 import base64
 import json
 import os
+import subprocess
 import time
 import venv
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,14 @@ from tunesmith.config.sandboxes import (
 )
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import ConfigError
-from tunesmith.learn.sandboxes.base import SandboxError, SandboxJob, SandboxOutcome, SandboxRunner
+from tunesmith.learn.sandboxes import code_program
+from tunesmith.learn.sandboxes.base import (
+    SandboxError,
+    SandboxJob,
+    SandboxOutcome,
+    SandboxRunner,
+    message_of,
+)
 from tunesmith.learn.sandboxes.making import make_runner
 from tunesmith.learn.sandboxes.started import bubblewrap, docker
 from tunesmith.learn.usercode.jail import paths_for
@@ -294,6 +302,24 @@ def test_started_sandboxes_say_why_they_did_not_start(
     runner = make_runner(DockerSandbox(**LIMITS))
     assert run(runner, "print(input())", stdin="7").stdout == "7\n"
     runner.close()
+
+
+def test_a_container_ends_with_who_started_it(tmp_path: Path) -> None:
+    """Its program runs on, and nobody waits for it."""
+    program = Path(code_program.__file__).read_text()
+    job: Any = message_of(
+        SandboxJob("open('began', 'w'); import time; time.sleep(8)"), Bubblewrap()
+    )
+    with subprocess.Popen(
+        ["python3", "-I", "-S", "-c", program, "{}"], stdin=subprocess.PIPE, cwd=tmp_path
+    ) as started:
+        assert started.stdin is not None
+        started.stdin.write(json.dumps({**job, "seconds": 60}).encode() + b"\n")
+        started.stdin.flush()
+        while not (tmp_path / "began").exists():
+            time.sleep(0.01)
+        started.stdin.close()
+        assert started.wait(4) == 1
 
 
 def test_programs_on_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import fcntl
 import io
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import stat
@@ -197,6 +199,20 @@ def _alarmed(*_: object) -> None:
     os._exit(ALARMED)
 
 
+def _end_with_asker() -> None:
+    """End, with all programs, where who asks for them has ended: containers outlive it."""
+    asked = select.poll()
+    asked.register(0, select.POLLIN)
+
+    def look(*_: object) -> None:
+        if any(event == select.POLLHUP for _, event in asked.poll(0)):
+            os._exit(1)
+
+    signal.signal(signal.SIGIO, look)
+    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+
+
 def main(limits: dict[str, int], outlet: str = "") -> None:
     for name, most in limits.items():
         limit = getattr(resource, name)
@@ -204,6 +220,7 @@ def main(limits: dict[str, int], outlet: str = "") -> None:
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(limit, (most, most))
     signal.signal(signal.SIGALRM, _alarmed)
+    _end_with_asker()
     if outlet:
         _hand_out_listener(outlet)
     for line in sys.stdin.buffer:
