@@ -35,10 +35,10 @@ from tunesmith.records.progress import (
     sparkline,
     time_table,
 )
-from tunesmith.records.run_dir import how_to_continue, open_run_dir
+from tunesmith.records.run_dir import check_run_dir, how_to_continue, open_run_dir
 from tunesmith.records.sinks.base import Background
 from tunesmith.records.text import one_line, printable
-from tunesmith.run.placement.checking import check_directory
+from tunesmith.run.loop.checkpoint import Checkpoints
 from tunesmith.run.placement.train import run_sft
 
 
@@ -206,7 +206,7 @@ def test_two_processes_cannot_share_a_directory_and_a_dead_one_holds_nothing(fol
         with pytest.raises(ConfigError, match=rf"in use by process {holder.pid} on "):
             open_run_dir(path, "", False).__enter__()
         with pytest.raises(ConfigError, match=rf"in use by process {holder.pid} on "):
-            check_directory(path, "auto")
+            check_run_dir(path, "auto")
         holder.kill()
         holder.wait()
         with open_run_dir(path, "", False) as run:
@@ -219,7 +219,7 @@ def test_two_processes_cannot_share_a_directory_and_a_dead_one_holds_nothing(fol
 def test_one_process_cannot_open_a_directory_twice(folder: Path) -> None:
     with (
         open_run_dir(folder / "out", "", False),
-        pytest.raises(ConfigError, match="this process already writes"),
+        pytest.raises(ConfigError, match="in use by this process"),
     ):
         open_run_dir(folder / "out", "", False).__enter__()
     with open_run_dir(folder / "out", "", False):
@@ -231,7 +231,7 @@ def test_an_interrupted_run_says_how_to_go_on(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["pytest"])
     with pytest.raises(KeyboardInterrupt) as caught, open_run_dir(folder / "out", "", False) as run:
-        (run.checkpoints / "step-000001").mkdir(parents=True)
+        Checkpoints(run.checkpoints, 1).save(1, {}, lambda _: None, None)
         raise KeyboardInterrupt
     assert caught.value.__notes__ == [
         f"Continue with the same command and run_dir={folder / 'out'} checkpoint.resume=true"
@@ -246,7 +246,7 @@ def test_a_stage_of_the_demo_continues_as_a_run(
 ) -> None:
     """On the run file that the demo wrote: ``tunesmith demo`` takes no settings."""
     monkeypatch.setattr(sys, "argv", ["tunesmith", "demo", "--json", "--dir", str(folder)])
-    (folder / "sft" / "checkpoints" / "step-000001").mkdir(parents=True)
+    Checkpoints(folder / "sft/checkpoints", 1).save(1, {}, lambda _: None, None)
     assert how_to_continue(folder / "sft") == (
         f"Continue with: tunesmith sft {folder / 'sft.toml'} run_dir={folder / 'sft'} "
         f"checkpoint.resume=true"
@@ -483,7 +483,6 @@ def test_the_least_seconds_of_a_step_are_summed_and_a_run_faster_than_them_leave
 ) -> None:
     from tunesmith.config.schema import CheckpointSection, EvalSection
     from tunesmith.plan.parts import Intervals
-    from tunesmith.run.loop.checkpoint import Checkpoints
     from tunesmith.run.loop.recorder import Recorder
     from tunesmith.run.loop.session import Best, Session
 

@@ -167,7 +167,10 @@ def check_run_dir(run_dir: Path, resume: bool | Path | Literal["auto"]) -> None:
             raise _unusable(f"{setting} cannot be a directory: {above} is a file")
         if not os.access(above, os.W_OK | os.X_OK):
             raise _unusable(f"{setting} cannot be written: this user cannot write to {above}")
-        _refuse_another_run(run_dir.resolve(), resume)
+        path = run_dir.resolve()
+        _refuse_another_run(path, resume)
+        if is_running(path):
+            raise _in_use(path)
 
 
 def _unusable(text: str) -> ConfigError:
@@ -255,9 +258,8 @@ def is_running(path: Path) -> bool:
     return False
 
 
-def in_use(path: Path) -> ConfigError:
-    """The refusal of a directory in which a process works."""
-    owner = ""
+def _in_use(path: Path) -> ConfigError:
+    owner = "this process"
     if path not in _locked_here:  # closing the file here would drop the lock
         with suppress(OSError):
             owner = (path / LOCK).read_bytes()[:200].decode(errors="replace").strip()
@@ -295,7 +297,7 @@ def _locked(path: Path) -> Generator[None]:
     It is a record lock, not ``flock``, because children of a killed process must not inherit it.
     """
     if path in _locked_here:
-        raise ConfigError(f"this process already writes to {path}")
+        raise _in_use(path)
     lock = path / LOCK
     with boundary(StorageError, f"cannot write to the run directory {path}", OSError):
         handle = _open_lock(lock)
@@ -304,7 +306,7 @@ def _locked(path: Path) -> Generator[None]:
     except OSError as error:
         os.close(handle)
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise in_use(path) from None
+            raise _in_use(path) from None
         advice = "Choose a run_dir on a local disk."
         raise StorageError(f"cannot lock {lock}: {error}. {advice}") from error
     with boundary(StorageError, f"cannot write {lock}", OSError):

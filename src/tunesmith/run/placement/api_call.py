@@ -22,10 +22,17 @@ from tunesmith.config.schema import Source
 from tunesmith.errors import ConfigError, DataError, StorageError, UserError, boundary, shortened
 from tunesmith.models.openmp import spin_briefly
 from tunesmith.records.plain import DEEPEST, LARGEST_INTEGER, plain
-from tunesmith.records.run_dir import LATEST, LOCK, holds_run, numbered_directory, point
+from tunesmith.records.run_dir import (
+    LATEST,
+    LOCK,
+    check_run_dir,
+    holds_run,
+    numbered_directory,
+    point,
+)
 from tunesmith.run.loop.callbacks import Callbacks
 from tunesmith.run.offline.lines import write_whole
-from tunesmith.run.placement.checking import check_directory, resumes
+from tunesmith.run.placement.checking import resumes
 from tunesmith.run.placement.opening import Caller
 
 Rows = Iterable[Mapping[str, Any]]
@@ -108,7 +115,7 @@ class ApiCall:
             new = not directory.exists()
             resume = self._settings.get("checkpoint.resume", False)
             resume = resume if resume in (True, False, "auto") else Path(resume)
-            check_directory(directory, resumes(self._command, resume, directory))
+            check_run_dir(directory, resumes(self._command, resume, directory))
         files = {key: directory / "data" / f"{key}.jsonl" for key in self._rows}
         others = (
             []

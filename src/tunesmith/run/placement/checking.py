@@ -38,7 +38,7 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.mixed import kinds_of_machines
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
-from tunesmith.records.run_dir import RunDir, check_run_dir, in_use, is_running
+from tunesmith.records.run_dir import RunDir, check_run_dir
 from tunesmith.records.standing import read_standing
 from tunesmith.run.engines.interpreter import check_interpreter, fast_engine
 from tunesmith.run.loop.checkpoint import Checkpoints
@@ -154,7 +154,7 @@ def check_inputs(
     examples = _check_data(config, hub, model)
     _check_template(config, examples)
     if config.run_dir is not None:
-        check_directory(
+        check_run_dir(
             config.run_dir, resumes(config.command, config.checkpoint.resume, config.run_dir)
         )
         checkpoint_to_continue(config, RunDir(config.run_dir))
@@ -196,13 +196,6 @@ def resumes(command: str, resume: Resume, run_dir: Path) -> Resume:
     own runs."""
     standing = read_standing(run_dir)
     return "auto" if standing and standing.command == command else resume
-
-
-def check_directory(run_dir: Path, resume: Resume) -> None:
-    """Reject (UserError) a directory that the run cannot use, or that is in use."""
-    check_run_dir(run_dir, resume)
-    if is_running(run_dir.resolve()):
-        raise in_use(run_dir.resolve())
 
 
 def facts_of_run(
