@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
 from tests.support.planned_memory import QWEN_7B, SMALL
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, StorageError
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.run import Facts
+from tunesmith.records.addresses import check_address
 from tunesmith.run.placement import serve_training as serving
 from tunesmith.run.placement.engines import local_gpus
+from tunesmith.run.placement.serve import serve_model
 from tunesmith.run.placement.serve_training import ServingOptions, serve_training
 
 OPTIONS = ServingOptions("127.0.0.1", 0, None, Path("training"), None)
@@ -29,6 +33,26 @@ def test_a_token_is_one_that_the_package_sends(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TUNESMITH_TRAINING_TOKEN", "secret")
     with pytest.raises(ConfigError, match="tml-"):
         serve_training("model", (), OPTIONS)
+
+
+def test_where_it_cannot_listen_or_write_is_said_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ``serve`` too; there is no model."""
+    monkeypatch.setattr(serving, "find_spec", lambda name: ModuleSpec(name, None))
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(StorageError, match="choose another --directory"):
+        serve_training("model", (), replace(OPTIONS, directory=file))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"{port}; choose another --host or --port"):
+            serve_training("model", (), replace(OPTIONS, port=port, directory=tmp_path))
+        with pytest.raises(ConfigError, match=f"{port}; choose another --host or --port"):
+            serve_model("model", (), "127.0.0.1", port, None)
+    check_address("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+        check_address("192.0.2.1", 0)
 
 
 @pytest.mark.parametrize(

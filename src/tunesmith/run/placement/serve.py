@@ -24,6 +24,7 @@ from tunesmith.learn.endpoint.turns import Answer, Follow, Policy, all_replies
 from tunesmith.learn.environments.base import Generate, Growing
 from tunesmith.learn.environments.conversation import Conversation, EpisodeSettings, Reply
 from tunesmith.plan.resolve import resolve
+from tunesmith.records.addresses import check_address
 from tunesmith.records.http_server import url_of
 from tunesmith.run.engines.base import PromptScorer, RolloutEngine, check_sampling
 from tunesmith.run.engines.partial import FOLLOWER
@@ -180,6 +181,7 @@ def serve_model(
         UserError: as ``open_model``, or the address cannot be used.
     """
     token = token_for(host, token_file, TOKEN_ENV)
+    check_address(host, port)
     served = open_model(path, overrides)
     asyncio.run(_serve(served, host, port, token))
 

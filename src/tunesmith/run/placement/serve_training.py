@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, StorageError, boundary
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
+from tunesmith.records.addresses import check_address
 from tunesmith.records.http_server import serve
 from tunesmith.run.placement.checking import facts_of_run
 from tunesmith.run.placement.choosing import ranks_without_cluster
@@ -151,7 +153,12 @@ def serve_training(path: str, overrides: Sequence[str], options: ServingOptions)
     token = token_for(options.host, options.token_file, TOKEN_ENV, PREFIX)
     if token is not None and not token.startswith(PREFIX):
         raise ConfigError(f"the token must begin with '{PREFIX}': the tinker package demands it")
-    with open_base(path, overrides, options.name, options.directory) as base:
+    check_address(options.host, options.port)
+    kept = options.directory
+    with boundary(StorageError, f"cannot write to {kept}; choose another --directory", OSError):
+        kept.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=kept).close()
+    with open_base(path, overrides, options.name, kept) as base:
         asyncio.run(serve_base(base, options, token))
         base.ranks.check()
 
