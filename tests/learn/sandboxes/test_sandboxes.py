@@ -291,14 +291,19 @@ def test_started_sandboxes_say_why_they_did_not_start(
 ) -> None:
     """A stand-in for docker that fails, and one that runs the program as it is."""
     tool = tmp_path / "docker"
-    tool.write_text("#!/bin/sh\necho no such image >&2\nexit 125\n")
+    tool.write_text("#!/bin/sh\n[ $1 = version ] || { echo no such image >&2; exit 125; }\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     runner = make_runner(DockerSandbox(**LIMITS))
     with pytest.raises(SandboxError, match="125: no such image"):
         run(runner, "print(1)")
     runner.close()
-    tool.write_text('#!/bin/sh\nwhile [ "$1" != python3 ]; do shift; done\nexec "$@"\n')
+    tool.write_text("#!/bin/sh\necho no daemon >&2\nexit 1\n")
+    with pytest.raises(ConfigError, match="docker, which says: no daemon"):
+        make_runner(DockerSandbox(**LIMITS))
+    tool.write_text(
+        '#!/bin/sh\n[ $1 = version ] && exit\nwhile [ "$1" != python3 ]; do shift; done\nexec "$@"\n'
+    )
     runner = make_runner(DockerSandbox(**LIMITS))
     assert run(runner, "print(input())", stdin="7").stdout == "7\n"
     runner.close()

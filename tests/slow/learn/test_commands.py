@@ -175,7 +175,7 @@ def test_a_container_hands_its_socket_out(tmp_path: Path, monkeypatch: pytest.Mo
     """A stand-in for docker that runs the program as it is, in a directory of its own."""
     tool = tmp_path / "docker"
     tool.write_text(
-        f'#!/bin/sh\ncd "$(mktemp -d -p {tmp_path})"\n'
+        f'#!/bin/sh\n[ $1 = version ] && exit\ncd "$(mktemp -d -p {tmp_path})"\n'
         'while [ "$1" != python3 ]; do shift; done\nexec "$@"\n'
     )
     tool.chmod(0o755)

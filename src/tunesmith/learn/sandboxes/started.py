@@ -58,6 +58,8 @@ class SandboxStart:
 
     command: tuple[str, ...]
     end: tuple[str, ...] = ()
+    check: tuple[str, ...] = ()
+    """Fails where no sandbox can be started."""
     environment: Mapping[str, str] | None = None
     """Of its command, which what runs inside may see; None: this process's."""
     user: int | None = None
@@ -121,7 +123,7 @@ def docker(section: DockerSandbox, folders: Sequence[str] = (), outlet: str = ""
         section.image,
         "python3", "-I", "-S", "-c", _PROGRAM.read_text(encoding="utf-8"), "{}", outlet,
     )  # fmt: skip
-    return SandboxStart(command, ("docker", "kill", name))
+    return SandboxStart(command, ("docker", "kill", name), ("docker", "version"))
 
 
 class StartedRunner:
@@ -132,16 +134,18 @@ class StartedRunner:
         listens: whether each listens on a loopback interface of its own.
 
     Raises:
-        ConfigError: the tool is not installed.
+        ConfigError: the tool is not installed, or not ready.
     """
 
     def __init__(
         self, section: LocalSandbox, start: Callable[[str], SandboxStart], *, listens: bool = False
     ) -> None:
-        tool = start("").command[0]
-        if shutil.which(tool) is None:
+        first = start("")
+        tool = first.command[0]
+        problem = "is not installed" if shutil.which(tool) is None else _problem(first.check)
+        if problem:
             raise ConfigError(
-                f"environment.sandbox = '{section.name}' needs {tool}, which is not installed",
+                f"environment.sandbox = '{section.name}' needs {tool}, which {problem}",
                 keys=("environment.sandbox",),
             )
         self._section = section
@@ -292,6 +296,18 @@ class _Started:
     def _overrun(self) -> None:
         self._late = True
         self._process.kill()
+
+
+def _problem(check: tuple[str, ...]) -> str:
+    """What a command that has to succeed says if it fails."""
+    if not check:
+        return ""
+    try:
+        done = subprocess.run(check, stdin=DEVNULL, capture_output=True, timeout=START_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"does not answer within {START_SECONDS:g} s"
+    said = done.stderr.decode(errors="replace").strip()
+    return f"says: {said[-_SAID:]}" if done.returncode else ""
 
 
 def _parsed(out: bytes) -> object:
