@@ -19,6 +19,7 @@ from tunesmith.plan.cost.sync import sync_notes
 from tunesmith.plan.derive.capacity import with_capacity, with_device
 from tunesmith.plan.derive.engines import (
     fast_engine,
+    is_better,
     short_of_kv,
     with_fast_engine,
     with_own_processes,
@@ -96,9 +97,10 @@ def _with_better_engine(
         if why is None:
             return found
     other, lacking = _tried(with_said_engine(plan, own, why), said, own)
-    plans = [each for each in (found, other) if each is not None]
-    if plans:
-        return min(plans, key=compared_seconds)
+    if other is not None and (found is None or is_better(other, found)):
+        return other
+    if found is not None:
+        return found
     if refusal and not advise:
         raise refusal
     if isinstance(lacking, CapacityError) and not isinstance(refusal, CapacityError):

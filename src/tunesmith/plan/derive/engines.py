@@ -69,6 +69,13 @@ def short_of_kv(plan: AnyPlan) -> str | None:
     )
 
 
+def is_better(own: AnyPlan, fast: AnyPlan) -> bool:
+    """Whether an engine has more room for keys and values than the one that samples fastest on
+    GPUs, and therefore is faster."""
+    rooms = [each.memory.kv_bytes * each.devices.engine_devices for each in (own, fast)]
+    return rooms[0] > rooms[1] and compared_seconds(own) < compared_seconds(fast)
+
+
 def with_own_processes(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     """The plan, with the reason why engines of another environment have processes of their own."""
     system = plan.said.system
