@@ -72,7 +72,7 @@ def test_the_page_to_ones_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             for name in files.get(block.language, ()):
                 (tmp_path / name).write_text(block.text)
     assert loaded["model"].num_parameters() and loaded["tokenizer"]("7*6=").input_ids
-    assert (tmp_path / "runs" / "run-1" / "checkpoints" / "step-000200" / "model").is_dir()
+    assert (tmp_path / "runs" / "run-1" / "checkpoints" / "step-000100" / "model").is_dir()
 
 
 def follow(commands: str, folder: Path) -> None:
