@@ -124,6 +124,9 @@ def test_a_server_finds_the_modules_beside_it(tmp_path: Path) -> None:
 def test_wrong_names_and_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="example_multi_step"):
         load_environments(EnvironmentSection(path="nemo_gym:example_multistep"), tmp_path)
+    with pytest.raises(ConfigError, match="has no server 'gymnasium'") as refused:  # a library
+        load_environments(EnvironmentSection(path="nemo_gym:gymnasium"), tmp_path)
+    assert "'gymnasium'?" not in str(refused.value)
     for source in (
         Source(path="nemo_gym:example_multi_step"),
         Source(path="nemo_gym:http://127.0.0.1:9"),

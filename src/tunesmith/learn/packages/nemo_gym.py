@@ -204,8 +204,8 @@ def _folder(name: str) -> Path:
     """A server's directory in the package; a ConfigError if there is none."""
     found = find_spec(SERVERS)
     places = [Path(place) for place in (found and found.submodule_search_locations) or ()]
-    known = {folder.name: folder for place in places for folder in place.glob("*/")}
-    if name not in known or not (known[name] / "app.py").is_file():
+    known = {app.parent.name: app.parent for place in places for app in place.glob("*/app.py")}
+    if name not in known:
         raise ConfigError(f"nemo_gym has no server '{name}'.{nearest(name, known)}")
     return known[name]
 
