@@ -370,7 +370,11 @@ def test_processes_that_compile_at_once_keep_one_library(tmp_path: Path) -> None
         subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=-1, text=True)
         for _ in "ab"
     ]
-    assert [process.communicate(timeout=300)[0].strip() for process in running] == ["True", "True"]
+    said = [process.communicate(timeout=300)[0].splitlines() for process in running]
+    assert [lines[-1] for lines in said] == [
+        "True",
+        "True",
+    ]  # before it, on a busy machine: patience
     (kept,) = (tmp_path / "cache" / "tunesmith" / "native").iterdir()
     written = kept.stat().st_mtime_ns
     again = subprocess.run(

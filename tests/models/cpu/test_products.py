@@ -228,3 +228,31 @@ def test_the_engine_samples_as_the_trainer_scores_with_every_kind(
 
     asyncio.run(sleep())
     assert check() == after
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(129, 40, 33), (300, 17, 1100), (65, 7, 9)]
+)
+def test_a_row_does_not_depend_on_those_beside_it(rows: int, outputs: int, inputs: int) -> None:
+    """Panels take the rows of a prompt in parts."""
+    if not products.compiled():
+        pytest.skip("there is no compiler")
+    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+    x = torch.randn(rows, inputs)
+    product = LAYERS[torch.float32][products.PANELS].prepare(weight, bias)
+    found = product(x)
+    exact = x.double() @ weight.double().t() + bias.double()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+    for row in (0, 1, rows // 2, rows - 1):
+        assert torch.equal(product(x[row : row + 1])[0], found[row])
+
+
+def test_prompts_of_a_float32_model_are_read_by_the_products_that_decode(tmp_path: Path) -> None:
+    if not products.compiled():
+        pytest.skip("there is no compiler")
+    model = CausalLM.load(save_model(tmp_path / "model", "qwen3", head_dim=16), dtype=torch.float32)
+    engine = LocalEngine(model, kv_bytes=1 << 20, max_running=8, max_prefill_tokens=64)
+    runner = engine._runner
+    assert runner._prefill_model() is runner._decode_model.decoder() is not model
+    for done in completions(engine, 4):
+        assert done.logprobs == pytest.approx(scores(model, done.token_ids), abs=1e-5)

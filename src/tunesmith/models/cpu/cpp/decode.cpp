@@ -432,10 +432,16 @@ template <class Y> static void multiply(int64_t rows, const Product& p, const bf
     }
 }
 
-// Rows of float32 times a weight in panels.
+// Rows of float32 times a weight in panels; as many rows at a time as a core's cache holds beside a panel.
 static void multiply(int64_t rows, const Product& p, const float* x, float* out, int64_t threads) {
+    constexpr int64_t CACHED = 1 << 17;  // numbers
+    const int64_t most = std::max<int64_t>(CACHED / p.inputs, 128), parts = (rows + most - 1) / most;
     by_weight(p.type, [&](auto number) {
-        multiply_panels(rows, p.outputs, p.inputs, (const decltype(number)*)p.weight, {(const float*)p.bias, p.scale}, x, out, threads);
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t from = part * rows / parts, count = (part + 1) * rows / parts - from;
+            multiply_panels(count, p.outputs, p.inputs, (const decltype(number)*)p.weight, {(const float*)p.bias, p.scale},
+                            x + from * p.inputs, out + from * p.outputs, threads);
+        }
     });
 }
 
