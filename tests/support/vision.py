@@ -45,15 +45,20 @@ SQUARE_CHAT = (
 FAMILIES = ("gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
 
-def save_vision_model(path: Path, model_type: str = "qwen3_vl", **overrides: Any) -> Path:
-    """A tiny vision model in float32, as published, with its tokenizer and image processor."""
+def save_vision_model(
+    path: Path,
+    model_type: str = "qwen3_vl",
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """A tiny vision model, as published, with its tokenizer and image processor."""
     square = model_type == "gemma3"
     tokens: list[str] = list(SQUARE_TOKENS if square else TOKENS)
     tokenizer = tiny.tokenizer(SQUARE_CHAT if square else CHAT)
     tokenizer.add_special_tokens({"additional_special_tokens": [*tokens, VIDEO]})
     ids: Any = tokenizer.convert_tokens_to_ids(tokens)
     start, end, pad = ids
-    module = module_of(model_type, vocab_size=VOCABULARY, **overrides)
+    module = module_of(model_type, dtype, vocab_size=VOCABULARY, **overrides)
     module.config.image_token_id = pad
     if square:
         module.config.boi_token_id = start

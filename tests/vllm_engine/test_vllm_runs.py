@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, write_lines
 from tunesmith.records.doctor.findings import diagnose
 from tunesmith.records.doctor.record import read_record
@@ -50,6 +51,18 @@ def test_log_probabilities_are_as_trained_and_groups_share_their_prompt(
             line["reused_prompt_tokens"] in (4 * 3 * 32, 4 * 3 * 32 + 32)
             and 0.5 < line["prefix_hit_share"] < 0.65
         )
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_mixtures_take_new_experts(tmp_path: Path, family: str) -> None:
+    """A learning rate that changes them much; the ratio is one only if the engine has all of it."""
+    sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    own = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "mixtral" else experts
+    path = save_model(tmp_path / "model", family, vocab_size=261, **sizes, **own)
+    lines = steps(tmp_path, path, family, train__lr=5e-2, **PLACES["process"])
+    assert all(line["ratio"] == pytest.approx(1.0, abs=1e-3) for line in lines)
+    assert all(line["grad_norm"] > 0 for line in lines)
 
 
 def test_the_doctor_finds_that_prompts_are_not_shared(tmp_path: Path, model: Path) -> None:

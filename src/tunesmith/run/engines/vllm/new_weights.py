@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG, WEIGHTS
 from tunesmith.run.weights.base import NamedTensors
 from tunesmith.run.weights.directories import shared_directory
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -22,6 +23,8 @@ class VllmWorker(Protocol):
     """What is used of vLLM's worker, one rank of an engine."""
 
     def reload_weights(self, *, weights_iterator: Iterator[tuple[str, Tensor]]) -> None: ...
+
+    def get_model(self) -> torch.nn.Module: ...
 
     def add_lora(self, lora_request: object) -> bool: ...
 
@@ -46,6 +49,18 @@ def take_weights(worker: VllmWorker, *, weights: NamedTensors) -> None:
     worker.reload_weights(weights_iterator=arriving())
     if failed:
         raise failed[0]
+    pack_experts(worker.get_model())
+
+
+def pack_experts(model: torch.nn.Module) -> None:
+    """Lay out the experts of mixtures for vLLM's kernels for CPUs, which do so only with the first
+    weights that they get."""
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    for layer in model.modules() if current_platform.is_cpu() else ():
+        kernel: Any = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def take_adapter(worker: VllmWorker, *, weights: NamedTensors) -> None:
