@@ -53,11 +53,15 @@ def with_said_engine(plan: Plan[C], reasons: Reasons, refused: str | None = None
 
 def short_of_kv(plan: AnyPlan) -> str | None:
     """Why another engine may be faster, though this one samples fastest: beside its copy of the
-    weights there is room for fewer than half of the keys and values that are wanted."""
+    weights, where the other has none or a smaller one, there is room for fewer than half of the
+    keys and values that are wanted."""
     model = plan.facts.model
     system = plan.said.system
     open_yet = system.kv_memory is None and system.vllm.memory_share is None
-    if model is None or not model.parameters or not plan.training.longest or not open_yet:
+    lighter = plan.said.model.quantize is not None
+    lighter |= plan.kind.trains and not plan.devices.engines_apart
+    sized = model is not None and model.parameters and plan.training.longest
+    if model is None or not sized or not open_yet or not lighter:
         return None
     _, wanted = wanted_kv(plan, model, plan.devices.engines_together(plan.gpus))
     if 2 * plan.memory.kv_bytes * plan.devices.ranks_per_engine >= wanted:
