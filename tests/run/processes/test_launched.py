@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from tunesmith.errors import (
+    ConfigError,
     EngineError,
     EngineLostError,
     ModelError,
@@ -21,6 +22,7 @@ from tunesmith.errors import (
 )
 from tunesmith.learn.usercode.far import Far
 from tunesmith.plan.devices import EnginePlace
+from tunesmith.plan.facts.machines import machine
 from tunesmith.run.processes import launched_ranks, machines
 from tunesmith.run.processes.launch import ALIKE, ChildStart, Launch, machine_view
 from tunesmith.run.processes.launched_ranks import serve_rank
@@ -156,6 +158,10 @@ def test_the_processes_of_a_machine_that_is_back_are_taken_together(
     other = come(2, "actor", arguments="another command")
     with pytest.raises(NoPlaceError, match="another command"):
         take_again()
+    smaller = come(2, "rollout", GPUs="8 of 48 GiB")
+    with pytest.raises(ConfigError, match=r"'8 of 48 GiB'.*system\.cluster"):
+        met.take("rollout", 2, EngineLostError)
+    smaller.close()
     for connection in (again, other):
         with pytest.raises(EOFError):
             connection.recv()
@@ -201,12 +207,16 @@ def test_a_machine_offers_all_its_gpus_to_engines_though_its_first_rank_sees_one
     }
     for name, other in stand_ins.items():
         monkeypatch.setattr(launched_ranks, name, other)
-    monkeypatch.setattr("tunesmith.run.processes.launch.read_gpus", visible)
+    gpu = machine("H100-80GB").gpus[0]
+    monkeypatch.setattr(
+        "tunesmith.run.processes.launch.read_gpus", lambda: [gpu for _ in visible()]
+    )
     with pytest.raises(Served):
         serve_rank(Launch(rank=3, world=6, local_world=3, local_rank=0))
     assert visible() == ["4"]
     _, _, view, names = offered[0]
-    assert (view["GPUs"], view["processes on each machine"], names) == ("3", "3", "4,5,6")
+    assert (view["GPUs"], view["processes on each machine"]) == ("3 of 80 GiB", "3")
+    assert names == "4,5,6"
 
 
 @pytest.mark.parametrize(

@@ -80,5 +80,6 @@ def launched_address() -> str:
 
 def machine_view(launch: Launch) -> dict[str, str]:
     """``own_view``, and what else must be equal on machines that have engines."""
-    own = {"GPUs": len(read_gpus()), "processes on each machine": launch.local_world}
-    return own_view() | {name: str(count) for name, count in own.items()}
+    sizes = [8 * round(gpu.memory_total / 8 / 2**30) for gpu in read_gpus()]  # drivers differ
+    kinds = " and ".join(f"{sizes.count(size)} of {size} GiB" for size in dict.fromkeys(sizes))
+    return own_view() | {"GPUs": kinds, "processes on each machine": str(launch.local_world)}

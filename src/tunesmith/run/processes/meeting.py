@@ -182,7 +182,13 @@ class Meeting:
 
 
 def _differing(rank: int, newcomer: Newcomer) -> str:
+    cure = "Make them equal"
+    if newcomer.differs.startswith("GPUs"):
+        cure = (
+            "Start the run on machines whose GPUs are alike, or all of them on a Ray cluster "
+            '(system.cluster = "ray"), where one kind of GPU trains and another may sample'
+        )
     return (
         f"the machines of this launch differ: rank 0 on {socket.gethostname()} and rank {rank} on "
-        f"{newcomer.host} have {newcomer.differs}. Make them equal"
+        f"{newcomer.host} have {newcomer.differs}. {cure}"
     )
