@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from tunesmith.config.judges import JudgeReward, names_text_file
 from tunesmith.errors import ConfigError, RewardError, boundary, shortened
+from tunesmith.learn.rewards.function import LARGEST_REWARD
 from tunesmith.types import Message, text_of_content
 
 if TYPE_CHECKING:
@@ -153,6 +154,9 @@ def _criterion(number: str, one: object) -> Asked:
             raise RewardError(f"criterion {number} is {shown}; expected text, or text and weight")
     match one:
         case {"weight": int() | float() as weight} | {"points": int() | float() as weight}:
+            if not abs(weight) <= LARGEST_REWARD:
+                shown = shortened(repr(weight))
+                raise RewardError(f"criterion {number} has the weight {shown}; expected a number")
             return Asked(number, text, float(weight))
         case _:
             return Asked(number, text)
