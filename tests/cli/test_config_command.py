@@ -276,6 +276,7 @@ def test_an_adapter_with_pickled_weights_is_refused_before_it_is_opened(folder: 
 
 
 def test_a_hub_name_without_a_hub_is_refused_after_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
     import huggingface_hub
 
     from tunesmith.models import source
@@ -287,9 +288,18 @@ def test_a_hub_name_without_a_hub_is_refused_after_one_try(monkeypatch: pytest.M
         raise OSError("Name or service not known")
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", no_network)
-    with pytest.raises(ModelError, match=r"no model directory 'nobody/nothing'.*Name or service"):
+    unreached = r"no model directory 'nobody/nothing'.*hf download nobody/nothing.*Name or service"
+    with pytest.raises(ModelError, match=unreached):
         source.load_tokenizer("nobody/nothing")
     assert asked == [source.HUB_SECONDS]
+
+    def unknown(*_: Any, **__: Any) -> None:
+        answer = httpx.Response(404, request=httpx.Request("HEAD", "https://hub"))
+        raise huggingface_hub.errors.RepositoryNotFoundError("404", response=answer)
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unknown)
+    with pytest.raises(ModelError, match="does not give a model of that name"):
+        source.load_tokenizer("nobody/nothing")
 
 
 def test_the_speed_of_memory_is_measured_where_memory_is_short(

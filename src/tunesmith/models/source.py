@@ -107,11 +107,16 @@ def _check_hub(name: str) -> None:
 
     if isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
         return
-    message = (
-        f"there is no model directory '{name}', and the Hugging Face hub does not give a model of "
-        "that name (a private one needs HF_TOKEN)"
+    nowhere = f"there is no model directory '{name}', and the Hugging Face hub"
+    missing = f"{nowhere} does not give a model of that name (a private one needs HF_TOKEN)"
+    away = (
+        f"{nowhere} cannot be reached. Run hf download {name} --local-dir DIR where it can, and "
+        "give DIR instead"
     )
-    with boundary(ModelError, message, Exception):
+    with (
+        boundary(ModelError, away, Exception),
+        boundary(ModelError, missing, hub.errors.HfHubHTTPError),
+    ):
         hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
 
 
