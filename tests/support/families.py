@@ -354,6 +354,7 @@ SPECIAL["jamba"] = {
     "num_experts_per_tok": 2,
     "mamba_d_state": 8,
 }
+SPECIAL["hyperclovax"] = SPECIAL["granite"] | {"use_post_norm": True}
 SPECIAL["granite_swa"] = {"sliding_window": WINDOW, "num_hidden_layers": 5}
 SPECIAL["granitemoe_swa"] = {
     "sliding_window": WINDOW,

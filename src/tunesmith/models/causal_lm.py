@@ -69,6 +69,7 @@ class CausalLM(Decoder):
 def logit_scale(config: Any) -> float:
     """The factor that some families apply to the logits: Cohere multiplies by it, Granite divides
     by it."""
-    return float(getattr(config, "logit_scale", None) or 1.0) / float(
-        getattr(config, "logits_scaling", None) or 1.0
-    )
+    scaling = float(getattr(config, "logits_scaling", None) or 1.0)
+    if config.model_type == "hyperclovax":  # it multiplies where Granite divides
+        return scaling
+    return float(getattr(config, "logit_scale", None) or 1.0) / scaling
