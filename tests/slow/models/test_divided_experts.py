@@ -34,7 +34,7 @@ OTHERS = (
     "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "lfm2_moe", "qwen3_next",
     "qwen3_5_moe_text", "deepseek_v2", "kimi_linear", "gemma4_text", "cohere2_moe", "dots1",
     "exaone_moe", "flex_olmo", "hy_v3", "mellum", "olmoe", "solar_open", "afmoe",
-    "axk1", "hunyuan_v1_moe", "laguna",
+    "axk1", "hunyuan_v1_moe", "laguna", "jamba",
 )  # fmt: skip
 FAMILIES = (
     *("qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h"),
