@@ -351,7 +351,7 @@ def short_of_memory(model: CausalLM, most_tokens: int, *, backward: bool) -> Gen
             x.register_hook(fail) if backward else fail()
         return layer(x, *args, **options)
 
-    limited.around = layer.around
+    limited.around = layer.around  # type: ignore[attr-defined]
     limited.index = layer.index  # type: ignore[attr-defined]
     model.lean.layers[1] = limited  # type: ignore[assignment]
     yield
