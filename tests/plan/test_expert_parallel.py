@@ -13,7 +13,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.copies import copy_bytes
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import price
-from tunesmith.plan.cost.work import step_work
+from tunesmith.plan.cost.step_work import step_work
 from tunesmith.plan.facts.model import ModelFacts, facts_of
 from tunesmith.plan.plan import AnyPlan
 

@@ -29,7 +29,8 @@ from tunesmith.plan.cost.seconds import (
     phase_seconds,
     step_seconds,
 )
-from tunesmith.plan.cost.work import Work, amounts, step_work, work_of
+from tunesmith.plan.cost.step_work import step_work
+from tunesmith.plan.cost.work import Work, amounts, work_of
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.measured import rates_file, read_rates

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
-from tunesmith.plan.cost.work import Amounts, Work, amounts, sampling_work, step_work, work_of
+from tunesmith.plan.cost.step_work import step_work
+from tunesmith.plan.cost.work import Amounts, Work, amounts, sampling_work, work_of
 from tunesmith.plan.facts.machines import GpuKind, kind_of
 from tunesmith.plan.facts.measured import Rates, read_rates
 from tunesmith.plan.plan import MOST_RUNNING, AnyPlan
