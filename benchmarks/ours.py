@@ -31,11 +31,11 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.metrics import read_metrics
+from tunesmith.run.assembly import run_rl
+from tunesmith.run.assembly.train import run_sft
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.loop.learner import Learner
 from tunesmith.run.offline.generate import run_generate
-from tunesmith.run.placement import run_rl
-from tunesmith.run.placement.train import run_sft
 from tunesmith.run.trainers.limits import measure_limits
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.torch import TorchBackend

@@ -156,8 +156,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def prepare(here: Path, given: argparse.Namespace) -> dict[str, Any]:
     """A model that is sometimes right, its right answers, and its accuracy before training."""
+    from tunesmith.run.assembly.train import run_sft
     from tunesmith.run.offline.rft import run_rft
-    from tunesmith.run.placement.train import run_sft
 
     shutil.copytree(EXAMPLE, here, ignore=shutil.ignore_patterns("runs", "model", "*.jsonl"))
     runpy.run_path(str(here / "prepare.py"))["main"]()

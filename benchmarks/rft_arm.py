@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.protocol import peak_memory_mb
+from tunesmith.run.assembly.train import run_sft
 from tunesmith.run.offline.rft import run_rft
-from tunesmith.run.placement.train import run_sft
 
 
 def main() -> None:

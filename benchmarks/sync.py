@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.report import BEGIN, END, readme_results
 from benchmarks.run import machine
-from tunesmith.run.placement.planes import read_offer
+from tunesmith.run.specs.planes import read_offer
 from tunesmith.run.weights.base import Offer, Plane
 from tunesmith.run.weights.broadcast import BroadcastPlane
 from tunesmith.run.weights.directories import shared_directory

@@ -26,7 +26,7 @@ from benchmarks.workload import SMALL, build_model
 from tunesmith.config.schema import LoraSection
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.run.placement.planes import PlaneSpec
+from tunesmith.run.specs.planes import PlaneSpec
 from tunesmith.run.weights.files import FilePlane
 
 RESULTS = Path(__file__).with_name("results") / "sync-bytes.json"

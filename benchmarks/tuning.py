@@ -35,9 +35,9 @@ from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.guide.tune.setup import trial_config
 from tunesmith.guide.tune.tuning import open_tuning
+from tunesmith.run.assembly import train
+from tunesmith.run.assembly.opening import Caller
 from tunesmith.run.loop.callbacks import Callbacks
-from tunesmith.run.placement import train
-from tunesmith.run.placement.opening import Caller
 
 RESULTS = Path(__file__).with_name("results") / "tuning-cpu-2-core.json"
 PAGE = Path(__file__).parent.parent / "docs" / "tune.md"

@@ -25,7 +25,7 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.errors import CheckpointError, ConfigError, DataError, RewardError, UserError
 from tunesmith.records.metrics import read_metrics
 from tunesmith.records.toml import toml_value
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 SMALL: dict[str, Any] = {
     "model__dtype": "float32",
@@ -77,7 +77,7 @@ def test_a_run_from_python_is_the_commands_run(model: Path, here: Path) -> None:
     assert [
         json.loads(line) for line in (here / "run/data/train.jsonl").read_text().splitlines()
     ] == sums(12)
-    command = placement.run_rl(
+    command = assembly.run_rl(
         None, rl_settings(here, model, "command", data__eval=write_eval(here))
     )
     assert learned(outcome.run_dir) == learned(command.run_dir)

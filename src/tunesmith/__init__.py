@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from tunesmith.learn.algorithms.outcomes import Advantages, Outcome
     from tunesmith.learn.data.batch import Batch
     from tunesmith.models.causal_lm import CausalLM
+    from tunesmith.run.assembly.session import RunResult
     from tunesmith.run.engines.local.engine import LocalEngine
     from tunesmith.run.loop.callbacks import STOP
     from tunesmith.run.loop.experience import rollout_batch
     from tunesmith.run.loop.learner import Learner
     from tunesmith.run.offline.inference import Generation, generate
-    from tunesmith.run.placement.session import RunResult
     from tunesmith.run.trainers.optimizer import AdamWSettings
     from tunesmith.run.trainers.torch import TorchBackend
     from tunesmith.types import Rollout, Sample, Sampling, Task
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "STOP": "run.loop.callbacks",
     "Generation": "run.offline.inference",
-    "RunResult": "run.placement.session",
+    "RunResult": "run.assembly.session",
     "generate": "run.offline.inference",
     **dict.fromkeys(("distill", "dpo", "kto", "prm", "rft", "rl", "rm", "sft"), "api"),
     "AdamWSettings": "run.trainers.optimizer",

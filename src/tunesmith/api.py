@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tunesmith.config.commands import DPOConfig, KTOConfig, PRMConfig, RMConfig
 from tunesmith.config.schema import RunConfig, SFTConfig
+from tunesmith.run.assembly.api_call import ApiCall, Data
 from tunesmith.run.loop.callbacks import Callbacks, Metrics
-from tunesmith.run.placement.api_call import ApiCall, Data
 
 if TYPE_CHECKING:
+    from tunesmith.run.assembly.session import RunResult
     from tunesmith.run.offline.rft import RFTOutcome
-    from tunesmith.run.placement.session import RunResult
 
 Function = Callable[..., Any]
 OnMetrics = Callable[[int, Metrics], bool | None]
@@ -76,7 +76,7 @@ def rl(
     Raises:
         UserError: settings, data or reward cannot be used; nothing was trained.
     """
-    from tunesmith.run.placement import run_rl
+    from tunesmith.run.assembly import run_rl
 
     if environment is not None and not isinstance(environment, Mapping):
         environment = {"path": environment}
@@ -110,7 +110,7 @@ def distill(
 
     The other arguments are those of ``rl``.
     """
-    from tunesmith.run.placement import run_distill
+    from tunesmith.run.assembly import run_distill
 
     given = {"teacher.path": teacher, "run_dir": run_dir, "checkpoint.resume": resume or None}
     callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
@@ -132,7 +132,7 @@ def _supervised(kind: type[RunConfig], purpose: str) -> Callable[..., RunResult]
         on_checkpoint: OnCheckpoint | None = None,
         **settings: Any,
     ) -> RunResult:
-        from tunesmith.run.placement.train import run_supervised
+        from tunesmith.run.assembly.train import run_supervised
 
         given = {"run_dir": run_dir, "checkpoint.resume": resume or None}
         callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)

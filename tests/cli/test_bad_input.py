@@ -155,31 +155,29 @@ def test_what_needs_the_tokenizer_is_refused_before_the_model_is_loaded(
 
 def test_supervised_training_names_the_line_too(tmp_path: Path, model: Path) -> None:
     from tunesmith.errors import DataError
-    from tunesmith.run import placement
+    from tunesmith.run import assembly
 
     data = write_lines(
         tmp_path / "d.jsonl",
         [{"prompt": "a", "completion": "b"}, {"prompt": "a" * 600, "completion": "b"}],
     )
     with pytest.raises(DataError, match=r"d\.jsonl:2: 60\d tokens, the limit is 512"):
-        placement.run_sft(None, sft_settings(tmp_path, model, data__train=str(data)))
+        assembly.run_sft(None, sft_settings(tmp_path, model, data__train=str(data)))
     write_lines(tmp_path / "e.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
     with pytest.raises(DataError, match=r"e\.jsonl:2"):
-        placement.run_sft(
-            None, sft_settings(tmp_path, model, data__train=str(tmp_path / "e.jsonl"))
-        )
+        assembly.run_sft(None, sft_settings(tmp_path, model, data__train=str(tmp_path / "e.jsonl")))
 
 
 def test_a_damaged_model_is_named(tmp_path: Path) -> None:
     from tunesmith.errors import ModelError
-    from tunesmith.run import placement
+    from tunesmith.run import assembly
 
     model = save_model(tmp_path / "model")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     settings = [s for s in rl_settings(tmp_path, model) if not s.startswith("system.threads")]
     with pytest.raises(ModelError, match="model"):
-        placement.run_rl(None, settings)
+        assembly.run_rl(None, settings)
     weights.unlink()
     with pytest.raises(ModelError, match="model"):
-        placement.run_rl(None, settings)
+        assembly.run_rl(None, settings)

@@ -227,17 +227,17 @@ def test_the_commands_check_what_config_checks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each command goes through ``check_run``, before it makes its directory."""
-    from tunesmith.run import placement
+    from tunesmith.run import assembly
+    from tunesmith.run.assembly import opening
     from tunesmith.run.offline import generate, rft
-    from tunesmith.run.placement import opening
 
     def stop(*_: Any, **__: Any) -> Any:
         raise ConfigError("checked")
 
     monkeypatch.setattr(opening, "check_run", stop)
     texts: dict[Callable[..., Any], str] = {
-        placement.run_rl: RUN,
-        placement.run_sft: '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n',
+        assembly.run_rl: RUN,
+        assembly.run_sft: '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n',
         generate.run_generate: '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n',
         lambda path: rft.run_rft(
             "run", path

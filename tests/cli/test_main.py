@@ -28,7 +28,7 @@ from tunesmith.errors import (
     boundary,
 )
 from tunesmith.learn.usercode.host import portable
-from tunesmith.run.placement.session import RunResult
+from tunesmith.run.assembly.session import RunResult
 
 RUN = """\
 [model]

@@ -20,7 +20,7 @@ from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sums, write_lines
 from tunesmith.errors import ConfigError
 from tunesmith.records.storage import replacing, write_json
-from tunesmith.run.placement import run_rl
+from tunesmith.run.assembly import run_rl
 
 SCRIPT = (
     "python -m openrlhf.cli.train_sft --pretrain org/model --dataset train.jsonl --max_len 64\n"

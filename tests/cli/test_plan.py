@@ -40,7 +40,7 @@ def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another machine than the one that tests: it has as many cores, and as much free memory, at
     all times."""
     machine = replace(CPU, cores=16)
-    monkeypatch.setattr("tunesmith.run.placement.checking.read_hardware", lambda: machine)
+    monkeypatch.setattr("tunesmith.run.assembly.checking.read_hardware", lambda: machine)
 
 
 def planned(*said: str) -> tuple[int, str]:

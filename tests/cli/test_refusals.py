@@ -17,7 +17,7 @@ from tests.support.tiny_runs import REWARDS, sums, write_lines
 from tunesmith.cli.plan import plan, show_config
 from tunesmith.errors import TunesmithError
 from tunesmith.records.toml import toml_value
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.offline.generate import run_generate
 from tunesmith.run.offline.rft import run_rft
 
@@ -78,12 +78,12 @@ BASES = {
     "rm": {**SFT, "rm.loss": "sigmoid", "data.train": "pairs.jsonl"},
 }
 COMMANDS: dict[str, Callable[[Path], Any]] = {
-    "rl": placement.run_rl,
-    "sft": placement.run_sft,
-    "dpo": placement.run_dpo,
-    "rm": placement.run_rm,
+    "rl": assembly.run_rl,
+    "sft": assembly.run_sft,
+    "dpo": assembly.run_dpo,
+    "rm": assembly.run_rm,
     "rft": lambda run: run_rft("run", run),
-    "distill": placement.run_distill,
+    "distill": assembly.run_distill,
     "generate": run_generate,
 }
 
@@ -256,7 +256,7 @@ def test_code_that_takes_long_is_left_to_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tunesmith.config.load import load_run
-    from tunesmith.run.placement import checking, examining
+    from tunesmith.run.assembly import checking, examining
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr(examining, "SECONDS", 0.01)

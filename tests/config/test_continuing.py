@@ -25,8 +25,8 @@ from tunesmith.learn.algorithms.kl import KLController
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import open_plan
-from tunesmith.run import placement
-from tunesmith.run.placement.contents import contents_of
+from tunesmith.run import assembly
+from tunesmith.run.assembly.contents import contents_of
 
 ALL = (*KINDS.values(), SampledDistillConfig, OfflineDistillConfig)
 KEYS = sorted({key for kind in ALL for key in all_keys(kind, tables=True)})
@@ -136,7 +136,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter's run of two steps."""
     folder = tmp_path_factory.mktemp("begun")
     model = save_model(folder / "model")
-    placement.run_sft(None, sft_settings(folder, model, train__steps=2, lora__rank=4))
+    assembly.run_sft(None, sft_settings(folder, model, train__steps=2, lora__rank=4))
     return folder
 
 
@@ -163,7 +163,7 @@ def test_what_the_checkpoint_does_not_go_with_is_refused_before_a_model_is_loade
             edit(begun)
         said = {"train__steps": 4, "lora__rank": 4, "checkpoint__resume": True, **changed}
         with pytest.raises(CheckpointError) as refused:
-            placement.run_sft(None, sft_settings(begun, begun / "model", **said))
+            assembly.run_sft(None, sft_settings(begun, begun / "model", **said))
     finally:
         for file, data in before.items():
             file.write_bytes(data)
@@ -178,7 +178,7 @@ def test_what_changes_from_now_on_is_told_and_happens(
 ) -> None:
     model = save_model(tmp_path / "model")
     kl = {"algorithm__kl__coef": 0.1, "data__eval": None}
-    placement.run_rl(None, rl_settings(tmp_path, model, train__steps=1, **kl))
+    assembly.run_rl(None, rl_settings(tmp_path, model, train__steps=1, **kl))
     capsys.readouterr()
     moved = tmp_path / "moved"
     (tmp_path / "model").rename(moved)
@@ -197,7 +197,7 @@ def test_what_changes_from_now_on_is_told_and_happens(
         "data__eval": str(tmp_path / "held_out.jsonl"),
         "checkpoint__resume": True,
     }
-    placement.run_rl(None, rl_settings(tmp_path, moved, **said))
+    assembly.run_rl(None, rl_settings(tmp_path, moved, **said))
     lines = (
         capsys.readouterr()
         .out.partition("; from step 1 on:")[2]

@@ -52,7 +52,7 @@ from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.records.progress import COLUMNS
-from tunesmith.run.placement.environments import check_run_rewards
+from tunesmith.run.assembly.environments import check_run_rewards
 
 EXAMPLES = sorted(path.parent for path in (ROOT / "examples").glob("*/prepare.py"))
 

@@ -25,9 +25,9 @@ from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules import checks, rule
-from tunesmith.run.placement import run_rl
-from tunesmith.run.placement.base import WeightSource
-from tunesmith.run.placement.specs import engine_spec
+from tunesmith.run.assembly import run_rl
+from tunesmith.run.specs.base import WeightSource
+from tunesmith.run.specs.from_plan import engine_spec
 
 OTHERS = ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]']
 

@@ -35,6 +35,7 @@ FLOORS = {
 BELOW_MODELS = ("experts", "kernels", "parallel", "cpu", "cuda")
 LAYOUT = ("forest", "openmp")
 """What rooms of ``models/`` may import of the files beside them."""
+KNOW_ADAPTERS = (("run", "assembly"), ("run", "placement"), ("run", "specs"))
 ADAPTER_ROOMS = ("engines", "trainers", "weights")
 SHARED = (
     "base",
@@ -260,13 +261,13 @@ def owner(module: tuple[str, ...]) -> tuple[str, str] | None:
     return (found[0], PARTS.get(found, found[1])) if found else None
 
 
-def test_adapters_do_not_know_each_other_and_only_the_placement_knows_them() -> None:
+def test_adapters_do_not_know_each_other_and_only_these_rooms_know_them() -> None:
     wrong = [
         f"{relative(path)}:{line} imports the adapter {'.'.join(name)}"
         for path in modules()
         for line, name in own_imports(path)
         if (target := owner(name)) and target != owner(dotted(path))
-        if dotted(path)[:1] not in ((), ("guide",)) and dotted(path)[:2] != ("run", "placement")
+        if dotted(path)[:1] not in ((), ("guide",)) and dotted(path)[:2] not in KNOW_ADAPTERS
     ]
     assert not wrong, "\n".join(sorted(set(wrong)))
 
@@ -284,7 +285,7 @@ def test_low_floors_load_neither_torch_nor_transformers() -> None:
 
 def test_these_load_without_torch_in_a_real_process() -> None:
     code = "import sys\n"
-    for module in ("cli.main", "run.placement", "config.load", "plan.resolve", "records.progress"):
+    for module in ("cli.main", "run.assembly", "config.load", "plan.resolve", "records.progress"):
         code += (
             f"import tunesmith.{module}\n"
             f"if {{*{HEAVY}}} & sys.modules.keys(): sys.exit('{module} loads it')\n"
@@ -429,7 +430,7 @@ def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.Mo
             ["models/parallel/up.py:1 imports models.decoder"],
         ),
         (
-            test_adapters_do_not_know_each_other_and_only_the_placement_knows_them,
+            test_adapters_do_not_know_each_other_and_only_these_rooms_know_them,
             [
                 "run/loop/rl.py:1 imports the adapter run.engines.local",
                 "run/engines/local/engine.py:2",

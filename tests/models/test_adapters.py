@@ -26,7 +26,7 @@ from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.micro_batches import build_forest
 from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.types import Sample, Sampling
 
@@ -69,7 +69,7 @@ def test_merged_or_continued_it_is_what_peft_computes(
 ) -> None:
     written = WRITTEN[name]
     logits = write(tmp_path, written, tied=tied)
-    placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
+    assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
     torch.testing.assert_close(logits_of(tmp_path / "merged"), logits, rtol=0, atol=1e-4)
     merged = CausalLM.load(tmp_path / "merged")
     same(merged, logits)
@@ -111,7 +111,7 @@ def test_what_cannot_be_merged_is_refused_with_the_key(tmp_path: Path) -> None:
     ):
         write(tmp_path / name, Written(config), tied=False)
         with pytest.raises(ModelError) as refused:
-            placement.run_merge(tmp_path / name / "adapter", tmp_path / "merged")
+            assembly.run_merge(tmp_path / name / "adapter", tmp_path / "merged")
         assert words in str(refused.value) and "download" not in str(refused.value)
         assert not (tmp_path / "merged").exists()
 
@@ -129,7 +129,7 @@ def test_a_file_that_is_not_the_configuration_s_is_named(tmp_path: Path) -> None
         for use in ("merge", "continue"):
             with pytest.raises(ModelError) as refused:
                 if use == "merge":
-                    placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
+                    assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
                 else:
                     adapters.attach(
                         CausalLM.load(tmp_path / "model"), LoraSection(), path=tmp_path / "adapter"
@@ -137,7 +137,7 @@ def test_a_file_that_is_not_the_configuration_s_is_named(tmp_path: Path) -> None
             assert named in str(refused.value) and str(file) in str(refused.value)
     file.write_bytes(b"\x00" * 7)
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors"):
-        placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
+        assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
 
 
 def test_an_embedding_in_the_file_counts_only_if_it_differs_from_the_base_s(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_an_adapter_in_a_folder_of_its_name_is_found_and_pickled_ones_are_refuse
 ) -> None:
     logits = write(tmp_path, WRITTEN["two modules"], tied=False, name="polite")
     assert adapter_directory(tmp_path / "adapter") == tmp_path / "adapter/polite"
-    placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
+    assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
     torch.testing.assert_close(logits_of(tmp_path / "merged"), logits, rtol=0, atol=1e-4)
     other = tmp_path / "adapter/curt"
     other.mkdir()
@@ -212,4 +212,4 @@ def test_weights_that_peft_does_not_read_are_named(
     adapters.attach(model, LoraSection(rank=4))
     model.save(tmp_path / "adapter")
     with pytest.raises(ModelError, match=r"did not read .*shared_experts"):
-        placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
+        assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")

@@ -20,8 +20,8 @@ from tunesmith.learn.data.micro_batches import build_forest
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.sharding import Sharding, run
 from tunesmith.plan.facts.hub import known_model_facts
-from tunesmith.run.placement.base import WeightSource
-from tunesmith.run.placement.engines import VllmSpec
+from tunesmith.run.specs.base import WeightSource
+from tunesmith.run.specs.engines import VllmSpec
 from tunesmith.types import Sample
 
 FOREST = build_forest(Batch.of([Sample([5, 9, 30, 77, 8, 20], [False] + [True] * 5)]))

@@ -19,11 +19,11 @@ from tunesmith.config.schema import SFTConfig
 from tunesmith.errors import ConfigError, DataError, ModelError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.embedding_rows import set_rows
-from tunesmith.run import placement
+from tunesmith.run import assembly
+from tunesmith.run.assembly.checking import check_run
 from tunesmith.run.offline.generate import run_generate
 from tunesmith.run.offline.inference import generate
 from tunesmith.run.offline.rft import run_rft
-from tunesmith.run.placement.checking import check_run
 from tunesmith.types import Status
 
 ROWS = 261
@@ -58,14 +58,14 @@ REWARD = [
     "rollout.max_new_tokens=4",
 ]
 COMMANDS: dict[str, tuple[Run, Callable[[int], list[dict[str, Any]]], str, list[str]]] = {
-    "sft": (placement.run_sft, answered, "completion", []),
-    "dpo": (placement.run_dpo, lambda n: lines_of("dpo", n), "rejected", []),
-    "rm": (placement.run_rm, lambda n: lines_of("rm", n), "chosen", []),
-    "kto": (placement.run_kto, lambda n: lines_of("kto", n), "completion", []),
-    "prm": (placement.run_prm, lambda n: lines_of("prm", n), "prompt", ['prm.separator="\\n"']),
-    "rl": (placement.run_rl, sums, "prompt", REWARD),
-    "distill": (placement.run_distill, answered, "completion", ["distill.mode=offline"]),
-    "distill on samples": (placement.run_distill, sums, "prompt", REWARD[1:]),
+    "sft": (assembly.run_sft, answered, "completion", []),
+    "dpo": (assembly.run_dpo, lambda n: lines_of("dpo", n), "rejected", []),
+    "rm": (assembly.run_rm, lambda n: lines_of("rm", n), "chosen", []),
+    "kto": (assembly.run_kto, lambda n: lines_of("kto", n), "completion", []),
+    "prm": (assembly.run_prm, lambda n: lines_of("prm", n), "prompt", ['prm.separator="\\n"']),
+    "rl": (assembly.run_rl, sums, "prompt", REWARD),
+    "distill": (assembly.run_distill, answered, "completion", ["distill.mode=offline"]),
+    "distill on samples": (assembly.run_distill, sums, "prompt", REWARD[1:]),
     "rft": (
         lambda _, said: run_rft("run", None, said),
         sums,
@@ -137,11 +137,11 @@ def test_data_for_evaluation_is_read_alike(tmp_path: Path, model: Path, name: st
 def test_the_texts_around_every_line_are_named(tmp_path: Path, model: Path) -> None:
     lines = answered(4)
     chat = settings(tmp_path, model, "sft", lines, "data.chat=true")
-    prompt = refusal(lambda: placement.run_sft(None, [*chat, f'data.system_prompt="be {NEW}"']))
+    prompt = refusal(lambda: assembly.run_sft(None, [*chat, f'data.system_prompt="be {NEW}"']))
     assert NEW in prompt
     template = tmp_path / "own.jinja"
     template.write_text(tiny.CHATML.replace("<|im_start|>", NEW))
-    message = refusal(lambda: placement.run_sft(None, [*chat, f"model.chat_template={template}"]))
+    message = refusal(lambda: assembly.run_sft(None, [*chat, f"model.chat_template={template}"]))
     assert "in the chat template" in message and NEW in message and "train.jsonl:1" in message
 
 
@@ -159,7 +159,7 @@ def test_worked_examples_are_checked_with_their_line(tmp_path: Path, model: Path
 def test_such_lines_can_be_skipped_and_are_listed(tmp_path: Path, model: Path) -> None:
     lines = answered(6)
     lines[4]["prompt"] += NEW
-    placement.run_sft(None, settings(tmp_path, model, "sft", lines, "data.skip_bad=true"))
+    assembly.run_sft(None, settings(tmp_path, model, "sft", lines, "data.skip_bad=true"))
     [skipped] = [
         json.loads(line) for line in (tmp_path / "run/skipped.jsonl").read_text().splitlines()
     ]
@@ -183,7 +183,7 @@ def test_an_end_of_sequence_without_a_row_is_refused(tmp_path: Path, named: str)
         file = path / named
         file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": [2, ROWS]}))
     message = refusal(
-        lambda: placement.run_sft(None, settings(tmp_path, path, "sft", answered(3))), ModelError
+        lambda: assembly.run_sft(None, settings(tmp_path, path, "sft", answered(3))), ModelError
     )
     assert named in message and str(ROWS) in message and "eos_token" in message
 
@@ -200,7 +200,7 @@ def test_tokens_to_stop_at_are_the_model_s(
 
 def test_the_label_of_a_step_has_a_row(tmp_path: Path, model: Path) -> None:
     said = settings(tmp_path, model, "prm", lines_of("prm", 6), f'prm.good="{NEW}"')
-    assert "prm.good" in refusal(lambda: placement.run_prm(None, said), ConfigError)
+    assert "prm.good" in refusal(lambda: assembly.run_prm(None, said), ConfigError)
 
 
 def test_prompts_from_python_are_checked_by_their_place(model: Path) -> None:
@@ -216,7 +216,7 @@ def test_rows_beyond_the_tokenizer_are_padding(tmp_path: Path) -> None:
     path = base(tmp_path / "model", NEW, rows=320)
     lines = answered(4)
     lines[3]["completion"] += NEW
-    placement.run_sft(None, settings(tmp_path, path, "sft", lines))
+    assembly.run_sft(None, settings(tmp_path, path, "sft", lines))
 
 
 ECHO = """

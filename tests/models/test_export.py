@@ -36,9 +36,9 @@ from tunesmith.learn.data.chat import ChatTemplate, end_of_turn_id
 from tunesmith.learn.data.chat_defaults import own_part, set_defaults
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.export import mended, read_back, set_ends
-from tunesmith.run import placement
+from tunesmith.run import assembly
+from tunesmith.run.assembly.session import load_trained
 from tunesmith.run.offline.generate import run_generate
-from tunesmith.run.placement.session import load_trained
 
 QUESTION = [{"role": "user", "content": "1 + 1?"}]
 SYSTEM = 'Say "no", \\ or {{ x }} {% endif %} {# tools #}.\n\tÜber 🙂 add_generation_prompt\n'
@@ -248,15 +248,15 @@ def test_what_sft_writes_behaves_like_what_was_trained(tmp_path: Path, name: str
         "train__steps": 1,
         "train__lr": 1e-9,
     }
-    plain = placement.run_sft(None, sft_settings(tmp_path, base, **settings))
+    plain = assembly.run_sft(None, sft_settings(tmp_path, base, **settings))
     check_alike(*plain.load(), plain.checkpoint, "hi", FAMILIES[name])
     lora = {"lora__rank": 2, "lora__save_merged": True}
-    adapter = placement.run_sft(
+    adapter = assembly.run_sft(
         None, sft_settings(tmp_path, base, "lora", **settings, **lora)
     ).checkpoint
     merged = adapter.with_name("model_merged")
     check_alike(*load_trained(merged), merged, "hi", FAMILIES[name])
-    placement.run_merge(adapter, tmp_path / "merged")
+    assembly.run_merge(adapter, tmp_path / "merged")
     check_alike(*load_trained(tmp_path / "merged"), tmp_path / "merged", "hi", FAMILIES[name])
     check_alike(*load_trained(adapter), merged, "hi", FAMILIES[name])
     lines = generated(tmp_path, base, adapter)
@@ -289,7 +289,7 @@ def test_what_rl_writes_stops_where_its_rollouts_stopped(tmp_path: Path) -> None
         "rollout__stop_token_ids": [6],
         "data__chat": None,
     }
-    run = placement.run_rl(
+    run = assembly.run_rl(
         None, rl_settings(tmp_path, base, train__steps=1, train__lr=1e-9, **stops)
     )
     model, tokenizer = run.load()
@@ -311,13 +311,13 @@ def test_what_rl_writes_stops_where_its_rollouts_stopped(tmp_path: Path) -> None
 def command(name: str, folder: Path, model: Path, **changed: Any) -> Path:
     """Run a command in ``folder`` and return its last model."""
     if name == "sft":
-        return placement.run_sft(
+        return assembly.run_sft(
             None, sft_settings(folder, model, "run", train__steps=1, **changed)
         ).checkpoint
     if name == "critic":
         changed |= {"algorithm__name": "ppo"}
     if name in ("rl", "critic"):
-        return placement.run_rl(
+        return assembly.run_rl(
             None, rl_settings(folder, model, train__steps=1, **changed)
         ).checkpoint
     return RUNS[name](

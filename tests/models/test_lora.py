@@ -28,7 +28,7 @@ from tunesmith.models import adapters
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.forest import Forest
 from tunesmith.models.score_model import ScoreModel, whole_sequence
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.torch import TorchBackend
@@ -207,7 +207,7 @@ def test_saved_loaded_and_merged_it_is_the_same_model(base: Path, tmp_path: Path
     torch.testing.assert_close(
         hugging_face(PeftModel.from_pretrained(plain, tmp_path / "adapter")), ours
     )
-    assert placement.run_merge(tmp_path / "adapter", tmp_path / "merged") == str(base)
+    assert assembly.run_merge(tmp_path / "adapter", tmp_path / "merged") == str(base)
     merged = CausalLM.load(tmp_path / "merged")
     assert merged.module.num_parameters() == size
     found = logprobs(TorchBackend(merged, AdamWSettings(), CausalLM.predict))
@@ -251,15 +251,15 @@ def test_a_reward_model_trains_its_head_beside_the_adapter(base: Path, tmp_path:
     ]
     assert losses[-1] < losses[0] / 2
     model.save(tmp_path / "adapter")
-    placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
+    assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
     with torch.no_grad():
         [forest] = sequences
         merged = ScoreModel.load(tmp_path / "merged").scores(forest)
         torch.testing.assert_close(merged, model.scores(forest), rtol=0, atol=1e-5)
 
 
-def run(settings: list[str], kind: str = "rl") -> placement.RunResult:
-    return getattr(placement, f"run_{kind}")(None, settings)
+def run(settings: list[str], kind: str = "rl") -> assembly.RunResult:
+    return getattr(assembly, f"run_{kind}")(None, settings)
 
 
 @pytest.mark.slow
@@ -366,12 +366,12 @@ def test_paths_that_hold_something_else_are_told(tmp_path: Path, base: Path) -> 
     with pytest.raises(ConfigError, match=r"lora\.rank has no effect with lora\.path"):
         run(sft_settings(tmp_path, base, lora__path=str(tmp_path / "adapter"), lora__rank=8), "sft")
     with pytest.raises(StorageError, match="exists already"):
-        placement.run_merge(tmp_path / "adapter", base)
+        assembly.run_merge(tmp_path / "adapter", base)
     with pytest.raises(ConfigError, match="adapter_config"):
-        placement.run_merge(base, tmp_path / "merged")
+        assembly.run_merge(base, tmp_path / "merged")
     other = save_model(tmp_path / "other", hidden_size=16)
     with pytest.raises(ModelError, match="does not fit"):
-        placement.run_merge(tmp_path / "adapter", tmp_path / "merged", base=str(other))
+        assembly.run_merge(tmp_path / "adapter", tmp_path / "merged", base=str(other))
     with pytest.raises(ModelError, match="CAUSAL_LM"):
         adapters.attach(ScoreModel.load(base), LoraSection(), path=tmp_path / "adapter")
 
@@ -394,7 +394,7 @@ def test_a_saved_adapter_with_more_than_low_rank_matrices_is_refused(
     )
     with pytest.raises(ModelError, match=rf"{named}.*tunesmith merge"):
         adapters.attach(CausalLM.load(base), LoraSection(), path=tmp_path / "adapter")
-    placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
+    assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
 
 
 def test_quantising_without_bitsandbytes_is_refused_before_anything_loads(
@@ -435,6 +435,6 @@ def test_an_adapter_on_a_quantised_base(tmp_path: Path, quantize: Any) -> None:
     torch.testing.assert_close(torch.from_numpy(alone).float(), before, rtol=0, atol=1e-4)
     assert (logprobs(backend) - before).abs().max() > 0.1
     model.save(tmp_path / "adapter")
-    placement.run_merge(tmp_path / "adapter", tmp_path / "merged")
+    assembly.run_merge(tmp_path / "adapter", tmp_path / "merged")
     merged = TorchBackend(CausalLM.load(tmp_path / "merged"), AdamWSettings(), CausalLM.predict)
     torch.testing.assert_close(logprobs(merged), logprobs(backend), rtol=0, atol=0.2)

@@ -20,7 +20,7 @@ from tests.support.training import forest_of
 from tunesmith.models.score_model import ScoreModel, whole_sequence
 from tunesmith.plan.facts.families import families
 from tunesmith.plan.facts.model_files import weights_in
-from tunesmith.run.placement.session import load_trained
+from tunesmith.run.assembly.session import load_trained
 
 SEQUENCES = [[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7, 11], [12, 13]]
 TEXT = [name for name, each in families().items() if not (each.multimodal or each.inner)]

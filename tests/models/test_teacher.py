@@ -36,7 +36,7 @@ from tunesmith.models.teacher import (
     predict_with_said,
     predict_with_teacher,
 )
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.types import Sample
 
 
@@ -54,7 +54,7 @@ def taught(
 ) -> tuple[Path, Path]:
     """A student, and a teacher that has learned something."""
     lesson = sft_settings(tmp_path_factory.mktemp("lesson"), models[0], train__steps=40)
-    return models[0], placement.run_sft(None, lesson).checkpoint
+    return models[0], assembly.run_sft(None, lesson).checkpoint
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -297,7 +297,7 @@ def on_data(folder: Path, models: tuple[Path, Path], run: str = "sft", **changed
     return sft_settings(folder, models[0], run, **changed)
 
 
-def lines_of(outcome: placement.RunResult) -> list[dict[str, Any]]:
+def lines_of(outcome: assembly.RunResult) -> list[dict[str, Any]]:
     return [line for line in untimed(outcome.run_dir / "metrics.jsonl") if "loss" in line]
 
 
@@ -307,7 +307,7 @@ def test_a_run_on_the_students_samples(
     tmp_path: Path, taught: tuple[Path, Path], mode: str
 ) -> None:
     settings = {"train__steps": 12, "rollout__group_size": 16, "lora__rank": 8}
-    outcome = placement.run_distill(
+    outcome = assembly.run_distill(
         None, on_samples(tmp_path, taught, distill__mode=mode, **settings)
     )
     lines = lines_of(outcome)
@@ -330,17 +330,15 @@ def test_a_run_on_given_answers_evaluates_and_resumes(
         "checkpoint__every": 2,
         "distill__alpha": 1.0,
     }
-    outcome = placement.run_distill(None, on_data(tmp_path, models, **settings))
+    outcome = assembly.run_distill(None, on_data(tmp_path, models, **settings))
     first = outcome.evaluations[0]
     last = outcome.evaluations[-1]
     assert (
         last["eval/teacher_kl"] < first["eval/teacher_kl"]
         and first["eval/loss"] == first["eval/teacher_kl"]
     )
-    placement.run_distill(
-        None, on_data(tmp_path, models, "half", **{**settings, "train__steps": 2})
-    )
-    again = placement.run_distill(
+    assembly.run_distill(None, on_data(tmp_path, models, "half", **{**settings, "train__steps": 2}))
+    again = assembly.run_distill(
         None, on_data(tmp_path, models, "half", **settings, checkpoint__resume=True)
     )
     same_tensors(outcome.checkpoint.parent, again.checkpoint.parent)
@@ -373,13 +371,13 @@ def test_settings_that_cannot_be_meant_are_refused(
     tmp_path: Path, models: tuple[Path, Path], make: Any, changed: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        placement.run_distill(None, make(tmp_path, models, **changed))
+        assembly.run_distill(None, make(tmp_path, models, **changed))
     assert words in str(caught.value)
 
 
 def test_the_preset_needs_the_command(tmp_path: Path, models: tuple[Path, Path]) -> None:
     with pytest.raises(ConfigError, match=r"learns from a teacher: train with tunesmith distill"):
-        placement.run_rl(None, rl_settings(tmp_path, models[0], algorithm__name="distill"))
+        assembly.run_rl(None, rl_settings(tmp_path, models[0], algorithm__name="distill"))
 
 
 def test_a_teacher_with_other_tokens_is_refused_by_what_differs(
@@ -392,7 +390,7 @@ def test_a_teacher_with_other_tokens_is_refused_by_what_differs(
     with pytest.raises(
         ModelError, match=r"other tokens .*: 261 and 262; only the teacher has '<think>'"
     ):
-        placement.run_distill(None, on_data(tmp_path, (models[0], other)))
+        assembly.run_distill(None, on_data(tmp_path, (models[0], other)))
 
     class Renumbered:
         def get_vocab(self) -> dict[str, int]:

@@ -23,7 +23,7 @@ from tunesmith.models.loading import read_shards
 from tunesmith.models.score_model import ScoreModel
 from tunesmith.plan.facts.model import facts_of, read_model_facts
 from tunesmith.plan.facts.model_files import is_of_tower, weights_in
-from tunesmith.run.placement.planes import published
+from tunesmith.run.specs.planes import published
 
 PUBLISHED = {
     "gemma3": ("language_model.model.layers.0.mlp.up_proj.weight", "vision_tower."),

@@ -22,7 +22,7 @@ from tunesmith.guide.simulate.threads import FIRST
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.toml import toml_value
-from tunesmith.run.placement.planning import plan_run
+from tunesmith.run.assembly.planning import plan_run
 
 
 @pytest.fixture(autouse=True)

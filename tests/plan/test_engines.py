@@ -26,8 +26,8 @@ from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts, FastEngine
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
+from tunesmith.run.assembly import checking, planning
 from tunesmith.run.engines import interpreter
-from tunesmith.run.placement import checking, planning
 
 QWEN_7B = MODELS["7B (Qwen 2.5)"]
 THERE = FastEngine("vllm", "installed in this environment")

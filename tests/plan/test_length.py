@@ -21,7 +21,7 @@ from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.length import draws, optimizer_steps, prompts_of
 from tunesmith.plan.resolve import resolve
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.loop.buffer import Buffer
 from tunesmith.types import RolloutGroup, Task
 
@@ -187,7 +187,7 @@ def run_of(folder: Path, command: str, **changed: Any) -> list[dict[str, Any]]:
         (folder / "rewards.py").write_text(
             "def share(completions, **_):\n    return [float(len(c)) for c in completions]"
         )
-        result = placement.run_rl(
+        result = assembly.run_rl(
             None, rl_settings(folder, model, **{"train__steps": None, **changed})
         )
     else:
@@ -195,7 +195,7 @@ def run_of(folder: Path, command: str, **changed: Any) -> list[dict[str, Any]]:
             folder / "examples.jsonl",
             [{"prompt": s["prompt"], "completion": s["answer"]} for s in sums(5)],
         )
-        result = placement.run_sft(
+        result = assembly.run_sft(
             None, sft_settings(folder, model, **{"train__steps": None, **changed})
         )
     return untimed(result.run_dir / "metrics.jsonl")

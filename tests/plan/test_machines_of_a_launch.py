@@ -18,8 +18,8 @@ from tunesmith.plan.layout.layouts import layouts
 from tunesmith.plan.plan import AnyPlan, open_plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import contradictions
-from tunesmith.run.placement import engines
-from tunesmith.run.placement.checking import facts_of_run, with_launched_ranks
+from tunesmith.run.assembly.checking import facts_of_run, with_launched_ranks
+from tunesmith.run.specs import engines
 
 AHEAD = "rollout.max_staleness=1"
 VLLM = ("system.engine=vllm",)
@@ -146,7 +146,7 @@ def test_a_plan_chooses_which_gpus_of_a_launch_train(
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
     there = replace(CPU, gpus=machine("8xH100").gpus[:gpus])
-    monkeypatch.setattr("tunesmith.run.placement.checking.read_hardware", lambda: there)
+    monkeypatch.setattr("tunesmith.run.assembly.checking.read_hardware", lambda: there)
     said = with_launched_ranks(rl_config())
     assert said.system.trainer_ranks == ranks
     known = facts_of_run(said)

@@ -57,7 +57,7 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules import checks
 from tunesmith.records.memory import memory_metrics
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.engines.local.pool import KVLayout, KVPool
 from tunesmith.run.trainers.optimizer import AdamWSettings, MasterOptimizer
 
@@ -554,8 +554,8 @@ def test_weights_in_a_second_layout_are_not_counted(tmp_path: Path) -> None:
 def test_every_step_says_what_memory_it_took_and_how_fast_it_was(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     runs = (
-        placement.run_sft(None, sft_settings(tmp_path, model, train__steps=1)),
-        placement.run_rl(None, rl_settings(tmp_path, model, train__steps=1)),
+        assembly.run_sft(None, sft_settings(tmp_path, model, train__steps=1)),
+        assembly.run_rl(None, rl_settings(tmp_path, model, train__steps=1)),
     )
     sft, rl = (read_metrics(run.run_dir / "metrics.jsonl")[0] for run in runs)
     for line, count in ((sft, sft["samples"]), (rl, rl["rollouts"])):

@@ -28,9 +28,9 @@ from tunesmith.models.lora import START
 from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.metrics import read_metrics
+from tunesmith.run.assembly import run_sft
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.offline.generate import run_generate
-from tunesmith.run.placement import run_sft
 from tunesmith.types import Completion, Sample, Sampling
 
 OLD = Gpu("T4", memory_total=16 * 10**9, memory_free=15 * 10**9, capability=(7, 5))

@@ -24,7 +24,7 @@ from tunesmith.plan.cost.memory import planned, planned_devices, planned_roles
 from tunesmith.plan.cost.price import LIBRARIES_WITH_NCCL
 from tunesmith.plan.cost.seconds import BANDWIDTH_SHARE, FLOPS_SHARE, PASS_SECONDS, step_seconds
 from tunesmith.plan.report import report_of
-from tunesmith.run.placement.planning import plan_run
+from tunesmith.run.assembly.planning import plan_run
 
 QWEN_7B = {
     "model_type": "qwen2",

@@ -19,7 +19,7 @@ from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.profiles import SYSTEM_PROFILES
 from tunesmith.plan.resolve import resolve
-from tunesmith.run.placement.checking import facts_of_run
+from tunesmith.run.assembly.checking import facts_of_run
 
 MODEL = ModelFacts(
     parameters=1_500_000_000,

@@ -14,7 +14,7 @@ from tests.support.hub_of_sizes import serve
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.errors import CapacityError
-from tunesmith.run.placement.planning import plan_run
+from tunesmith.run.assembly.planning import plan_run
 
 PUBLISHED = tomllib.loads((SUPPORT / "published.toml").read_text())
 RL = [

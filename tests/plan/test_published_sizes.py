@@ -14,7 +14,7 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import SFTConfig
 from tunesmith.plan.facts.families import families
 from tunesmith.plan.facts.model import facts_of
-from tunesmith.run.placement.planning import plan_run
+from tunesmith.run.assembly.planning import plan_run
 
 CHECKPOINTS: dict[str, dict[str, Any]] = tomllib.loads((SUPPORT / "checkpoints.toml").read_text())
 

@@ -25,7 +25,7 @@ from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
-from tunesmith.run.placement.checking import with_launched_ranks
+from tunesmith.run.assembly.checking import with_launched_ranks
 from tunesmith.run.placement.machines import Machine, check_machines
 from tunesmith.run.processes.launch import Launch
 from tunesmith.run.processes.machines import differences, own_view

@@ -25,7 +25,7 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import AnyPlan, Plan
 from tunesmith.plan.report import layout_of_run
 from tunesmith.plan.resolve import resolve
-from tunesmith.run.placement.planning import plan_run
+from tunesmith.run.assembly.planning import plan_run
 
 SMALL = ModelFacts(500_000_000, 24, 896, 4864, 14, 2, 64, 151936, 32768, tied=True)
 QWEN_7B = MODELS["7B (Qwen 2.5)"]

@@ -38,7 +38,7 @@ from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
-from tunesmith.run.placement.planning import plan_run
+from tunesmith.run.assembly.planning import plan_run
 
 SMALL = ModelFacts(
     parameters=1536,

@@ -24,7 +24,7 @@ from tests.support.training import forest_of
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.facts.instructions import highest
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.offline.generate import run_generate
 from tunesmith.run.offline.rft import run_rft
 from tunesmith.types import Sample
@@ -115,7 +115,7 @@ def said(folder: Path, run: str, data: str, **settings: Any) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def rl(folder: Path, run: str, reward: str, **settings: Any) -> placement.RunResult:
+def rl(folder: Path, run: str, reward: str, **settings: Any) -> assembly.RunResult:
     common = {
         "rollout__prompts_per_step": 4,
         "rollout__group_size": 8,
@@ -123,12 +123,12 @@ def rl(folder: Path, run: str, reward: str, **settings: Any) -> placement.RunRes
         "algorithm__name": "grpo",
     }
     functions = {"reward__functions": [f"{folder / 'rewards.py'}:{reward}"]}
-    return placement.run_rl(
+    return assembly.run_rl(
         None, said(folder, run, "train.jsonl", **common, **functions, **settings)
     )
 
 
-def steps(outcome: placement.RunResult, name: str) -> list[float]:
+def steps(outcome: assembly.RunResult, name: str) -> list[float]:
     return [line[name] for line in read_metrics(outcome.run_dir / "metrics.jsonl") if name in line]
 
 
@@ -221,14 +221,14 @@ def test_sft_learns_and_a_merged_adapter_is_the_adapted_model(
 ) -> None:
     training = {"train__steps": 10, "train__batch_size": 8, "train__warmup_steps": 0}
     before = loss_by_transformers(MODEL)
-    whole = placement.run_sft(
+    whole = assembly.run_sft(
         None, said(folder, "sft", "examples.jsonl", train__lr=5e-5, **training)
     )
-    lora = placement.run_sft(
+    lora = assembly.run_sft(
         None, said(folder, "lora", "examples.jsonl", lora__rank=8, train__lr=2e-3, **training)
     )
     after = loss_by_transformers(Path(whole.checkpoint))
-    placement.run_merge(Path(lora.checkpoint), tmp_path / "merged", dtype="float32")
+    assembly.run_merge(Path(lora.checkpoint), tmp_path / "merged", dtype="float32")
     adapted = loss_by_transformers(Path(lora.checkpoint))
     merged = loss_by_transformers(tmp_path / "merged")
     record("sft", loss_before=before, loss_after=after, with_lora=adapted, merged=merged)
@@ -243,7 +243,7 @@ def test_dpo_prefers_what_was_chosen(folder: Path, record: Record) -> None:
         "train__lr": 1e-5,
         "train__warmup_steps": 0,
     }
-    losses = steps(placement.run_dpo(None, said(folder, "dpo", "pairs.jsonl", **training)), "loss")
+    losses = steps(assembly.run_dpo(None, said(folder, "dpo", "pairs.jsonl", **training)), "loss")
     record("dpo", loss_first=losses[0], loss_last=losses[-1])
     assert losses[0] == pytest.approx(0.6931, abs=0.02) and losses[-1] < 0.6
 

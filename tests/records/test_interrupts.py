@@ -28,7 +28,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.learn.usercode.far import gather
 from tunesmith.records import interrupts
 from tunesmith.records.interrupts import Interrupted
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.session import Session
@@ -257,7 +257,7 @@ def test_a_run_that_a_signal_ends_keeps_its_last_whole_step(
     folder: Path, model: Path, place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     what, kind, owner, name, number, after, kept = place
-    run = placement.run_sft if kind == "sft" else placement.run_rl
+    run = assembly.run_sft if kind == "sft" else assembly.run_rl
     cut = folder / f"cut {what}"
     said = settings(folder, model, cut.name, kind)
     with monkeypatch.context() as patched, pytest.raises(Interrupted) as raised:
@@ -286,7 +286,7 @@ def test_a_step_that_does_not_end_in_time_is_lost_and_the_checkpoint_before_stay
     with monkeypatch.context() as patched, pytest.raises(Interrupted):
         patched.setattr(interrupts, "GRACE", -1.0)
         at_call(patched, TorchBackend, "step", 6, after=True)
-        placement.run_rl(None, said)
+        assembly.run_rl(None, said)
     assert Checkpoints(tmp_path / "cut/checkpoints", 2).steps() == [1]
     assert "half done" in capsys.readouterr().out
 
@@ -294,7 +294,7 @@ def test_a_step_that_does_not_end_in_time_is_lost_and_the_checkpoint_before_stay
 def test_a_checkpoint_is_due_by_time_and_by_passes_over_the_data(
     tmp_path: Path, model: Path
 ) -> None:
-    outcome = placement.run_sft(
+    outcome = assembly.run_sft(
         None,
         sft_settings(
             tmp_path, model, train__steps=7, checkpoint__every="epoch", checkpoint__keep=9
@@ -306,7 +306,7 @@ def test_a_checkpoint_is_due_by_time_and_by_passes_over_the_data(
         7,
     ]  # 24 lines, 8 to a step
     timed = sft_settings(tmp_path, model, "timed", checkpoint__minutes=1e-9, checkpoint__keep=9)
-    outcome = placement.run_sft(None, timed)
+    outcome = assembly.run_sft(None, timed)
     assert Checkpoints(outcome.run_dir / "checkpoints", 9).steps() == [1, 2, 3, 4, 5, 6]
 
 
@@ -319,8 +319,8 @@ def test_an_evaluation_is_due_after_each_pass_also_after_an_interruption(
         at_call(
             patched, TorchBackend, "step", 3, after=True
         )  # before the evaluation of the first pass
-        placement.run_sft(None, said)
-    outcome = placement.run_sft(None, [*said, "checkpoint.resume=true"])
+        assembly.run_sft(None, said)
+    outcome = assembly.run_sft(None, [*said, "checkpoint.resume=true"])
     lines = map(json.loads, (outcome.run_dir / "metrics.jsonl").read_text().splitlines())
     assert [line["step"] for line in lines if "eval/loss" in line] == [
         0,
@@ -334,10 +334,10 @@ def test_auto_needs_a_directory_and_begins_where_there_is_nothing_to_continue(
     tmp_path: Path, model: Path
 ) -> None:
     said = [*sft_settings(tmp_path, model, train__steps=1), "checkpoint.resume=auto"]
-    assert placement.run_sft(None, said).checkpoint.parent.name == "step-000001"
-    assert placement.run_sft(None, [*said, "train.steps=2"]).checkpoint.parent.name == "step-000002"
+    assert assembly.run_sft(None, said).checkpoint.parent.name == "step-000001"
+    assert assembly.run_sft(None, [*said, "train.steps=2"]).checkpoint.parent.name == "step-000002"
     with pytest.raises(ConfigError, match="run_dir"):
-        placement.run_sft(None, [word for word in said if not word.startswith("run_dir")])
+        assembly.run_sft(None, [word for word in said if not word.startswith("run_dir")])
 
 
 def test_a_process_that_goes_on_after_a_command_is_not_ended() -> None:
@@ -376,7 +376,7 @@ def test_a_signal_waits_until_all_ranks_are_asked() -> None:
 
 IN_A_TASK = """
 import asyncio, gc, os, signal, sys
-from tunesmith.run.placement.event_loop import event_loop
+from tunesmith.run.assembly.event_loop import event_loop
 from tunesmith.learn.usercode.calls import all_or_error
 from tunesmith.records.interrupts import Interrupted, handled
 

@@ -38,8 +38,8 @@ from tunesmith.records.progress import (
 from tunesmith.records.run_dir import check_run_dir, how_to_continue, open_run_dir
 from tunesmith.records.sinks.base import Background
 from tunesmith.records.text import one_line, printable
+from tunesmith.run.assembly.train import run_sft
 from tunesmith.run.loop.checkpoint import Checkpoints
-from tunesmith.run.placement.train import run_sft
 
 
 def steps(path: Path) -> list[int]:
@@ -417,7 +417,7 @@ def test_a_run_in_a_terminal_has_the_panel_unless_it_is_off(
         made.append(open_progress(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr("tunesmith.run.placement.session.open_progress", kept)
+    monkeypatch.setattr("tunesmith.run.assembly.session.open_progress", kept)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     run_sft(None, [*sft_settings(tmp_path, save_model(tmp_path / "model"), train__steps=2), *said])
     [progress] = made

@@ -22,7 +22,7 @@ from tunesmith.learn.environments.base import SingleTurn
 from tunesmith.records.metrics import read_metrics
 from tunesmith.records.timeline import REWARD, TRAINER, Span, Timeline
 from tunesmith.records.watchdog import Watchdog, stall_report
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.engines.timed import TimedEngine
 from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.groups import rollout_metrics, staleness_metrics
@@ -43,7 +43,7 @@ def test_a_run_writes_the_trace_asked_for_and_its_metrics(tmp_path: Path, model:
         "data__eval": held_out,
         "eval__every": 1,
     }
-    run = placement.run_rl(None, rl_settings(tmp_path, model, **changed)).run_dir
+    run = assembly.run_rl(None, rl_settings(tmp_path, model, **changed)).run_dir
     assert [path.name for path in (run / "trace").iterdir()] == ["step-000002.json"]
     lanes = check_trace(
         json.loads((run / "trace" / "step-000002.json").read_text(encoding="utf-8"))
@@ -78,7 +78,7 @@ def test_a_run_writes_the_trace_asked_for_and_its_metrics(tmp_path: Path, model:
 
 
 def test_supervised_training_is_on_the_timeline_too(tmp_path: Path, model: Path) -> None:
-    run = placement.run_sft(
+    run = assembly.run_sft(
         None, sft_settings(tmp_path, model, train__steps=2, monitor__trace_steps=[1, 2])
     ).run_dir
     assert [path.name for path in sorted((run / "trace").iterdir())] == [
@@ -101,7 +101,7 @@ def test_a_step_beyond_the_run_cannot_be_traced(
     with pytest.raises(
         ConfigError, match=r"monitor.trace_steps = \[2, 4\]: the run ends after step 3"
     ):
-        placement.run_rl(None, settings)
+        assembly.run_rl(None, settings)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -204,9 +204,9 @@ def test_a_profile_has_the_operators_of_its_step(tmp_path: Path, model: Path, co
             "rollout__over_generation": 1.5,
         }
     if command == "sft":
-        run = placement.run_sft(None, sft_settings(tmp_path, model, **wanted)).run_dir
+        run = assembly.run_sft(None, sft_settings(tmp_path, model, **wanted)).run_dir
     else:
-        run = placement.run_rl(None, rl_settings(tmp_path, model, **wanted)).run_dir
+        run = assembly.run_rl(None, rl_settings(tmp_path, model, **wanted)).run_dir
     assert [path.name for path in (run / "profile").iterdir()] == ["step-000002.json.gz"]
     events = json.loads(gzip.decompress((run / "profile" / "step-000002.json.gz").read_bytes()))[
         "traceEvents"
@@ -219,6 +219,6 @@ def test_a_profile_has_the_operators_of_its_step(tmp_path: Path, model: Path, co
 
 def test_a_step_beyond_the_run_cannot_be_profiled(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"monitor\.profile_steps"):
-        placement.run_sft(
+        assembly.run_sft(
             None, sft_settings(tmp_path, model, train__steps=2, monitor__profile_steps=[3])
         )

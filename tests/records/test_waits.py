@@ -21,10 +21,10 @@ from tunesmith.errors import EngineLostError
 from tunesmith.records import waits
 from tunesmith.records.waits import long_wait
 from tunesmith.run.offline.generate import run_generate
-from tunesmith.run.placement.base import WeightSource
 from tunesmith.run.placement.elsewhere import Elsewhere
-from tunesmith.run.placement.engines import LocalSpec
-from tunesmith.run.placement.models import ModelSpec
+from tunesmith.run.specs.base import WeightSource
+from tunesmith.run.specs.engines import LocalSpec
+from tunesmith.run.specs.models import ModelSpec
 
 
 def test_lines_come_while_it_takes_long_and_none_afterwards() -> None:

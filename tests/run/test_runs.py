@@ -12,14 +12,14 @@ from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sft_settings, sums, untimed, write_lines
 from tunesmith.errors import ConfigError, RewardError
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 
 
 def rl(
     folder: Path, model: Path, run: str = "run", **changed: Any
-) -> tuple[placement.RunResult, list[dict[str, Any]]]:
-    outcome = placement.run_rl(None, rl_settings(folder, model, run, **changed))
+) -> tuple[assembly.RunResult, list[dict[str, Any]]]:
+    outcome = assembly.run_rl(None, rl_settings(folder, model, run, **changed))
     return outcome, [
         line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "reward" in line
     ]
@@ -183,7 +183,7 @@ def test_a_step_whose_rollouts_all_fail_is_no_step_or_ends_the_run(
     settings = rl_settings(
         tmp_path, model, reward__functions=functions, reward__max_failed_share=1.0, train__steps=2
     )
-    outcome = placement.run_rl(None, settings)
+    outcome = assembly.run_rl(None, settings)
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert [line["rollouts/failed"] for line in lines] == [1.0, 1.0]
     assert all(line["optimizer_steps"] == 0 and "reward" not in line for line in lines)
@@ -199,9 +199,9 @@ def test_a_step_whose_rollouts_all_fail_is_no_step_or_ends_the_run(
         algorithm__decoupled=True,
         algorithm__kl__coef=0.1,
     )
-    placement.run_rl(None, decoupled)
+    assembly.run_rl(None, decoupled)
     with pytest.raises(RewardError, match=r"16 of 16 rollouts failed(.|\n)*no such answer"):
-        placement.run_rl(None, rl_settings(tmp_path, model, "strict", reward__functions=functions))
+        assembly.run_rl(None, rl_settings(tmp_path, model, "strict", reward__functions=functions))
 
 
 def test_some_failures_leave_the_others_to_learn_from(tmp_path: Path, model: Path) -> None:
@@ -372,7 +372,7 @@ def test_sft_learns_from_every_format(tmp_path: Path, model: Path, form: str) ->
         eval__every=4,
         train__steps=12,
     )
-    outcome = placement.run_sft(None, settings)
+    outcome = assembly.run_sft(None, settings)
     lines = [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line]
     assert len(lines) == 12
     keys = {
@@ -401,7 +401,7 @@ def test_sft_loss_counts_each_loss_token_once(tmp_path: Path, model: Path) -> No
             tmp_path, model, run, data__train=str(data), train__batch_size=4, train__steps=1,
             system__max_tokens_per_microbatch=cap,
         )  # fmt: skip
-        return read_metrics(placement.run_sft(None, settings).run_dir / "metrics.jsonl")[0]
+        return read_metrics(assembly.run_sft(None, settings).run_dir / "metrics.jsonl")[0]
 
     whole = first_loss("one", 512)
     cut = first_loss("many", 42)
@@ -417,7 +417,7 @@ def test_a_long_line_of_the_held_out_set_is_refused_before_training(
         tmp_path, model, data__eval=str(held_out), system__max_tokens_per_microbatch=100
     )
     with pytest.raises(ValueError, match=r"held_out\.jsonl:1: 30\d tokens, the limit is 100"):
-        placement.run_sft(None, settings)
+        assembly.run_sft(None, settings)
     assert not (tmp_path / "sft/metrics.jsonl").exists()
 
 
@@ -427,7 +427,7 @@ def test_skipping_too_long_lines_needs_no_limit_of_ones_own(tmp_path: Path, mode
     settings = sft_settings(
         tmp_path, model, data__train=str(data), data__too_long="skip", train__batch_size=2
     )
-    outcome = placement.run_sft(None, settings)
+    outcome = assembly.run_sft(None, settings)
     assert "data.jsonl:2" in (outcome.run_dir / "skipped.jsonl").read_text()
 
 
@@ -439,7 +439,7 @@ def test_a_column_that_only_the_held_out_data_lacks_is_refused_by_name(tmp_path:
     reward = "def share(completions, answer, **columns):\n    return [0.0 for _ in completions]\n"
     (tmp_path / "rewards.py").write_text(reward)
     with pytest.raises(ConfigError, match=r"'answer', which data\.eval lacks"):
-        placement.run_rl(None, settings)
+        assembly.run_rl(None, settings)
 
 
 def test_an_evaluation_of_which_every_rollout_fails_ends_the_run_with_the_reason(
@@ -451,4 +451,4 @@ def test_an_evaluation_of_which_every_rollout_fails_ends_the_run_with_the_reason
         "def share(completions, **columns):\n    raise ValueError('no such tool')\n"
     )
     with pytest.raises(RewardError, match=r"evaluation failed[\s\S]*no such tool"):
-        placement.run_rl(None, settings)
+        assembly.run_rl(None, settings)

@@ -19,15 +19,15 @@ import pytest
 from tests.support.tiny import save_model
 from tests.support.tiny_preferences import RUNS, lines_of
 from tests.support.tiny_runs import write_lines
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.offline.rft import run_rft
 
 COMMANDS = ("sft", "dpo", "kto", "rm", "prm", "rl", "rft", "distill")
 RUNNERS: dict[str, Callable[..., Any]] = {
     **RUNS,
-    "sft": placement.run_sft,
-    "rl": placement.run_rl,
-    "distill": placement.run_distill,
+    "sft": assembly.run_sft,
+    "rl": assembly.run_rl,
+    "distill": assembly.run_distill,
     "rft": lambda path, said: run_rft("run", path, said),
 }
 PER_ITEM = {"dpo": 2, "rm": 2, "prm": None}

@@ -12,8 +12,8 @@ from typing import Any
 from tests.support.fake_engine import FakeEngine
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.learn.environments.loading import EnvironmentSet, load_environments
+from tunesmith.run.assembly.environments import build_environments
 from tunesmith.run.loop.collect import Collector
-from tunesmith.run.placement.environments import build_environments
 from tunesmith.types import Completion, Message, Rollout, Sampling, Status, Task
 
 Policy = Callable[[str], str]

@@ -10,7 +10,7 @@ from tunesmith.config.load import load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.records.run_dir import RunDir
-from tunesmith.run.placement.sinks import open_sinks
+from tunesmith.run.assembly.sinks import open_sinks
 
 
 def configured(sink: str, run_dir: Path) -> RunConfig:

@@ -33,7 +33,7 @@ IMPORTED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
-    "tunesmith.run.placement.trainers",
+    "tunesmith.run.specs.trainers",
     "tunesmith.run.placement.choosing",
     "tunesmith.run.engines.far",
     "tunesmith.run.engines.local.engine",

@@ -21,7 +21,7 @@ from tests.support.forks import popen
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 HOLDING = """
 import time
@@ -68,7 +68,7 @@ def inside(folder: Path, text: str = "", **changed: Any) -> Ended:
     """What comes out where everything is in this process."""
     (folder / "inside.toml").write_text(text)
     settings = rl_settings(folder, save_model(folder / "model"), "inside", **changed)
-    return Ended(placement.run_rl(folder / "inside.toml", settings).run_dir)
+    return Ended(assembly.run_rl(folder / "inside.toml", settings).run_dir)
 
 
 class Run(Ended):

@@ -18,7 +18,7 @@ from tests.support.tiny_runs import rl_settings, sft_settings, write_lines
 from tunesmith.errors import DeviceMemoryError
 from tunesmith.records.clock import Clock
 from tunesmith.records.timeline import Timeline
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Completion, Sampling
@@ -176,13 +176,11 @@ class Ward:
             name if name == "exact_match" else f"{self.folder / 'judge.py'}:{name}"
             for name in settings["reward__functions"]
         ]
-        return placement.run_rl(
-            None, rl_settings(self.folder, self.policy, run, **settings)
-        ).run_dir
+        return assembly.run_rl(None, rl_settings(self.folder, self.policy, run, **settings)).run_dir
 
     def sft(self, run: str, **changed: Any) -> Path:
         settings = {key: str(v) if isinstance(v, Path) else v for key, v in changed.items()}
-        return placement.run_sft(
+        return assembly.run_sft(
             None, sft_settings(self.folder, self.blank, run, **settings)
         ).run_dir
 
@@ -200,7 +198,7 @@ def make_ward(folder: Path) -> Ward:
     settings = sft_settings(
         folder, blank, "taught", train__steps=80, train__batch_size=30, train__lr=5e-3
     )
-    return Ward(folder, blank, placement.run_sft(None, settings).checkpoint)
+    return Ward(folder, blank, assembly.run_sft(None, settings).checkpoint)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from tunesmith.config.engines import EngineKind
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.timeline import Timeline
 from tunesmith.run.engines.base import RolloutEngine
-from tunesmith.run.placement.base import EngineSpec, Report, WeightSource
+from tunesmith.run.specs.base import EngineSpec, Report, WeightSource
 
 KIND = EngineKind("uniform", "A uniform engine", f"{__name__}:make_spec")
 MADE: list[FakeEngine] = []

@@ -19,9 +19,9 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.run.engines.base import Member
 from tunesmith.run.engines.far import FarEngine
 from tunesmith.run.engines.pool import EnginePool
-from tunesmith.run.placement.engines import LocalSpec, VllmSpec
-from tunesmith.run.placement.models import ModelSpec
-from tunesmith.run.placement.planes import file_plane
+from tunesmith.run.specs.engines import LocalSpec, VllmSpec
+from tunesmith.run.specs.models import ModelSpec
+from tunesmith.run.specs.planes import file_plane
 from tunesmith.run.weights.base import Plane
 
 CONTEXT = (

@@ -9,9 +9,9 @@ from typing import Any
 from tests.support.rank_runs import sft_settings
 from tests.support.tiny_preferences import preference_settings
 from tests.support.tiny_runs import rl_settings
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
-Run = Callable[[Path | None, Sequence[str]], placement.RunResult]
+Run = Callable[[Path | None, Sequence[str]], assembly.RunResult]
 
 
 def distill_settings(folder: Path, model: Path, run: str, **changed: Any) -> list[str]:
@@ -21,14 +21,14 @@ def distill_settings(folder: Path, model: Path, run: str, **changed: Any) -> lis
 
 
 COMMANDS: dict[str, tuple[Run, Callable[..., list[str]]]] = {
-    "sft": (placement.run_sft, sft_settings),
-    "distill": (placement.run_distill, distill_settings),
-    "dpo": (placement.run_dpo, lambda *args, **kw: preference_settings("dpo", *args, **kw)),
-    "kto": (placement.run_kto, lambda *args, **kw: preference_settings("kto", *args, **kw)),
-    "rm": (placement.run_rm, lambda *args, **kw: preference_settings("rm", *args, **kw)),
-    "prm": (placement.run_prm, lambda *args, **kw: preference_settings("prm", *args, **kw)),
+    "sft": (assembly.run_sft, sft_settings),
+    "distill": (assembly.run_distill, distill_settings),
+    "dpo": (assembly.run_dpo, lambda *args, **kw: preference_settings("dpo", *args, **kw)),
+    "kto": (assembly.run_kto, lambda *args, **kw: preference_settings("kto", *args, **kw)),
+    "rm": (assembly.run_rm, lambda *args, **kw: preference_settings("rm", *args, **kw)),
+    "prm": (assembly.run_prm, lambda *args, **kw: preference_settings("prm", *args, **kw)),
     "rl": (
-        placement.run_rl,
+        assembly.run_rl,
         lambda *args, **kw: rl_settings(
             *args,
             algorithm__name="ppo",

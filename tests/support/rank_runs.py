@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.support.tiny_runs import write_lines
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 
 def sft_settings(folder: Path, model: Path, run: str, **changed: Any) -> list[str]:
@@ -42,7 +42,7 @@ def sft_settings(folder: Path, model: Path, run: str, **changed: Any) -> list[st
     ]
 
 
-def same(one: placement.RunResult, other: placement.RunResult) -> None:
+def same(one: assembly.RunResult, other: assembly.RunResult) -> None:
     """Losses and gradients to 1e-5. AdamW may move a weight with a gradient near 0 by more."""
     lines = [read_metrics(result.run_dir / "metrics.jsonl") for result in (one, other)]
     names = ("loss", "grad_norm", "eval/loss", "reward", "tokens", "critic/loss")

@@ -15,8 +15,8 @@ from tests.support.tiny_runs import write_lines
 from tunesmith.guide.recipes.arithmetic import make_model
 from tunesmith.records.metrics import read_metrics
 from tunesmith.records.toml import toml_value
-from tunesmith.run import placement
-from tunesmith.run.placement.session import RunResult
+from tunesmith.run import assembly
+from tunesmith.run.assembly.session import RunResult
 
 COMMON: dict[str, Any] = {
     "model.dtype": "float32", "data.chat": False, "system.threads": 1, "monitor.progress": False,
@@ -62,7 +62,7 @@ def taught(folder: Path, seed: int, head_dim: int = 16, steps: int = 600) -> Pat
         "train.seed": seed,
         "train.steps": steps,
     }
-    return placement.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
+    return assembly.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
 
 
 def taught_once(factory: pytest.TempPathFactory, seed: int) -> tuple[Path, Path]:
@@ -88,7 +88,7 @@ def learned(folder: Path, model: Path, run: str, seed: int, changed: dict[str, A
         "data.eval": tasks,
         "train.seed": seed,
     }
-    return placement.run_rl(None, overrides(COMMON | RL | settings | changed))
+    return assembly.run_rl(None, overrides(COMMON | RL | settings | changed))
 
 
 def check_learned_as(

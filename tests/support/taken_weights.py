@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunesmith.run.placement.planes import read_offer
+from tunesmith.run.specs.planes import read_offer
 from tunesmith.run.weights.base import Offer
 
 

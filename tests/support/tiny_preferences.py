@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.tiny_runs import write_lines
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
-RUNS: dict[str, Callable[[Path | None, Sequence[str]], placement.RunResult]] = {
-    "rm": placement.run_rm,
-    "dpo": placement.run_dpo,
-    "kto": placement.run_kto,
-    "prm": placement.run_prm,
+RUNS: dict[str, Callable[[Path | None, Sequence[str]], assembly.RunResult]] = {
+    "rm": assembly.run_rm,
+    "dpo": assembly.run_dpo,
+    "kto": assembly.run_kto,
+    "prm": assembly.run_prm,
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, same_tensors, sft_settings
 from tunesmith.errors import TunesmithError
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.loop.manifest import MANIFEST_FILE
 
 SEED = int(os.environ.get("TRIES_SEED", "0"))
@@ -111,7 +111,7 @@ class Kind:
     def __init__(self, folder: Path, model: Path, name: str) -> None:
         self.folder = folder
         self.name = name
-        self.run = placement.run_sft if name in ("sft", "lora") else placement.run_rl
+        self.run = assembly.run_sft if name in ("sft", "lora") else assembly.run_rl
         make = sft_settings if name in ("sft", "lora") else rl_settings
         self.said = make(folder, model, "first", train__steps=2, checkpoint__every=1, **KINDS[name])
         self.after = self.run(None, self.said).checkpoint.parent

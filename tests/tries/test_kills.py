@@ -126,11 +126,6 @@ def wait(process: int, seconds: float = 120.0) -> int:
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     import torch
 
-    import tunesmith.run.loop.rl
-    import tunesmith.run.placement.engines
-    import tunesmith.run.placement.rl_run
-    import tunesmith.run.placement.supervised_run  # noqa: F401  (imported before the copies are made)
-
     torch.set_num_threads(1)
     model = save_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
     return [Case(tmp_path_factory.mktemp(kind), model, kind) for kind in KINDS]

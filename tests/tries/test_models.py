@@ -18,8 +18,8 @@ from tests.support.tiny_runs import sft_settings
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import SFTConfig
 from tunesmith.errors import TunesmithError
-from tunesmith.run.placement import run_sft
-from tunesmith.run.placement.checking import check_run
+from tunesmith.run.assembly import run_sft
+from tunesmith.run.assembly.checking import check_run
 
 SEED = int(os.environ.get("TRIES_SEED", "0"))
 COUNT = int(os.environ.get("TRIES_COUNT", "160"))

@@ -40,9 +40,9 @@ from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.errors import DataError, TunesmithError
 from tunesmith.guide.names.unknown import all_keys
 from tunesmith.records.toml import toml_value
+from tunesmith.run.assembly import train
+from tunesmith.run.assembly.checking import check_run
 from tunesmith.run.offline import generate, rft
-from tunesmith.run.placement import train
-from tunesmith.run.placement.checking import check_run
 
 SEED = int(os.environ.get("TRIES_SEED", "0"))
 COUNT = int(os.environ.get("TRIES_COUNT", "2000"))

@@ -26,12 +26,12 @@ from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.cluster import Bundle
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.engines.far import FarEngine
 from tunesmith.run.engines.vllm import KIND
 from tunesmith.run.engines.vllm.engine import VllmEngine
 from tunesmith.run.engines.vllm.start import VllmSettings
-from tunesmith.run.placement.planes import published
+from tunesmith.run.specs.planes import published
 from tunesmith.types import Completion
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
@@ -287,7 +287,7 @@ def test_a_run_samples_with_its_adapter_and_resumes(tmp_path: Path) -> None:
 
     def steps(name: str, count: int, **more: Any) -> list[dict[str, Any]]:
         settings = rl_settings(tmp_path, model, name, **said, train__steps=count, **more)
-        metrics = placement.run_rl(None, settings).run_dir / "metrics.jsonl"
+        metrics = assembly.run_rl(None, settings).run_dir / "metrics.jsonl"
         return [line for line in read_metrics(metrics) if "grad_norm" in line]
 
     whole = steps("whole", 4)

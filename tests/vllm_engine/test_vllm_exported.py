@@ -10,7 +10,7 @@ import pytest
 from tests.support.tiny_ends import FAMILIES, LONGEST, rigged, template_of
 from tests.support.tiny_runs import sft_settings, write_lines
 from tunesmith import generate
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 vllm: Any = pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
@@ -36,9 +36,9 @@ def test_plain_vllm_completes_as_our_engine(tmp_path: Path, name: str, kind: str
         "train__steps": 1,
         "train__lr": 1e-9,
     }
-    whole = placement.run_sft(None, sft_settings(tmp_path, base, **settings)).checkpoint
+    whole = assembly.run_sft(None, sft_settings(tmp_path, base, **settings)).checkpoint
     lora = {"lora__rank": 2, "lora__save_merged": True}
-    adapter = placement.run_sft(
+    adapter = assembly.run_sft(
         None, sft_settings(tmp_path, base, "lora", **settings, **lora)
     ).checkpoint
     for path in (whole, adapter.with_name("model_merged")):

@@ -15,10 +15,10 @@ from tests.support.tiny_runs import sums, write_lines
 from tunesmith.errors import ConfigError
 from tunesmith.learn.endpoint.asks import Ask
 from tunesmith.learn.endpoint.turns import Answer
+from tunesmith.run.assembly.serve import ServedPolicy, open_model
 from tunesmith.run.offline.generate import run_generate
 from tunesmith.run.offline.lines import read_lines
 from tunesmith.run.offline.rft import run_rft
-from tunesmith.run.placement.serve import ServedPolicy, open_model
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 

@@ -20,11 +20,11 @@ from tests.support.vision import (
     weights_of,
     write_pictures,
 )
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.engines.vllm.engine import VllmEngine
 from tunesmith.run.engines.vllm.images import ImagePrompts
 from tunesmith.run.engines.vllm.start import VllmSettings
-from tunesmith.run.placement.planes import published
+from tunesmith.run.specs.planes import published
 from tunesmith.types import Completion, Sample, Sampling, VisionTower
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
@@ -141,6 +141,6 @@ def test_rewards_train_what_vllm_has_seen(
         "system__engine": "vllm",
         **places,
     }
-    outcome = placement.run_rl(None, rl_settings(folder, model, **settings))
+    outcome = assembly.run_rl(None, rl_settings(folder, model, **settings))
     assert all(line["ratio"] == pytest.approx(1, abs=1e-3) for line in outcome.metrics)
     assert all(line["grad_norm"] > 0 for line in outcome.metrics)

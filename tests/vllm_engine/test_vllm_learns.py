@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.long import again
 from tests.support.sums import check_learned_as, learned, taught
-from tunesmith.run.placement.session import RunResult
+from tunesmith.run.assembly.session import RunResult
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 

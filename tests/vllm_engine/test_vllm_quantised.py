@@ -20,11 +20,11 @@ from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.engines.vllm import KIND
 from tunesmith.run.engines.vllm.engine import VllmEngine
 from tunesmith.run.engines.vllm.start import VllmSettings
-from tunesmith.run.placement.planes import published, published_bytes
+from tunesmith.run.specs.planes import published, published_bytes
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
@@ -127,7 +127,7 @@ def test_a_run_samples_with_its_quantised_base(sync: str, tmp_path: Path) -> Non
         "system__adapter_sync": sync,
     }
     settings = rl_settings(tmp_path, model, "run", **said, train__steps=3)
-    metrics = placement.run_rl(None, settings).run_dir / "metrics.jsonl"
+    metrics = assembly.run_rl(None, settings).run_dir / "metrics.jsonl"
     lines = [line for line in read_metrics(metrics) if "grad_norm" in line]
     assert len(lines) == 3
     assert all(line["canary"] <= 1e-3 for line in lines)

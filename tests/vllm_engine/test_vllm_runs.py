@@ -12,7 +12,7 @@ from tests.support.tiny_runs import rl_settings, write_lines
 from tunesmith.records.doctor.findings import diagnose
 from tunesmith.records.doctor.record import read_record
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
@@ -24,7 +24,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 def steps(folder: Path, model: Path, name: str, **changed: Any) -> list[dict[str, Any]]:
     """The metrics of a run's steps."""
-    outcome = placement.run_rl(None, rl_settings(folder, model, name, **changed))
+    outcome = assembly.run_rl(None, rl_settings(folder, model, name, **changed))
     return [line for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "grad_norm" in line]
 
 

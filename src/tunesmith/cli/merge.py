@@ -33,7 +33,7 @@ def merge(
 
     Example: tunesmith merge runs/sft-1/checkpoints/step-000100/model merged
     """
-    from tunesmith.run.placement import run_merge
+    from tunesmith.run.assembly import run_merge
 
     base_name = run_merge(adapter, out, base=base, dtype=dtype, trust_remote_code=trust_remote_code)
     print(f"{out}: {base_name} with {adapter} merged in")

@@ -13,7 +13,7 @@ from tunesmith.records.text import shown_path
 
 if TYPE_CHECKING:
     from tunesmith.records.text import EvalExample
-    from tunesmith.run.placement.session import RunResult
+    from tunesmith.run.assembly.session import RunResult
 
 
 FINDINGS = Door[Callable[[Path], list[str]]](

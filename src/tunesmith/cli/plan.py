@@ -25,7 +25,7 @@ def show_config(run: RunFile, overrides: Overrides = None) -> None:
     from tunesmith.config.load import load_run, read_tree
     from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
-    from tunesmith.run.placement.checking import check_run
+    from tunesmith.run.assembly.checking import check_run
 
     with placed(run, overrides or ()):
         config = load_run(run, overrides or ())
@@ -80,7 +80,7 @@ def plan(
         report_of,
         seconds_rows,
     )
-    from tunesmith.run.placement.planning import plan_longest, plan_run
+    from tunesmith.run.assembly.planning import plan_longest, plan_run
 
     with placed(run, overrides or ()):
         config = load_run(run, overrides or ())

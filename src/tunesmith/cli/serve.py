@@ -27,6 +27,6 @@ def serve(
 
     Example: tunesmith serve runs/run-1/model sampling.max_new_tokens=1024
     """
-    from tunesmith.run.placement.serve import serve_model
+    from tunesmith.run.assembly.serve import serve_model
 
     serve_model(model, overrides or (), host, port, token_file)

@@ -77,7 +77,7 @@ def serve_reward(
     Example: tunesmith serve-reward rewards.py:correct --port 8100
     """
     from tunesmith.errors import ConfigError
-    from tunesmith.run.placement.serve_reward import ServeOptions, serve_reward
+    from tunesmith.run.assembly.serve_reward import ServeOptions, serve_reward
 
     if device is not None and device.partition(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"--device {device}: it must be cpu or cuda")

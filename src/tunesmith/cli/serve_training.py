@@ -37,6 +37,6 @@ def serve_training(
 
     Example: tunesmith serve-training Qwen/Qwen3-0.6B --port 8000
     """
-    from tunesmith.run.placement.serve_training import ServingOptions, serve_training
+    from tunesmith.run.assembly.serve_training import ServingOptions, serve_training
 
     serve_training(model, overrides or (), ServingOptions(host, port, name, directory, token_file))

@@ -1,4 +1,4 @@
-"""The commands that train; they call ``run/placement/train.py``, then ``run/loop/rl.py:run`` or
+"""The commands that train; they call ``run/assembly/train.py``, then ``run/loop/rl.py:run`` or
 ``run/loop/supervised.py:run``."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tunesmith.config.doors import Door
 from tunesmith.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tunesmith.run.placement import RunResult
+    from tunesmith.run.assembly import RunResult
 
 DRY_RUNS = Door[Callable[[Path, Sequence[str], str], None]](
     "dry_runs", "tunesmith.guide.commands.dry_run:print_dry_run"
@@ -25,7 +25,7 @@ def rl(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> Non
 
     Example: tunesmith rl run.toml train.lr=1e-5 rollout.group_size=16
     """
-    from tunesmith.run.placement import run_rl
+    from tunesmith.run.assembly import run_rl
 
     _train(run_rl, run, overrides or (), dry_run)
 
@@ -36,7 +36,7 @@ def distill(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -
 
     Example: tunesmith distill run.toml rollout.prompts_per_step=32
     """
-    from tunesmith.run.placement import run_distill
+    from tunesmith.run.assembly import run_distill
 
     _train(run_distill, run, overrides or (), dry_run)
 
@@ -46,7 +46,7 @@ def sft(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith sft run.toml train.epochs=2
     """
-    from tunesmith.run.placement import run_sft
+    from tunesmith.run.assembly import run_sft
 
     _train(run_sft, run, overrides or (), dry_run)
 
@@ -56,7 +56,7 @@ def rm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> Non
 
     Example: tunesmith rm run.toml train.epochs=1
     """
-    from tunesmith.run.placement import run_rm
+    from tunesmith.run.assembly import run_rm
 
     _train(run_rm, run, overrides or (), dry_run)
 
@@ -66,7 +66,7 @@ def dpo(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith dpo run.toml dpo.beta=0.05
     """
-    from tunesmith.run.placement import run_dpo
+    from tunesmith.run.assembly import run_dpo
 
     _train(run_dpo, run, overrides or (), dry_run)
 
@@ -76,7 +76,7 @@ def kto(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith kto run.toml kto.desirable_weight=1.5
     """
-    from tunesmith.run.placement import run_kto
+    from tunesmith.run.assembly import run_kto
 
     _train(run_kto, run, overrides or (), dry_run)
 
@@ -86,7 +86,7 @@ def prm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
 
     Example: tunesmith prm run.toml train.epochs=1
     """
-    from tunesmith.run.placement import run_prm
+    from tunesmith.run.assembly import run_prm
 
     _train(run_prm, run, overrides or (), dry_run)
 

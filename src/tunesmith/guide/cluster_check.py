@@ -20,13 +20,13 @@ from tunesmith.errors import TrainerLostError
 from tunesmith.learn.usercode.far import Far, gather
 from tunesmith.plan.devices import visible_names
 from tunesmith.plan.facts.hardware import read_hardware
-from tunesmith.run.placement.base import Seat
 from tunesmith.run.placement.host import PartHost, build
 from tunesmith.run.placement.machines import written_probe
 from tunesmith.run.processes.launch import launched_address
 from tunesmith.run.processes.machines import PACKAGES, own_view
 from tunesmith.run.processes.meeting import Meeting
 from tunesmith.run.processes.torchrun import LaunchedProcesses
+from tunesmith.run.specs.base import Seat
 
 if TYPE_CHECKING:
     from tunesmith.run.processes.rank_group import RankGroup

@@ -245,7 +245,7 @@ def _engines() -> list[str]:
 def _step(name: str, engine: str, device: str) -> MachineLine:
     """A step of reinforcement learning of a tiny model, as the command takes it."""
     from tunesmith.guide.recipes.arithmetic import make_model, problems, write_tasks
-    from tunesmith.run.placement import run_rl
+    from tunesmith.run.assembly import run_rl
 
     with tempfile.TemporaryDirectory(prefix="tunesmith-check-") as place:
         directory = Path(place)

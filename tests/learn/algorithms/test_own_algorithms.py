@@ -22,7 +22,7 @@ from tunesmith.learn.algorithms.objective import policy_objective, prepare_colum
 from tunesmith.learn.data.batch import Batch
 from tunesmith.plan.derive.algorithm import resolve_algorithm
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 MINE = """\
 from typing import Annotated
@@ -138,11 +138,11 @@ def test_a_run_learns_by_them_and_resumes(folder: Path, model: Path) -> None:
         "train__max_grad_norm": 0,
         "train__steps": 2,
     }
-    theirs = placement.run_rl(
+    theirs = assembly.run_rl(
         None, rl_settings(folder, model, "theirs", algorithm__loss="reinforce", **ours)
     )
     mine = {**ours, "algorithm__loss": f"{folder / 'mine.py'}:Scaled"}
-    same = placement.run_rl(None, rl_settings(folder, model, "same", **mine))
+    same = assembly.run_rl(None, rl_settings(folder, model, "same", **mine))
     assert norms(same.run_dir) == norms(theirs.run_dir)
     half = {
         **ours,
@@ -150,9 +150,9 @@ def test_a_run_learns_by_them_and_resumes(folder: Path, model: Path) -> None:
         "algorithm__loss__alpha": 2.0,
     }
     half["algorithm__correction"] = f"{folder / 'mine.py'}:Half"
-    run = placement.run_rl(None, rl_settings(folder, model, "half", **half))
+    run = assembly.run_rl(None, rl_settings(folder, model, "half", **half))
     assert norms(run.run_dir)[0] == pytest.approx(norms(theirs.run_dir)[0])  # twice, and half
-    again = placement.run_rl(
+    again = assembly.run_rl(
         run.run_dir / "config.toml", ["train.steps=3", "checkpoint.resume=true"]
     )
     assert [
@@ -190,9 +190,7 @@ def test_a_loss_computes_a_column_of_its_own(folder: Path, model: Path) -> None:
             )
             assert difference(found, expected) < 1e-6, (tokens, share)
     keys = {"algorithm__loss": f"{folder / 'mine.py'}:Fading", "train__steps": 1}
-    assert (
-        norms(placement.run_rl(None, rl_settings(folder, model, "fading", **keys)).run_dir)[0] > 0
-    )
+    assert norms(assembly.run_rl(None, rl_settings(folder, model, "fading", **keys)).run_dir)[0] > 0
 
 
 def test_tables_and_overrides_reach_their_fields(folder: Path) -> None:

@@ -19,7 +19,7 @@ from tunesmith.learn.algorithms.corrections import Correction, IcePop, TokenTrun
 from tunesmith.learn.algorithms.losses import GSPO, PPO, SAPO, Loss
 from tunesmith.plan.derive.algorithm import resolve_algorithm
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 
 def refused(**keys: object) -> str:
@@ -184,7 +184,7 @@ def test_every_preset_runs_from_end_to_end(tmp_path: Path, model: Path, name: st
         train__batch_size=8,
         train__lr=1e-2,
     )
-    outcome = placement.run_rl(None, settings)
+    outcome = assembly.run_rl(None, settings)
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(

@@ -20,9 +20,9 @@ from tunesmith.learn.data.prepare import load_samples, load_tasks
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import open_plan
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.offline.sampling import identity
-from tunesmith.run.placement.specs import load_tokenizer
+from tunesmith.run.specs.from_plan import load_tokenizer
 
 SHOUTS = "{% if shout is defined and shout %}<bos>{% endif %}" + tiny.CHATML
 ANSWERED = {
@@ -109,13 +109,13 @@ def test_a_run_takes_it_and_refuses_what_nothing_reads(tmp_path: Path, model: Pa
     def settings(run: str, **changed: Any) -> list[str]:
         return rl_settings(tmp_path, model, run, data__chat=None, train__steps=1, **changed)
 
-    outcome = placement.run_rl(None, [*settings("run"), "data.chat_template_kwargs={shout=true}"])
+    outcome = assembly.run_rl(None, [*settings("run"), "data.chat_template_kwargs={shout=true}"])
     written = load_config(RLConfig, outcome.run_dir / "config.toml", [])
     assert written.data.chat_template_kwargs == {"shout": True}
     with pytest.raises(ConfigError, match=r"'shot'.*shout"):
-        placement.run_rl(None, [*settings("typo"), "data.chat_template_kwargs={shot=true}"])
+        assembly.run_rl(None, [*settings("typo"), "data.chat_template_kwargs={shot=true}"])
     with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs has no effect"):
-        placement.run_rl(
+        assembly.run_rl(
             None, [*settings("plain"), "data.chat=false", "data.chat_template_kwargs={shout=true}"]
         )
 

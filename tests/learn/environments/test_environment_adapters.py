@@ -22,8 +22,8 @@ from tunesmith.learn.environments.loading import EnvironmentSet
 from tunesmith.learn.rewards.loading import load_rewards
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.plan import Plan
-from tunesmith.run.placement.checking import check_run
-from tunesmith.run.placement.environments import hand_instances
+from tunesmith.run.assembly.checking import check_run
+from tunesmith.run.assembly.environments import hand_instances
 from tunesmith.types import Status
 
 TRL = '''

@@ -20,10 +20,10 @@ from tunesmith.errors import ConfigError, DataError
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.prepare import Prepared
 from tunesmith.learn.environments.loading import load_environments
+from tunesmith.run.assembly import run_rl
+from tunesmith.run.assembly.environments import load_run_tasks
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.loop.learner import Learner
-from tunesmith.run.placement import run_rl
-from tunesmith.run.placement.environments import load_run_tasks
 from tunesmith.types import Task
 
 PAGE = list(blocks_of(ROOT / "docs" / "environments.md"))

@@ -17,7 +17,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.learn.data.sources import SourceRow, read
 from tunesmith.learn.packages.reasoning_gym import answer_in, score
 from tunesmith.learn.rewards.loading import check_rewards
-from tunesmith.run.placement import run_rl
+from tunesmith.run.assembly import run_rl
 from tunesmith.types import Prompt
 
 Row = Mapping[str, object]

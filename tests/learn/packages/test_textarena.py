@@ -18,7 +18,7 @@ from tunesmith.config.schema import EnvironmentSection, Source
 from tunesmith.errors import ConfigError
 from tunesmith.learn.data.sources import SourceRow, read
 from tunesmith.learn.environments.loading import EnvironmentSet, load_environments
-from tunesmith.run.placement import run_rl
+from tunesmith.run.assembly import run_rl
 from tunesmith.types import Rollout, Task
 
 TOKENIZER = byte_level(template("qwen2"))

@@ -39,7 +39,7 @@ from tunesmith.learn.rewards.loading import check_rewards, load_rewards
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.records.http_client import seconds_to_wait
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.types import Completion, Rollout, Status, Task
 
 
@@ -492,7 +492,7 @@ def test_a_run_with_a_judge_and_its_policy_as_another(tmp_path: Path, model: Pat
             f'{{model="m", url="{server.url}"}}, {{model="policy", name="own", weight=0.0, '
             "max_new_tokens=2}"
         )
-        outcome = placement.run_rl(None, judged_settings(tmp_path, model, judge))
+        outcome = assembly.run_rl(None, judged_settings(tmp_path, model, judge))
         asked = len(server.bodies)
     (line,) = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert line["judge/judge/requests"] == asked > 0
@@ -508,7 +508,7 @@ def test_a_run_loads_its_judge(tmp_path: Path, model: Path) -> None:
     told = judged_settings(
         tmp_path, model, judge, reward__functions=[f"{tmp_path}/rewards.py:share"]
     )
-    outcome = placement.run_rl(None, told)
+    outcome = assembly.run_rl(None, told)
     (line,) = read_metrics(outcome.run_dir / "metrics.jsonl")
     kept = (outcome.run_dir / ANSWERS_FILE).read_text().splitlines()
     assert line["judge/judge/requests"] == len(kept) > 0

@@ -31,8 +31,8 @@ from tunesmith.plan.facts.model import count_parameters, read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
-from tunesmith.run.placement.scorers import ScorerSpec
+from tunesmith.run import assembly
+from tunesmith.run.specs.scorers import ScorerSpec
 from tunesmith.types import Completion, FinishReason, Rollout, Status, Task
 
 SEQUENCES = [[5, 6, 7, 8, 9], [5, 6, 7, 11], [12, 13], [5, 6, 7, 8, 9], [40], list(range(20, 60))]
@@ -324,7 +324,7 @@ def test_a_run_with_a_reward_model_and_a_function(
     monkeypatch.setattr(RewardModel, "score", watched)
     models = f'[{{path = "{path}", weight = 0.5, normalize = true}}]'
     runs = [
-        placement.run_rl(None, model_settings(tmp_path, policy, models, run=name))
+        assembly.run_rl(None, model_settings(tmp_path, policy, models, run=name))
         for name in ("a", "b")
     ]
     told = capsys.readouterr().out
@@ -356,7 +356,7 @@ def test_a_run_with_another_tokenizer_encodes_anew(
     other.add_tokens(["<more>"])
     rm = save_reward_model(tmp_path / "other", tokens=other)
     models = f'[{{path = "{rm}", name = "judge"}}]'
-    outcome = placement.run_rl(
+    outcome = assembly.run_rl(
         None, model_settings(tmp_path, policy, models, reward__functions=None)
     )
     assert "'judge' sees prompt and answer tokenized again" in capsys.readouterr().out
@@ -398,4 +398,4 @@ def test_dynamic_filtering_by_an_unbounded_score_is_refused(
         tmp_path, policy, f'[{{path = "{path}"}}]', algorithm__dynamic_filter=True
     )
     with pytest.raises(ConfigError, match="every group would be kept"):
-        placement.run_rl(None, settings)
+        assembly.run_rl(None, settings)

@@ -24,7 +24,7 @@ from tunesmith.learn.rewards.remote import pause, remote_reward, scores_of
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.records import http_client
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.types import Completion, Rollout, Status, Task
 
 
@@ -299,7 +299,7 @@ def remote_settings(folder: Path, model: Path, url: str, **changed: Any) -> list
 
 def test_a_run_with_a_remote_reward(tmp_path: Path, model: Path) -> None:
     with answering(lengths) as server:
-        outcome = placement.run_rl(None, remote_settings(tmp_path, model, server.url))
+        outcome = assembly.run_rl(None, remote_settings(tmp_path, model, server.url))
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     assert sum(len(body["completions"]) for body in server.bodies) == 2 * 16
@@ -313,11 +313,11 @@ def test_a_run_whose_server_is_down_stops_or_goes_on_as_configured(
 ) -> None:
     url = unused_url()
     with pytest.raises(RewardError) as caught:
-        placement.run_rl(None, remote_settings(tmp_path, model, url, run="stops"))
+        assembly.run_rl(None, remote_settings(tmp_path, model, url, run="stops"))
     assert "16 of 16 rollouts failed (16 reward_failed)" in str(caught.value) and url in str(
         caught.value
     )
-    outcome = placement.run_rl(
+    outcome = assembly.run_rl(
         None, remote_settings(tmp_path, model, url, run="on", reward__max_failed_share=1.0)
     )
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")

@@ -36,8 +36,8 @@ from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.learn.rewards.server import RewardService, make_app
 from tunesmith.records.addresses import is_loopback
 from tunesmith.records.http_server import Limits, listen
-from tunesmith.run.placement.scorers import ScorerSpec
-from tunesmith.run.placement.serve_reward import ServeOptions, read_token, serve_reward
+from tunesmith.run.assembly.serve_reward import ServeOptions, read_token, serve_reward
+from tunesmith.run.specs.scorers import ScorerSpec
 from tunesmith.types import Completion, Message, Rollout, Status, Task
 
 

@@ -42,7 +42,7 @@ from tunesmith.records.costs import largest_costs
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.engines.local.runner import probe
 from tunesmith.run.loop.profiling import StepProfiler
-from tunesmith.run.placement.specs import load_tokenizer, model_spec
+from tunesmith.run.specs.from_plan import load_tokenizer, model_spec
 from tunesmith.types import Completion, Sampling
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")

@@ -28,7 +28,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu import functions
 from tunesmith.models.kernels import compiled
 from tunesmith.models.kernels.inductor import CACHE
-from tunesmith.run.placement.specs import load_tokenizer, model_spec
+from tunesmith.run.specs.from_plan import load_tokenizer, model_spec
 
 
 @pytest.fixture(autouse=True)

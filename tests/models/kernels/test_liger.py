@@ -36,7 +36,7 @@ from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.rules import checks
 from tunesmith.plan.rules.checks import check, contradictions
-from tunesmith.run.placement.specs import load_tokenizer, model_spec
+from tunesmith.run.specs.from_plan import load_tokenizer, model_spec
 
 GPU = "H100-80GB"
 

@@ -48,9 +48,9 @@ from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.price import PINNED, price
 from tunesmith.plan.cost.seconds import FLOPS_SHARE, TO_THE_HOST, step_seconds
 from tunesmith.plan.facts.machines import gpu_kinds, machine
-from tunesmith.run.placement.planes import published
-from tunesmith.run.placement.scorers import SequenceScores
 from tunesmith.run.processes.rank_group import join_group_of_one
+from tunesmith.run.specs.planes import published
+from tunesmith.run.specs.scorers import SequenceScores
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.passes import Passes
 from tunesmith.run.trainers.torch import TorchBackend

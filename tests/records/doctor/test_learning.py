@@ -16,7 +16,7 @@ from tests.support.tiny_runs import rl_settings, sft_settings, write_lines
 from tunesmith.records.doctor.learning import LearningWatch, at_the_end, finding
 from tunesmith.records.facts import RunFacts
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 REWARDS = """\
 import time
@@ -63,12 +63,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[LearningWatch]:
     return made
 
 
-def rl(folder: Path, model: Path, reward: str, **changed: Any) -> placement.RunResult:
+def rl(folder: Path, model: Path, reward: str, **changed: Any) -> assembly.RunResult:
     rl_settings(folder, model)
     (folder / "judge.py").write_text(REWARDS)
     functions = [f"{folder / 'judge.py'}:{reward}"]
     settings = {"reward__functions": functions, "train__steps": 3, **changed}
-    return placement.run_rl(None, rl_settings(folder, model, **settings))
+    return assembly.run_rl(None, rl_settings(folder, model, **settings))
 
 
 RL_CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -183,7 +183,7 @@ def test_supervised_runs_say_it_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watches = watched(monkeypatch)
-    outcome = placement.run_sft(None, sft_settings(tmp_path, model, **changed))
+    outcome = assembly.run_sft(None, sft_settings(tmp_path, model, **changed))
     assert outcome.warning is not None
     assert cause in {
         watches[0].reported,
@@ -194,7 +194,7 @@ def test_supervised_runs_say_it_too(
 def test_a_healthy_supervised_run_is_left_alone(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = placement.run_sft(
+    outcome = assembly.run_sft(
         None, sft_settings(tmp_path, model, train__steps=24, train__warmup_steps=4)
     )
     assert outcome.warning is None and "nothing is learned" not in capsys.readouterr().out

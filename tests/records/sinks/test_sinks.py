@@ -25,9 +25,9 @@ from tunesmith.records.metrics import read_metrics
 from tunesmith.records.run_dir import RunDir
 from tunesmith.records.sinks import base
 from tunesmith.records.sinks.base import Background, RunInfo, as_markdown
-from tunesmith.run import placement
+from tunesmith.run import assembly
+from tunesmith.run.assembly.sinks import ADAPTERS, check_sinks, open_sinks
 from tunesmith.run.offline.rft import run_rft
-from tunesmith.run.placement.sinks import ADAPTERS, check_sinks, open_sinks
 
 FAKE = """\
 import json
@@ -294,7 +294,7 @@ def test_a_sink_that_is_not_installed_names_the_extra() -> None:
         f"        if name.split('.')[0] in {list(ADAPTERS)!r}: raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Nothing())\n"
         "from pathlib import Path\n"
-        "from tunesmith.run.placement.sinks import check_sinks\n"
+        "from tunesmith.run.assembly.sinks import check_sinks\n"
         "from tunesmith.errors import ConfigError\n"
         f"for sink in {list(ADAPTERS)!r}:\n"
         "    try: check_sinks([sink], Path.cwd())\n"
@@ -318,7 +318,7 @@ def test_wandb_without_a_key_is_refused_before_anything_loads(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(ConfigError, match="WANDB_MODE=offline"):
-        placement.run_sft(None, sft_settings(tmp_path, model, monitor__sinks=["wandb"]))
+        assembly.run_sft(None, sft_settings(tmp_path, model, monitor__sinks=["wandb"]))
     assert not (tmp_path / "sft").exists()
 
 
@@ -332,7 +332,7 @@ def test_wandb_without_a_key_is_refused_before_anything_loads(
 )
 def test_an_unknown_sink_is_refused(place: Path, model: Path, name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        placement.run_sft(None, sft_settings(place, model, monitor__sinks=[name]))
+        assembly.run_sft(None, sft_settings(place, model, monitor__sinks=[name]))
     assert not (place / "sft").exists()
 
 
@@ -343,7 +343,7 @@ def test_a_class_that_is_no_sink_is_refused(
     place: Path, model: Path, name: str, error: type[Exception]
 ) -> None:
     with pytest.raises(error, match="mine.py:" + name):
-        placement.run_sft(None, sft_settings(place, model, monitor__sinks=[f"mine.py:{name}"]))
+        assembly.run_sft(None, sft_settings(place, model, monitor__sinks=[f"mine.py:{name}"]))
 
 
 def records(file: Path) -> list[dict[str, Any]]:
@@ -361,8 +361,8 @@ def test_a_run_and_its_continuation_fill_a_sink_of_ones_own(place: Path, model: 
     settings = rl_settings(
         place, model, data__eval=str(place / "train.jsonl"), eval__max_prompts=2, **named
     )
-    placement.run_rl(None, [*settings, "train.steps=2"])
-    placement.run_rl(None, [*settings, "checkpoint.resume=true"])
+    assembly.run_rl(None, [*settings, "train.steps=2"])
+    assembly.run_rl(None, [*settings, "checkpoint.resume=true"])
     got = records(place / "run" / "fake.jsonl")
     opened = [r for r in got if r["kind"] == "open"]
     assert [(r["name"], r["tags"], r["resume"], r["lr"]) for r in opened] == [
@@ -387,7 +387,7 @@ def test_a_sink_that_breaks_is_said_once_and_the_run_goes_on(
     place: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sinks = ["mine.py:Breaks", "mine.py:OnlyWrites"]
-    outcome = placement.run_sft(
+    outcome = assembly.run_sft(
         None, sft_settings(place, model, monitor__sinks=sinks, train__steps=3)
     )
     out = capsys.readouterr().out
@@ -433,7 +433,7 @@ def test_a_run_that_fails_says_so_to_its_sinks(place: Path, model: Path) -> None
         place, model, reward__functions=["bad.py:bad"], monitor__sinks=["mine.py:Fake"]
     )
     with pytest.raises(RuntimeError):
-        placement.run_rl(None, settings)
+        assembly.run_rl(None, settings)
     assert records(place / "run" / "fake.jsonl")[-1] == {"kind": "close", "failed": True}
 
 
@@ -474,9 +474,9 @@ def test_every_command_that_trains_fills_its_sinks(place: Path, model: Path, com
 
     named = {"monitor__sinks": ["mine.py:Fake"]}
     if command == "sft":
-        run = placement.run_sft(None, sft_settings(place, model, train__steps=2, **named)).run_dir
+        run = assembly.run_sft(None, sft_settings(place, model, train__steps=2, **named)).run_dir
     elif command == "dpo":
-        run = placement.run_dpo(
+        run = assembly.run_dpo(
             None, preference_settings("dpo", place, model, train__steps=2, **named)
         ).run_dir
     elif command == "distill":
@@ -486,7 +486,7 @@ def test_every_command_that_trains_fills_its_sinks(place: Path, model: Path, com
             "train__steps": 2,
             "lora__rank": 4,
         }
-        run = placement.run_distill(None, rl_settings(place, model, **more, **named)).run_dir
+        run = assembly.run_distill(None, rl_settings(place, model, **more, **named)).run_dir
     else:
         write_lines(place / "train.jsonl", sums(12))
         (place / "rewards.py").write_text(REWARDS)

@@ -43,8 +43,8 @@ from tunesmith.run.engines.far import FarEngine
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.loop.gate import Gate
-from tunesmith.run.placement import engines
-from tunesmith.run.placement.planes import file_plane, published
+from tunesmith.run.specs import engines
+from tunesmith.run.specs.planes import file_plane, published
 from tunesmith.run.weights.base import Offer, Plane
 from tunesmith.run.weights.broadcast import BroadcastPlane
 from tunesmith.run.weights.directories import MEMORY
@@ -308,7 +308,7 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
 
     Up to rounding, because what is decoded together depends on when it arrives.
     """
-    from tunesmith.run import placement
+    from tunesmith.run import assembly
 
     model = save_model(tmp_path / "model")
     held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
@@ -316,8 +316,8 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
         "train__steps": 3, "train__ema_decay": 0.5, "eval__use_ema": True, "eval__every": 1,
         "data__eval": str(held_out),
     }  # fmt: skip
-    inside = placement.run_rl(None, rl_settings(tmp_path, model, "inside", **changed))
-    apart = placement.run_rl(
+    inside = assembly.run_rl(None, rl_settings(tmp_path, model, "inside", **changed))
+    apart = assembly.run_rl(
         None, rl_settings(tmp_path, model, "apart", system__engine_process=True, **changed)
     )
     weights = [load_file(outcome.checkpoint / "model.safetensors") for outcome in (inside, apart)]
@@ -353,12 +353,12 @@ def test_a_run_with_its_engine_apart_ends_as_with_it_inside(tmp_path: Path) -> N
 def test_engines_that_cannot_be_are_refused(
     tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
-    from tunesmith.run import placement
+    from tunesmith.run import assembly
 
     if "not installed" in words and find_spec("vllm"):
         pytest.skip("vLLM is installed here")
     with pytest.raises(ConfigError, match=words):
-        placement.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
+        assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
 
 
 @pytest.mark.slow

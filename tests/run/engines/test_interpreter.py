@@ -15,7 +15,7 @@ from tests.support.tiny_runs import rl_settings
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.engines.interpreter import check_interpreter
 
 BASE = (
@@ -100,5 +100,5 @@ def test_a_run_is_refused_before_anything_loads(tmp_path: Path) -> None:
     python.chmod(0o644)
     changed: dict[str, Any] = {"system__engine_process": True, "system__engine_python": str(python)}
     with pytest.raises(ConfigError, match=r"cannot be run \(Permission denied\)"):
-        placement.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
+        assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
     assert not (tmp_path / "run").exists()

@@ -21,7 +21,7 @@ from tunesmith.models.cpu.products import compiled
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.loop.canary import OF_WEIGHTS, TOLERANCES, Canary
-from tunesmith.run.placement.planes import file_plane, read_offer
+from tunesmith.run.specs.planes import file_plane, read_offer
 from tunesmith.run.weights.base import Offer
 from tunesmith.types import Completion, Sampling
 

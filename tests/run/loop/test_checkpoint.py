@@ -26,7 +26,7 @@ from tests.support.tiny_runs import (
 from tunesmith.config.reading.files import find_model
 from tunesmith.errors import CheckpointError, StorageError
 from tunesmith.records.run_dir import newest_checkpoint
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.loop.checkpoint import Checkpoints, check_same_model, read_state
 from tunesmith.run.loop.session import Best, due
 
@@ -302,7 +302,7 @@ def test_cut_off_and_resumed_it_ends_bit_by_bit_as_if_it_had_run_through(
     dtype: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = placement.run_sft if case[1] is sft_settings else placement.run_rl
+    run = assembly.run_sft if case[1] is sft_settings else assembly.run_rl
     straight = run(None, settings_of(case, tmp_path, model, "straight", model__dtype=dtype))
     again = settings_of(case, tmp_path, model, "again", model__dtype=dtype)
     with monkeypatch.context() as patched, pytest.raises(Cut):
@@ -339,11 +339,11 @@ def test_the_learned_cap_the_kl_controller_the_best_and_the_position_survive(
     with monkeypatch.context() as patched, pytest.raises(Cut):
         patched.setattr(TorchBackend, "forward_backward", once)
         cut_after(patched, 3)
-        placement.run_rl(None, settings)
+        assembly.run_rl(None, settings)
     first = read_state(tmp_path / "run/checkpoints/step-000002")
     assert first["max_tokens"] == 100 and first["kl"]["coef"] != 0.05
     assert first["tasks"]["taken"] == [8] and first["best"]["eval/reward"][0] is not None
-    placement.run_rl(None, [*settings, "checkpoint.resume=true"])
+    assembly.run_rl(None, [*settings, "checkpoint.resume=true"])
     last = read_state(tmp_path / "run/checkpoints/step-000005")
     assert last["max_tokens"] == 100 and last["tasks"]["taken"] == [20] and last["step"] == 5
     first_lines = untimed(tmp_path / "run/metrics.jsonl")
@@ -351,14 +351,14 @@ def test_the_learned_cap_the_kl_controller_the_best_and_the_position_survive(
 
 
 def test_another_metric_resumed_with_has_no_best_yet(tmp_path: Path, model: Path) -> None:
-    placement.run_rl(None, settings_of(CASES[1], tmp_path, model, "run", train__steps=2))
+    assembly.run_rl(None, settings_of(CASES[1], tmp_path, model, "run", train__steps=2))
     more = {
         "eval__metric": "eval/length",
         "eval__target": 0.0,
         "eval__at_start": False,
         "train__steps": 3,
     }
-    outcome = placement.run_rl(
+    outcome = assembly.run_rl(
         None, [*settings_of(CASES[1], tmp_path, model, "run", **more), "checkpoint.resume=true"]
     )
     state = read_state(outcome.checkpoint.parent)
@@ -369,20 +369,20 @@ def test_another_metric_resumed_with_has_no_best_yet(tmp_path: Path, model: Path
 
 def test_changed_data_is_refused_on_resume(tmp_path: Path, model: Path) -> None:
     settings = rl_settings(tmp_path, model, train__steps=1)
-    placement.run_rl(None, settings)
+    assembly.run_rl(None, settings)
     write_lines(tmp_path / "train.jsonl", sums(13))
     with pytest.raises(CheckpointError, match="the data set has changed"):
-        placement.run_rl(None, [*settings, "checkpoint.resume=true", "train.steps=2"])
+        assembly.run_rl(None, [*settings, "checkpoint.resume=true", "train.steps=2"])
 
 
 def test_another_model_is_refused_before_anything_is_loaded(tmp_path: Path, model: Path) -> None:
     settings = sft_settings(tmp_path, model, train__steps=1)
-    placement.run_sft(None, settings)
+    assembly.run_sft(None, settings)
     other = save_model(tmp_path / "other", hidden_size=64)
     with pytest.raises(
         CheckpointError, match=r"another model: its hidden_size is 32, that of .* is 64"
     ):
-        placement.run_sft(None, [*settings, "checkpoint.resume=true", f'model.path="{other}"'])
+        assembly.run_sft(None, [*settings, "checkpoint.resume=true", f'model.path="{other}"'])
     check_same_model(tmp_path / "sft/checkpoints/step-000001", str(model))
     check_same_model(tmp_path / "sft/checkpoints/step-000001", "hub/name")
 
@@ -391,14 +391,14 @@ def test_a_finished_run_resumed_changes_nothing_and_more_steps_go_on(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = sft_settings(tmp_path, model, train__steps=2)
-    outcome = placement.run_sft(None, settings)
+    outcome = assembly.run_sft(None, settings)
     before = tensors(outcome.checkpoint)
-    again = placement.run_sft(None, [*settings, "checkpoint.resume=true"])
+    again = assembly.run_sft(None, [*settings, "checkpoint.resume=true"])
     assert "nothing is left to do: the run has its 2 steps" in capsys.readouterr().out
     assert (
         again.checkpoint == outcome.checkpoint and tensors(again.checkpoint).keys() == before.keys()
     )
-    more = placement.run_sft(None, [*settings, "checkpoint.resume=true", "train.steps=4"])
+    more = assembly.run_sft(None, [*settings, "checkpoint.resume=true", "train.steps=4"])
     assert more.checkpoint.parent.name == "step-000004"
     assert [line["step"] for line in untimed(more.run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
 
@@ -407,19 +407,19 @@ def test_a_path_resumes_from_that_checkpoint_also_into_another_run(
     tmp_path: Path, model: Path
 ) -> None:
     settings = sft_settings(tmp_path, model, checkpoint__every=2, checkpoint__keep=5)
-    straight = placement.run_sft(None, settings)
+    straight = assembly.run_sft(None, settings)
     second = tmp_path / "sft/checkpoints/step-000002"
-    elsewhere = placement.run_sft(
+    elsewhere = assembly.run_sft(
         None, [*sft_settings(tmp_path, model, "fork"), f'checkpoint.resume="{second}"']
     )
     same_tensors(straight.checkpoint.parent, elsewhere.checkpoint.parent)
-    back = placement.run_sft(None, [*settings, f'checkpoint.resume="{second}"', "train.steps=3"])
+    back = assembly.run_sft(None, [*settings, f'checkpoint.resume="{second}"', "train.steps=3"])
     assert Checkpoints(tmp_path / "sft/checkpoints", 5).steps() == [2, 3]
     assert back.checkpoint.parent.name == "step-000003"
 
 
 def test_a_checkpoint_has_no_pickles_and_a_readable_state(tmp_path: Path, model: Path) -> None:
-    outcome = placement.run_rl(None, rl_settings(tmp_path, model, train__steps=1))
+    outcome = assembly.run_rl(None, rl_settings(tmp_path, model, train__steps=1))
     files = [p for p in outcome.run_dir.rglob("*") if p.is_file()]
     assert {p.suffix for p in files} <= {
         ".json",

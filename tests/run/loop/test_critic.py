@@ -29,7 +29,7 @@ from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel, whole_sequence
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.loop.checkpoint import read_state
 from tunesmith.run.loop.critic import Critic, value_metrics
 from tunesmith.run.loop.experience import make_experience
@@ -45,7 +45,7 @@ SHARED: dict[str, Any] = {"algorithm__name": "ppo", "critic__shared_trunk": True
 def rl(
     folder: Path, model: Path, run: str = "run", *more: str, **changed: Any
 ) -> tuple[Path, list[dict[str, Any]]]:
-    outcome = placement.run_rl(None, [*rl_settings(folder, model, run, **changed), *more])
+    outcome = assembly.run_rl(None, [*rl_settings(folder, model, run, **changed), *more])
     return outcome.checkpoint.parent, read_metrics(outcome.run_dir / "metrics.jsonl")
 
 

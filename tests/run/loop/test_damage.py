@@ -21,7 +21,7 @@ from tunesmith.cli.main import app
 from tunesmith.errors import CheckpointError, DivergedError, ModelError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 from tunesmith.run.loop.manifest import damages
 from tunesmith.run.trainers.torch import TorchBackend
@@ -32,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Pat
     """A run with checkpoints of steps 1 and 2, and its settings."""
     folder = tmp_path_factory.mktemp("finished")
     said = sft_settings(folder, model, train__steps=2, checkpoint__every=1, train__ema_decay=0.9)
-    return placement.run_sft(None, said).run_dir, said
+    return assembly.run_sft(None, said).run_dir, said
 
 
 def flip(path: Path, place: int = -100) -> None:
@@ -83,11 +83,11 @@ def test_a_damaged_file_is_named_and_a_whole_checkpoint_offered(
     ]
     for resume in ("true", '"auto"', f'"{newest}"'):
         with pytest.raises(CheckpointError) as raised:
-            placement.run_sft(None, [*here, f"checkpoint.resume={resume}"])
+            assembly.run_sft(None, [*here, f"checkpoint.resume={resume}"])
         assert named in str(raised.value) and str(run / "checkpoints/step-000001") in str(
             raised.value
         )
-    outcome = placement.run_sft(None, [*here, f'checkpoint.resume="{run}/checkpoints/step-000001"'])
+    outcome = assembly.run_sft(None, [*here, f'checkpoint.resume="{run}/checkpoints/step-000001"'])
     assert outcome.checkpoint.parent.name == "step-000003"
 
 
@@ -113,7 +113,7 @@ def test_a_checkpoint_without_its_checksums_is_refused(
         f'run_dir="{tmp_path / "on"}"'
     ]
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
-        placement.run_sft(None, [*here, f'checkpoint.resume="{old}"'])
+        assembly.run_sft(None, [*here, f'checkpoint.resume="{old}"'])
 
 
 def changed(
@@ -160,14 +160,14 @@ def test_weights_that_are_rightly_missing_are_not(tmp_path: Path, model: Path) -
 
 
 def test_an_adapter_that_lacks_weights_is_refused(tmp_path: Path, model: Path) -> None:
-    first = placement.run_sft(None, sft_settings(tmp_path, model, train__steps=1, lora__rank=2))
+    first = assembly.run_sft(None, sft_settings(tmp_path, model, train__steps=1, lora__rank=2))
     weights = load_file(first.checkpoint / "adapter_model.safetensors")
     gone = sorted(weights)[0]
     del weights[gone]
     save_file(weights, first.checkpoint / "adapter_model.safetensors")
     again = sft_settings(tmp_path, model, "again", lora__path=str(first.checkpoint), train__steps=1)
     with pytest.raises(ModelError) as raised:
-        placement.run_sft(None, again)
+        assembly.run_sft(None, again)
     assert gone in str(raised.value)
 
 
@@ -177,11 +177,11 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(
 ) -> None:
     """They come of the last step, after which nothing else would look at them."""
     monkeypatch.setattr(
-        "tunesmith.run.placement.learners.learning_rate",
+        "tunesmith.run.assembly.learners.learning_rate",
         lambda step, **_: lr if step == 2 else 1e-3,
     )
     with pytest.raises(DivergedError, match="is not finite") as raised:
-        placement.run_sft(None, sft_settings(tmp_path, model, train__steps=3, checkpoint__every=1))
+        assembly.run_sft(None, sft_settings(tmp_path, model, train__steps=3, checkpoint__every=1))
     assert raised.value.exit_code == 2
     saved = Checkpoints(tmp_path / "sft/checkpoints", 2)
     assert saved.steps() == [1, 2]
@@ -218,11 +218,11 @@ def test_rare_gradients_that_are_not_finite_are_skipped_and_others_end_the_run(
     poison(monkeypatch, steps)
     said = sft_settings(tmp_path, model, checkpoint__every=1, checkpoint__keep=9)
     if ends_at is None:
-        placement.run_sft(None, said)
+        assembly.run_sft(None, said)
         assert capsys.readouterr().out.count("was skipped") == 3
         return
     with pytest.raises(DivergedError, match=f"optimizer step {ends_at}"):
-        placement.run_sft(None, said)
+        assembly.run_sft(None, said)
     saved = Checkpoints(tmp_path / "sft/checkpoints", 9)
     assert saved.steps() == list(range(1, ends_at))
     assert all(
@@ -236,15 +236,15 @@ def test_a_model_without_its_optimizer_is_no_place_to_go_on_from(
     said = sft_settings(
         tmp_path, model, train__steps=2, checkpoint__every=1, checkpoint__model_only="last"
     )
-    outcome = placement.run_sft(None, said)
+    outcome = assembly.run_sft(None, said)
     first, last = (outcome.run_dir / f"checkpoints/step-00000{n}" for n in (1, 2))
     assert (first / "optimizer.safetensors").exists() and not (
         last / "optimizer.safetensors"
     ).exists()
     assert read_state(last)["finished"] and damages(last) == []
     with pytest.raises(CheckpointError, match="model_only"):
-        placement.run_sft(None, [*said, "checkpoint.resume=true", "train.steps=3"])
-    placement.run_sft(
+        assembly.run_sft(None, [*said, "checkpoint.resume=true", "train.steps=3"])
+    assembly.run_sft(
         None, [*said, f'checkpoint.resume="{first}"', "checkpoint.model_only=true", "train.steps=3"]
     )
     assert not (outcome.run_dir / "checkpoints/step-000003/optimizer.safetensors").exists()
@@ -254,7 +254,7 @@ def test_a_run_s_directory_stands_for_its_newest_model(
     tmp_path: Path, finished: tuple[Path, list[str]], model: Path
 ) -> None:
     said = rl_settings(tmp_path, finished[0], train__steps=1)
-    outcome = placement.run_rl(None, said)
+    outcome = assembly.run_rl(None, said)
     resolved = json.loads((outcome.run_dir / "resolved.json").read_text())["settings"]
     assert resolved["model.path"]["value"] == str(finished[0] / "checkpoints/step-000002/model")
     assert str(model) not in resolved["model.path"]["value"]
@@ -264,7 +264,7 @@ def test_a_run_s_directory_stands_for_its_newest_model(
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """The last checkpoint of a run of four steps."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    return placement.run_sft(
+    return assembly.run_sft(
         None, sft_settings(folder, model, train__steps=4, checkpoint__every=1)
     ).checkpoint
 
@@ -293,7 +293,7 @@ def test_a_run_goes_on_without_what_is_deleted_under_it(
 
     monkeypatch.setattr(Session, "finish_step", finish_step)
     own = shutil.copytree(model, tmp_path / "own")
-    outcome = placement.run_sft(
+    outcome = assembly.run_sft(
         None, sft_settings(tmp_path, own, train__steps=4, checkpoint__every=1)
     )
     same_tensors(undisturbed, outcome.checkpoint)

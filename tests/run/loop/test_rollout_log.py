@@ -15,7 +15,7 @@ import pytest
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sums, write_lines
 from tunesmith.records.metrics import read_metrics, rotated
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.loop.rollout_log import RolloutLog, contrast, examples, read_evaluated
 from tunesmith.types import Completion, Record, Rollout, RolloutGroup, Status, Task
 
@@ -208,7 +208,7 @@ def test_a_run_keeps_advantages_that_sum_to_zero_and_shows_answers(
     settings = rl_settings(
         tmp_path, save_model(tmp_path / "model"), data__eval=str(held_out), **changed
     )
-    outcome = placement.run_rl(None, settings)
+    outcome = assembly.run_rl(None, settings)
     lines = [
         json.loads(line) for line in (outcome.run_dir / "rollouts.jsonl").read_text().splitlines()
     ]

@@ -25,7 +25,7 @@ from tests.support.tiny_runs import rl_settings
 from tunesmith.errors import ConfigError
 from tunesmith.learn.environments.base import Generate
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.engines.base import EngineStats, add_stats
 from tunesmith.run.loop import rollouts
 from tunesmith.run.loop.buffer import Buffer, Started
@@ -271,7 +271,7 @@ def test_a_run_that_plays_ahead(tmp_path: Path) -> None:
         "rollout__over_generation": 2.0,
         "train__steps": 5,
     }
-    outcome = placement.run_rl(
+    outcome = assembly.run_rl(
         None, rl_settings(tmp_path, save_model(tmp_path / "model"), "run", **changed)
     )
     lines = [
@@ -298,14 +298,14 @@ def test_settings_that_would_do_nothing_are_refused(
     tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        placement.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
+        assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
 
 
 def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path) -> None:
     """The engine's memory is given back before every training step; the curve is the same."""
     model = save_model(tmp_path / "model")
-    plain = placement.run_rl(None, rl_settings(tmp_path, model, "plain"))
-    turns = placement.run_rl(None, rl_settings(tmp_path, model, "turns", system__hybrid=True))
+    plain = assembly.run_rl(None, rl_settings(tmp_path, model, "plain"))
+    turns = assembly.run_rl(None, rl_settings(tmp_path, model, "turns", system__hybrid=True))
     losses = [
         [line["loss"] for line in read_metrics(outcome.run_dir / "metrics.jsonl") if "loss" in line]
         for outcome in (plain, turns)
@@ -316,7 +316,7 @@ def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path) -> None:
 def test_turns_and_working_at_once_exclude_each_other(tmp_path: Path) -> None:
     changed = {"system__engine_process": True, "rollout__max_staleness": 1, "system__hybrid": True}
     with pytest.raises(ConfigError, match="leave one of the two out"):
-        placement.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
+        assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed))
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def test_a_short_epoch_makes_no_short_batches(tmp_path: Path) -> None:
         "monitor__samples": 99,
     }
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"), **changed)
-    run = placement.run_rl(None, settings).run_dir
+    run = assembly.run_rl(None, settings).run_dir
     assert max(line["staleness/max"] for line in read_metrics(run / "metrics.jsonl")) <= 1
     steps = Counter(
         json.loads(line)["step"] for line in (run / "rollouts.jsonl").read_text().splitlines()

@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, ModelCard
 
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.errors import ConfigError
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.loop.manifest import damages
 
 TOKEN = "hf_secretsecretsecret"
@@ -41,7 +41,7 @@ def test_the_last_model_goes_to_a_private_repository_with_its_card(
         "sys.argv",
         ["tunesmith", "rl", str(tmp_path / "run.toml"), f"model.path='{model}'", "a.b=c/d"],
     )
-    outcome = placement.run_rl(
+    outcome = assembly.run_rl(
         None, rl_settings(tmp_path, model, checkpoint__push_to_hub="ann/sums", checkpoint__every=1)
     )
     api.create_repo.assert_called_once_with("ann/sums", private=True, exist_ok=True)
@@ -73,7 +73,7 @@ def test_each_checkpoint_s_model_goes_there_where_that_is_asked_for(
     said = sft_settings(
         tmp_path, model, train__steps=3, checkpoint__every=1, checkpoint__push_to_hub="a/b", **more
     )
-    outcome = placement.run_sft(None, said)
+    outcome = assembly.run_sft(None, said)
     api.create_repo.assert_called_once_with("a/b", private=False, exist_ok=True)
     assert [c.kwargs["folder_path"].parent.name for c in api.upload_folder.call_args_list] == [
         f"step-00000{n}" for n in (1, 2, 3)
@@ -85,7 +85,7 @@ def test_a_push_that_fails_costs_nothing_and_shows_no_token(
     tmp_path: Path, model: Path, api: MagicMock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.upload_folder.side_effect = OSError(f"bad gateway for Bearer {TOKEN}")
-    outcome = placement.run_sft(
+    outcome = assembly.run_sft(
         None, sft_settings(tmp_path, model, train__steps=1, checkpoint__push_to_hub="a/b")
     )
     told = capsys.readouterr().out
@@ -103,6 +103,6 @@ def test_a_repository_that_cannot_be_written_to_is_refused_before_training(
 ) -> None:
     api.create_repo.side_effect = PermissionError(f"403 for {TOKEN}")
     with pytest.raises(ConfigError, match="push_to_hub") as raised:
-        placement.run_sft(None, sft_settings(tmp_path, model, checkpoint__push_to_hub="a/b"))
+        assembly.run_sft(None, sft_settings(tmp_path, model, checkpoint__push_to_hub="a/b"))
     assert TOKEN not in str(raised.value) and "hf auth login" in str(raised.value)
     assert not (tmp_path / "sft/checkpoints").exists()

@@ -14,10 +14,10 @@ from tunesmith.errors import ConfigError, StorageError
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.run import Facts
 from tunesmith.records.addresses import check_address
-from tunesmith.run.placement import serve_training as serving
-from tunesmith.run.placement.engines import local_gpus
-from tunesmith.run.placement.serve import serve_model
-from tunesmith.run.placement.serve_training import ServingOptions, serve_training
+from tunesmith.run.assembly import serve_training as serving
+from tunesmith.run.assembly.serve import serve_model
+from tunesmith.run.assembly.serve_training import ServingOptions, serve_training
+from tunesmith.run.specs.engines import local_gpus
 
 OPTIONS = ServingOptions("127.0.0.1", 0, None, Path("training"), None)
 

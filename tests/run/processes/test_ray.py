@@ -50,7 +50,7 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.placement.ray import Ray
-from tunesmith.run.placement.specs import trainer_spec
+from tunesmith.run.specs.from_plan import trainer_spec
 from tunesmith.run.trainers.base import TrainBackend
 from tunesmith.types import Sample
 

@@ -15,7 +15,7 @@ from tests.support.training import whole
 from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample
@@ -56,7 +56,7 @@ def test_the_average_follows_each_step_in_float32(model: Path, dtype: torch.dtyp
 def test_the_saved_average_is_the_model_that_was_evaluated(tmp_path: Path, model: Path) -> None:
     held_out = str(write_lines(tmp_path / "held_out.jsonl", sums(6, 40)))
     more = {"data__eval": held_out, "train__lr": 3e-2}
-    outcome = placement.run_rl(
+    outcome = assembly.run_rl(
         None,
         rl_settings(
             tmp_path, model, train__ema_decay=0.6, eval__use_ema=True, eval__at_start=False, **more
@@ -66,8 +66,8 @@ def test_the_saved_average_is_the_model_that_was_evaluated(tmp_path: Path, model
     AutoModelForCausalLM.from_pretrained(average)
     a, b = (load_file(path / "model.safetensors") for path in (average, outcome.checkpoint))
     assert a.keys() == b.keys() and not all(a[name].equal(b[name]) for name in a)
-    again = placement.run_rl(None, rl_settings(tmp_path, average, "again", train__steps=1, **more))
-    plain = placement.run_rl(
+    again = assembly.run_rl(None, rl_settings(tmp_path, average, "again", train__steps=1, **more))
+    plain = assembly.run_rl(
         None, rl_settings(tmp_path, outcome.checkpoint, "plain", train__steps=1, **more)
     )
     ours, theirs, other = (o.evaluations[0] for o in (outcome, again, plain))
@@ -81,20 +81,18 @@ def test_the_saved_average_is_the_model_that_was_evaluated(tmp_path: Path, model
 def test_supervised_runs_evaluate_the_average_too(tmp_path: Path, model: Path) -> None:
     lines = [{"prompt": s["prompt"], "completion": s["answer"]} for s in sums(6, 40)]
     more = {"data__eval": str(write_lines(tmp_path / "held_out.jsonl", lines))}
-    averaged = placement.run_sft(
+    averaged = assembly.run_sft(
         None, sft_settings(tmp_path, model, train__ema_decay=0.9, eval__use_ema=True, **more)
     )
     average = averaged.checkpoint.with_name("ema")
-    again = placement.run_sft(
-        None, sft_settings(tmp_path, average, "again", train__steps=1, **more)
-    )
+    again = assembly.run_sft(None, sft_settings(tmp_path, average, "again", train__steps=1, **more))
     assert averaged.evaluations[-1]["eval/loss"] == pytest.approx(
         again.evaluations[0]["eval/loss"], rel=1e-6
     )
 
 
 def test_the_reference_becomes_the_policy_every_so_many_steps(tmp_path: Path, model: Path) -> None:
-    outcome = placement.run_rl(
+    outcome = assembly.run_rl(
         None,
         rl_settings(
             tmp_path,

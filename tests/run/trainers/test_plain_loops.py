@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import sft_settings, sums
 from tunesmith.models.cpu import functions
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 STEPS = 6
 BATCH = 8
@@ -101,7 +101,7 @@ def ours(folder: Path, model: Path, dtype: str, compiled: bool) -> Trained:
         train__warmup_steps=0,
         system__compile=compiled,
     )
-    outcome = placement.run_sft(None, settings)
+    outcome = assembly.run_sft(None, settings)
     lines = [
         json.loads(line) for line in (folder / "sft" / "metrics.jsonl").read_text().splitlines()
     ]

@@ -34,10 +34,10 @@ from tunesmith.guide.simulate.device import FakeDevice
 from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.run.engines.far import FarEngine
 from tunesmith.run.engines.pool import EnginePool
-from tunesmith.run.placement.planes import read_offer
 from tunesmith.run.processes import checksum as sums
 from tunesmith.run.processes.checksum import word_sum
 from tunesmith.run.processes.process_group import process_group
+from tunesmith.run.specs.planes import read_offer
 from tunesmith.run.weights import broadcast as module
 from tunesmith.run.weights import links
 from tunesmith.run.weights.base import NamedTensors, Plane
@@ -498,7 +498,7 @@ def test_an_engine_that_dies_in_the_middle_leaves_the_others_right(
 
 TAKE = """
 import json, sys
-from tunesmith.run.placement.planes import read_offer
+from tunesmith.run.specs.planes import read_offer
 from tunesmith.run.processes.checksum import checksum
 offer = json.loads(sys.argv[1])
 print(json.dumps({name: (str(t.device), checksum(t.cpu())) for name, t in read_offer(offer)}))

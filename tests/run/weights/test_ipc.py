@@ -25,8 +25,8 @@ from tunesmith.errors import EngineError, EngineLostError
 from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.run.engines.far import FarEngine
 from tunesmith.run.engines.pool import EnginePool
-from tunesmith.run.placement.planes import read_offer
 from tunesmith.run.processes.checksum import checksum
+from tunesmith.run.specs.planes import read_offer
 from tunesmith.run.weights import ipc, mapped
 from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 from tunesmith.run.weights.far import FarPlane
@@ -288,7 +288,7 @@ def test_a_bucket_on_a_gpu_lies_outside_expandable_segments() -> None:
 
 TAKE = """
 import json, sys
-from tunesmith.run.placement.planes import read_offer
+from tunesmith.run.specs.planes import read_offer
 from tunesmith.run.processes.checksum import checksum
 for line in sys.stdin:
     taken = read_offer(json.loads(line))

@@ -30,9 +30,9 @@ from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.sharding import whole_weights
 from tunesmith.plan.rules.checks import check
-from tunesmith.run.placement.planes import published, published_bytes
 from tunesmith.run.processes.checksum import checksum
 from tunesmith.run.processes.process_group import open_store
+from tunesmith.run.specs.planes import published, published_bytes
 from tunesmith.run.weights import directories, files
 from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 from tunesmith.run.weights.broadcast import BroadcastPlane

@@ -11,7 +11,7 @@ from tests.support.long import again
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A student, and a teacher of its size that has learned to double numbers."""
     folder = tmp_path_factory.mktemp("models")
     student = save_model(folder / "student")
-    return student, placement.run_sft(
+    return student, assembly.run_sft(
         None, sft_settings(folder, student, train__steps=150)
     ).checkpoint
 
@@ -51,7 +51,7 @@ def test_the_divergence_from_the_teacher_falls(
         made = rl_settings(
             tmp_path, models[0], **settings, reward__functions=None, rollout__group_size=16
         )
-    outcome = placement.run_distill(None, made)
+    outcome = assembly.run_distill(None, made)
     found = [
         line["teacher_kl"]
         for line in read_metrics(outcome.run_dir / "metrics.jsonl")

@@ -14,7 +14,7 @@ from tests.support.served_teachers import served
 from tests.support.tiny import save_model, tokenizer_with_pairs
 from tests.support.tiny_runs import write_lines
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 SMALL = ["rollout.max_new_tokens=8", "rollout.prompts_per_step=2", "train.steps=2"]
 
@@ -32,7 +32,7 @@ def test_a_run_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     file = here / f"{name}.toml"
     with running(served(teacher)) if name == "served" else nullcontext("") as url:
         file.write_text(file.read_text().replace("http://127.0.0.1:8000", url))
-        placement.run_distill(file, ["data.chat=false", "train.lr=1e-3", *SMALL])
+        assembly.run_distill(file, ["data.chat=false", "train.lr=1e-3", *SMALL])
     lines = read_metrics(here / "runs" / name / "metrics.jsonl")
     assert len(lines) == 2 and all(line["teacher_kl"] > 1e-5 for line in lines)
     assert name != "other_tokens" or all(line["teacher_aligned"] > 0 for line in lines)

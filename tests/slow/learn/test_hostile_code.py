@@ -10,7 +10,7 @@ import pytest
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 HOSTILE = """
 import os, re, signal
@@ -36,7 +36,7 @@ def test_a_run_outlives_its_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"), train__steps=4)
     (tmp_path / "rewards.py").write_text(HOSTILE)
     changed = ["reward.isolation=process", "reward.timeout=6", "reward.max_failed_share=0.6"]
-    outcome = placement.run_rl(
+    outcome = assembly.run_rl(
         None, [s for s in settings if not s.startswith("reward.isolation")] + changed
     )
     lines: list[dict[str, Any]] = [

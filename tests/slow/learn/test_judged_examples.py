@@ -15,7 +15,7 @@ from tests.support.http_servers import running
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import write_lines
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 STEPS = 2
 
@@ -51,7 +51,7 @@ def test_a_run_file_with_a_judge(
         file = here / f"{name}.toml"
         file.write_text(file.read_text().replace("http://127.0.0.1:8000", url))
         small = ["rollout.max_new_tokens=8", f"train.steps={STEPS}", "rollout.prompts_per_step=2"]
-        placement.run_rl(file, small)
+        assembly.run_rl(file, small)
     lines: list[dict[str, Any]] = read_metrics(here / "runs" / name / "metrics.jsonl")
     judge = "rubric" if name == "criteria" else "judge"
     assert [line[f"judge/{judge}/failed"] for line in lines] == [0.0] * STEPS

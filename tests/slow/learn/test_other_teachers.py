@@ -11,7 +11,7 @@ from tests.support.tiny import save_model, tokenizer_with_pairs
 from tests.support.tiny_runs import rl_settings, sums, write_lines
 from tunesmith.errors import ModelError
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 
 def taught(folder: Path, student: Path, run: str, **keys: Any) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def taught(folder: Path, student: Path, run: str, **keys: Any) -> list[dict[str,
         folder, student, run, reward__functions=None, reward__isolation=None,
         data__train=str(folder / "seen.jsonl"), train__lr=1e-3, **keys,
     )  # fmt: skip
-    return read_metrics(placement.run_distill(None, made).run_dir / "metrics.jsonl")
+    return read_metrics(assembly.run_distill(None, made).run_dir / "metrics.jsonl")
 
 
 def values(lines: list[dict[str, Any]], name: str) -> list[float]:

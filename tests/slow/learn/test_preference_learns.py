@@ -12,7 +12,7 @@ from tests.support.long import again
 from tests.support.tiny import save_model
 from tests.support.tiny_preferences import RUNS, lines_of, preference_settings
 from tests.support.tiny_runs import sft_settings, write_lines
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 SEEDS = (0, again(1), again(2))
 
@@ -57,7 +57,7 @@ def test_sft_loss_falls(tmp_path: Path, seed: int) -> None:
         train__lr=5e-3,
         train__seed=seed,
     )
-    losses = [row["eval/loss"] for row in placement.run_sft(None, settings).evaluations]
+    losses = [row["eval/loss"] for row in assembly.run_sft(None, settings).evaluations]
     assert losses[0] == pytest.approx(5.7, abs=0.3) and losses[-1] < 1.6
 
 

@@ -15,7 +15,7 @@ from tests.support.data_tokenizers import byte_level, template
 from tests.support.documents import SUPPORT
 from tests.support.episodes import check_tokens, load, made_task, ok, play
 from tests.support.tiny_runs import rl_settings, write_lines
-from tunesmith.run.placement import run_rl
+from tunesmith.run.assembly import run_rl
 
 SOURCE = SUPPORT / "real_agents.py"
 PACKAGES = {

@@ -17,8 +17,8 @@ from tunesmith.learn.rewards.model import model_reward
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.learn.rewards.server import RewardService, make_app
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
-from tunesmith.run.placement.scorers import ScorerSpec
+from tunesmith.run import assembly
+from tunesmith.run.specs.scorers import ScorerSpec
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_reward_rises_by_more_than_half_of_its_spread(
         rollout__group_size=16,
     )
     if not remote:
-        outcome = placement.run_rl(
+        outcome = assembly.run_rl(
             None, [*settings, f'reward.models=[{{path = "{path}", name = "judge"}}]']
         )
     else:
@@ -51,7 +51,7 @@ def test_the_reward_rises_by_more_than_half_of_its_spread(
         rewards = RewardSet({"rm": 1.0}, 30.0)
         rewards.add(model_reward("rm", model, exact=False, in_thread=True))
         with running(make_app(RewardService(rewards, 0.002), 2**20)) as url:
-            outcome = placement.run_rl(
+            outcome = assembly.run_rl(
                 None, [*settings, f'reward.remote=[{{urls = ["{url}/reward"], name = "judge"}}]']
             )
     lines = read_metrics(outcome.run_dir / "metrics.jsonl")

@@ -21,8 +21,8 @@ from tests.support.forks import popen
 from tests.support.long import again
 from tests.support.tiny_runs import REWARDS, sums, write_lines
 from tunesmith.records.runs import progress_of
+from tunesmith.run.assembly.train import run_sft
 from tunesmith.run.offline.rft import run_rft
-from tunesmith.run.placement.train import run_sft
 
 
 @pytest.mark.parametrize("seed", [1, again(2)])

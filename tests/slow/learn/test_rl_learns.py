@@ -16,7 +16,7 @@ from tests.support.long import again
 from tests.support.tiny_runs import write_lines
 from tunesmith.guide.recipes.arithmetic import make_model
 from tunesmith.records.toml import toml_value
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 LETTERS = "abcdefgh"
 REWARD = """\
@@ -78,7 +78,7 @@ def taught(folder: Path, seed: int) -> Path:
         "data.train": folder / "train.jsonl",
         "train.seed": seed,
     }
-    return placement.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
+    return assembly.run_sft(None, overrides(COMMON | SFT | settings)).checkpoint
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:
@@ -107,6 +107,6 @@ def test_the_held_out_reward_rises(
         "reward.functions": [f"{folder / 'rewards.py'}:right"],
     }
     faster = FASTER[kind] if seed == SEEDS[kind][0] else {}
-    outcome = placement.run_rl(None, overrides(COMMON | RL | KINDS[kind] | faster | settings))
+    outcome = assembly.run_rl(None, overrides(COMMON | RL | KINDS[kind] | faster | settings))
     before, after = (outcome.evaluations[place]["eval/reward"] for place in (0, -1))
     assert before < 0.7 and after > 0.85

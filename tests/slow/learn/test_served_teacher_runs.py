@@ -14,7 +14,7 @@ from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sft_settings, sums, write_lines
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 
 def settings(
@@ -33,7 +33,7 @@ def test_both_learn_the_same(tmp_path: Path, mode: str) -> None:
     ranked = {"distill__top_k": 7} if mode != "on_policy" else {}
     with running(served(teacher)) as url:
         here, away = (
-            placement.run_distill(
+            assembly.run_distill(
                 None, settings(tmp_path, student, teacher, run, mode, **ranked, teacher__url=said)
             )
             for run, said in (("here", None), ("away", f"{url}/v1"))
@@ -62,7 +62,7 @@ def test_a_server_that_ranks_no_tokens_is_refused_before_training(
     app.add_routes([web.post("/v1/completions", complete)])
     with running(app) as url, pytest.raises(ConfigError, match="mode = 'on_policy'") as caught:
         said = settings(tmp_path, student, student, "run", mode, teacher__url=f"{url}/v1")
-        placement.run_distill(None, said)
+        assembly.run_distill(None, said)
     assert {"teacher.url", "distill.top_k"} == {*caught.value.keys}
 
 
@@ -83,8 +83,8 @@ def test_several_teachers_score_the_tasks_that_name_them(tmp_path: Path) -> None
             *settings(tmp_path, student, student, "run", "sampled", **keys),
             "teacher.url=" + urls,
         ]
-        lines = read_metrics(placement.run_distill(None, said).run_dir / "metrics.jsonl")
+        lines = read_metrics(assembly.run_distill(None, said).run_dir / "metrics.jsonl")
         assert lines[0]["teacher_kl"] > 1e-4, "half of the teachers are not the student"
         said = [*said[:-1], "teacher.url=" + urls.replace("b =", "c =")]
         with pytest.raises(DataError, match=r"has 'b' in the column 'by'.* a, c"):
-            placement.run_distill(None, [*said, f"run_dir={tmp_path / 'no'}"])
+            assembly.run_distill(None, [*said, f"run_dir={tmp_path / 'no'}"])

@@ -23,7 +23,7 @@ from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.torch import TorchBackend
 
@@ -213,9 +213,9 @@ def test_a_reinforced_run_ends_as_one_process(tmp_path: Path) -> None:
         "algorithm__kl__coef": 0.1,
         "train__lr": 1e-3,
     }
-    one = placement.run_rl(None, rl_settings(tmp_path, path, "one", **changed))
+    one = assembly.run_rl(None, rl_settings(tmp_path, path, "one", **changed))
     changed |= DIVIDED
-    same(one, placement.run_rl(None, rl_settings(tmp_path, path, "two", **changed)))
+    same(one, assembly.run_rl(None, rl_settings(tmp_path, path, "two", **changed)))
 
 
 def test_a_resumed_run_with_an_adapter_ends_as_one_process(tmp_path: Path) -> None:
@@ -229,19 +229,19 @@ def test_a_resumed_run_with_an_adapter_ends_as_one_process(tmp_path: Path) -> No
         "train__schedule": "constant",
         "checkpoint__every": 1,
     }
-    one = placement.run_rl(None, rl_settings(tmp_path, path, "one", **changed))
+    one = assembly.run_rl(None, rl_settings(tmp_path, path, "one", **changed))
     changed |= DIVIDED
     for sync in ("adapter", "merged"):
         changed |= {"system__adapter_sync": sync, "system__hybrid": False}
-        placement.run_rl(None, rl_settings(tmp_path, path, sync, **changed, train__steps=2))
+        assembly.run_rl(None, rl_settings(tmp_path, path, sync, **changed, train__steps=2))
         again = rl_settings(tmp_path, path, sync, **changed, checkpoint__resume=True)
-        same(one, placement.run_rl(None, again))
+        same(one, assembly.run_rl(None, again))
 
 
 def test_ranks_of_torchrun_divide_experts(tmp_path: Path) -> None:
     torchrun = Path(sys.executable).parent / "torchrun"
     path = saved(tmp_path, "qwen3_moe")
-    one = placement.run_sft(None, sft_settings(tmp_path, path, "one"))
+    one = assembly.run_sft(None, sft_settings(tmp_path, path, "one"))
     divided = {name: value for name, value in DIVIDED.items() if name != "system__trainer_ranks"}
     settings = sft_settings(tmp_path, path, "launched", **divided)
     (tmp_path / "run.toml").touch()
@@ -249,17 +249,17 @@ def test_ranks_of_torchrun_divide_experts(tmp_path: Path) -> None:
     subprocess.run([*launcher, *settings], cwd=tmp_path, check=True, timeout=300)
     launched = tmp_path / "launched"
     checkpoint = launched / one.checkpoint.relative_to(one.run_dir)
-    same(one, placement.RunResult(launched, checkpoint, [], {}))
+    same(one, assembly.RunResult(launched, checkpoint, [], {}))
 
 
 def test_a_run_is_resumed_bitwise(tmp_path: Path) -> None:
     path = saved(tmp_path, "gpt_oss")
     changed: dict[str, Any] = {"checkpoint__every": 1, "train__schedule": "constant"} | DIVIDED
     changed["train__steps"] = 3
-    whole = placement.run_sft(None, sft_settings(tmp_path, path, "whole", **changed))
-    placement.run_sft(None, sft_settings(tmp_path, path, "parts", **changed | {"train__steps": 2}))
+    whole = assembly.run_sft(None, sft_settings(tmp_path, path, "whole", **changed))
+    assembly.run_sft(None, sft_settings(tmp_path, path, "parts", **changed | {"train__steps": 2}))
     changed |= {"checkpoint__resume": True}
-    parts = placement.run_sft(None, sft_settings(tmp_path, path, "parts", **changed))
+    parts = assembly.run_sft(None, sft_settings(tmp_path, path, "parts", **changed))
     same_tensors(whole.checkpoint, parts.checkpoint)
     seen = [
         [(line["loss"], line["grad_norm"]) for line in untimed(run.run_dir / "metrics.jsonl")]

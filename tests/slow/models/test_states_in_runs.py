@@ -13,7 +13,7 @@ from tests.support.rank_commands import COMMANDS
 from tests.support.rank_runs import same
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, same_tensors, untimed
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 KINDS = ("lfm2", "qwen3_next", "granitemoehybrid", "falcon_h1")
 """A convolution, a delta net, a state space, and one beside attention in a layer."""
@@ -40,7 +40,7 @@ def grpo_settings(*args: Any, **changed: Any) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "command"), CROSSED)
 def test_two_sharded_ranks_end_as_one(kind: str, command: str, tmp_path: Path) -> None:
-    run, settings = COMMANDS.get(command, (placement.run_rl, grpo_settings))
+    run, settings = COMMANDS.get(command, (assembly.run_rl, grpo_settings))
     model = model_of(tmp_path / "model", kind)
     alone = run(None, settings(tmp_path, model, "1"))
     sharded = {"system__trainer_ranks": 2, "system__zero_stage": 3}
@@ -56,9 +56,9 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     changed: dict[str, Any] = {"checkpoint__every": 1, "train__schedule": "constant"}
     if adapter:
         changed |= {"lora__rank": 4}
-    whole = placement.run_rl(None, rl_settings(tmp_path, model, "whole", **changed))
-    placement.run_rl(None, rl_settings(tmp_path, model, "parts", train__steps=2, **changed))
+    whole = assembly.run_rl(None, rl_settings(tmp_path, model, "whole", **changed))
+    assembly.run_rl(None, rl_settings(tmp_path, model, "parts", train__steps=2, **changed))
     changed |= {"checkpoint__resume": True}
-    parts = placement.run_rl(None, rl_settings(tmp_path, model, "parts", **changed))
+    parts = assembly.run_rl(None, rl_settings(tmp_path, model, "parts", **changed))
     same_tensors(whole.checkpoint, parts.checkpoint)
     assert untimed(whole.run_dir / "metrics.jsonl") == untimed(parts.run_dir / "metrics.jsonl")

@@ -11,7 +11,7 @@ from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings
 from tests.support.traces import check_trace
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 
 def test_two_engines_have_two_lanes(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_two_engines_have_two_lanes(tmp_path: Path) -> None:
         "monitor__trace_steps": [2],
         "train__steps": 2,
     }
-    run = placement.run_rl(None, rl_settings(tmp_path, model, "run", **changed)).run_dir
+    run = assembly.run_rl(None, rl_settings(tmp_path, model, "run", **changed)).run_dir
     lanes = check_trace(
         json.loads((run / "trace" / "step-000002.json").read_text(encoding="utf-8"))
     )

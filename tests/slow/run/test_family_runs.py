@@ -16,18 +16,18 @@ from tests.support.tiny import save_model
 from tests.support.tiny_preferences import preference_settings
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.plan.facts.model_files import is_of_tower, weights_in
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 LORA = {"lora__rank": 4}
 
 
 def learn(folder: Path, model: Path, **changed: Any) -> Path:
     """The checkpoint of a few steps by reward, after which the same model learned by example."""
-    outcome = placement.run_rl(None, rl_settings(folder, model, train__steps=6, **changed))
+    outcome = assembly.run_rl(None, rl_settings(folder, model, train__steps=6, **changed))
     # The engine samples with the log-probabilities that the trainer computes.
     assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in outcome.metrics)
     assert all(line["grad_norm"] > 0 for line in outcome.metrics)
-    tuned = placement.run_sft(None, sft_settings(folder, model, **changed))
+    tuned = assembly.run_sft(None, sft_settings(folder, model, **changed))
     losses = [line["loss"] for line in tuned.metrics]
     assert losses[-1] < losses[0]
     return outcome.checkpoint
@@ -71,7 +71,7 @@ def test_pairs_are_told_apart(tmp_path: Path, model_type: str, changed: dict[str
     else:
         path = save_model(folder, model_type, **SPECIAL[model_type])
     settings = preference_settings("dpo", tmp_path, path, "run", **changed)
-    outcome = placement.run_dpo(None, settings)
+    outcome = assembly.run_dpo(None, settings)
     losses = [line["loss"] for line in outcome.metrics if "grad_norm" in line]
     assert losses[0] == pytest.approx(log(2), abs=1e-5)
     assert losses[-1] < losses[0]

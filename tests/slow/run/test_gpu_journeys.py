@@ -17,7 +17,7 @@ from tests.support.tiny import save_model
 from tests.support.tiny_runs import write_lines
 from tunesmith.guide.recipes.arithmetic import make_model
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,7 +118,7 @@ def test_a_journey_of_another_family(tmp_path: Path, family: str, command: str) 
 
 
 def ends(tmp_path: Path, model: Path, command: str, said: list[str]) -> None:
-    run = {"sft": placement.run_sft, "rl": placement.run_rl}[command]
+    run = {"sft": assembly.run_sft, "rl": assembly.run_rl}[command]
     result = run(None, settings(tmp_path, model, command, said))
     steps = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "loss" in row]
     adapter = any(setting.startswith("lora.") for setting in said)

@@ -14,7 +14,7 @@ from tests.support.rank_runs import same
 from tests.support.tiny_runs import rl_settings, sft_settings, write_lines
 from tests.support.vision import save_vision_model, weights_of
 from tunesmith.plan.facts.model_files import is_of_tower
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 
 @pytest.mark.parametrize("changed", [{}, {"lora__rank": 4}], ids=["whole", "lora"])
@@ -26,7 +26,7 @@ def test_learns_by_example_by_preference_and_by_reward(
     settings = sft_settings(
         picture_folder, model, **shared, data__train=str(picture_folder / "sft.jsonl")
     )
-    losses = [line["loss"] for line in placement.run_sft(None, settings).metrics]
+    losses = [line["loss"] for line in assembly.run_sft(None, settings).metrics]
     assert losses[-1] < losses[0]
     pairs = sft_settings(
         picture_folder,
@@ -36,7 +36,7 @@ def test_learns_by_example_by_preference_and_by_reward(
         data__train=str(picture_folder / "pairs.jsonl"),
         train__lr=1e-3,
     )
-    assert placement.run_dpo(None, pairs).metrics[-1]["accuracy"] == 1.0
+    assert assembly.run_dpo(None, pairs).metrics[-1]["accuracy"] == 1.0
     judged = sft_settings(
         picture_folder,
         model,
@@ -45,9 +45,9 @@ def test_learns_by_example_by_preference_and_by_reward(
         data__train=str(picture_folder / "judged.jsonl"),
         train__lr=1e-3,
     )
-    assert placement.run_kto(None, judged).metrics[-1]["grad_norm"] > 0
+    assert assembly.run_kto(None, judged).metrics[-1]["grad_norm"] > 0
     again: dict[str, Any] = {"algorithm__kl__coef": 0.1, "system__gradient_checkpointing": True}
-    outcome = placement.run_rl(None, rl_settings(picture_folder, model, **shared, **again))
+    outcome = assembly.run_rl(None, rl_settings(picture_folder, model, **shared, **again))
     assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in outcome.metrics)
     assert all(line["grad_norm"] > 0 for line in outcome.metrics)
     if changed:
@@ -78,8 +78,8 @@ def test_what_other_processes_compute_with_images_is_the_same(
     model = save_vision_model(picture_folder / "model")
     shared: dict[str, Any] = {"data__chat": None, "train__lr": 1e-3, "algorithm__kl__coef": 0.1}
     same(
-        placement.run_rl(None, rl_settings(picture_folder, model, "one", **shared)),
-        placement.run_rl(None, rl_settings(picture_folder, model, "two", **shared, **places)),
+        assembly.run_rl(None, rl_settings(picture_folder, model, "one", **shared)),
+        assembly.run_rl(None, rl_settings(picture_folder, model, "two", **shared, **places)),
     )
 
 
@@ -114,7 +114,7 @@ def test_an_agents_client_trains_a_model_that_sees(
         "train__lr": 1e-3,
         **places,
     }
-    outcome = placement.run_rl(None, rl_settings(picture_folder, model, "agent", **settings))
+    outcome = assembly.run_rl(None, rl_settings(picture_folder, model, "agent", **settings))
     assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in outcome.metrics)
     assert all(line["grad_norm"] > 0 for line in outcome.metrics)
     assert len(list((picture_folder / "agent" / "images").iterdir())) == 6
@@ -127,21 +127,21 @@ def test_ranks_learn_images_by_example_as_one(picture_folder: Path) -> None:
         "data__train": str(picture_folder / "sft.jsonl"),
         "train__lr": 1e-3,
     }
-    one = placement.run_sft(None, sft_settings(picture_folder, model, "one", **settings))
+    one = assembly.run_sft(None, sft_settings(picture_folder, model, "one", **settings))
     same(
         one,
-        placement.run_sft(None, sft_settings(picture_folder, model, "two", **settings, **RANKS)),
+        assembly.run_sft(None, sft_settings(picture_folder, model, "two", **settings, **RANKS)),
     )
 
 
 def test_a_continued_run_is_bitwise_the_same(picture_folder: Path) -> None:
     model = save_vision_model(picture_folder / "model", "qwen2_5_vl")
     shared: dict[str, Any] = {"data__chat": None, "checkpoint__every": 2, "train__steps": 4}
-    whole = placement.run_rl(None, rl_settings(picture_folder, model, "whole", **shared)).checkpoint
-    placement.run_rl(
+    whole = assembly.run_rl(None, rl_settings(picture_folder, model, "whole", **shared)).checkpoint
+    assembly.run_rl(
         None, rl_settings(picture_folder, model, "half", **{**shared, "train__steps": 2})
     )
-    half = placement.run_rl(
+    half = assembly.run_rl(
         None, rl_settings(picture_folder, model, "half", **shared, checkpoint__resume="auto")
     ).checkpoint
     one = weights_of(whole)

@@ -25,7 +25,7 @@ LIMITED = """\
 import resource, sys
 from pathlib import Path
 import torch
-from tunesmith.run import placement
+from tunesmith.run import assembly
 from tunesmith.run.loop import supervised
 
 room = int(sys.argv.pop(1))
@@ -40,7 +40,7 @@ def with_little_room(parts, session):
     run(parts, session)
 
 supervised.run = with_little_room
-placement.run_sft(None, sys.argv[1:])
+assembly.run_sft(None, sys.argv[1:])
 """
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 

@@ -20,7 +20,7 @@ from tests.support.held_runs import hold, let_go
 from tests.support.rank_runs import same, sft_settings, wait_for_step
 from tests.support.tiny_runs import rl_settings
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 pytestmark = pytest.mark.timeout(600)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -127,13 +127,13 @@ def machines(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_two_machines_end_as_one_process(machines: Any, model: Path, tmp_path: Path) -> None:
-    alone = placement.run_sft(None, sft_settings(tmp_path, model, "alone"))
+    alone = assembly.run_sft(None, sft_settings(tmp_path, model, "alone"))
     launched = machines(sft_settings(tmp_path, model, "launched", system__zero_stage=3), ranks=2)
     assert launched.end() == [0, 0], launched.said()
     assert launched.said().count("run directory") == 1, "rank 0 alone prints"
     assert "the 2 machines have a copy each" in launched.said()
     run = tmp_path / "launched"
-    same(alone, placement.RunResult(run, run / "checkpoints/step-000003/model", [], {}))
+    same(alone, assembly.RunResult(run, run / "checkpoints/step-000003/model", [], {}))
 
 
 def test_a_machine_that_is_lost_ends_the_run_which_resumes(
@@ -188,7 +188,7 @@ def test_machines_with_engines_end_as_one_machine_also_when_parts_are_lost(
         **hold(tmp_path, ()),
     }
     two = {**settings, "system__trainer_ranks": 2, "system__engines": 2}
-    alone = placement.run_rl(None, rl_settings(tmp_path, model, "alone", **two))
+    alone = assembly.run_rl(None, rl_settings(tmp_path, model, "alone", **two))
     for step in range(1, 7):
         (tmp_path / f"came to {step}").unlink(missing_ok=True)
     hold(tmp_path, (2, 4))
@@ -209,7 +209,7 @@ def test_machines_with_engines_end_as_one_machine_also_when_parts_are_lost(
     assert "rank 1 of the trainer" in launched.said() or "process on" in launched.said()
     resumed = machines(again, kind="rl")
     assert resumed.end() == [0, 0], resumed.said()
-    same(alone, placement.RunResult(run, run / "checkpoints/step-000006/model", [], {}))
+    same(alone, assembly.RunResult(run, run / "checkpoints/step-000006/model", [], {}))
     assert "2 machines 1 + 1" in (run / "config.toml").read_text()
 
 
@@ -223,7 +223,7 @@ def test_a_machine_that_only_has_engines_may_be_lost_and_come_back(
         "train__steps": 6,
         "train__lr": 1e-3,
     }
-    alone = placement.run_rl(None, rl_settings(tmp_path, model, "alone", **settings))
+    alone = assembly.run_rl(None, rl_settings(tmp_path, model, "alone", **settings))
     settings |= {"system__trainer_ranks": 1, "system__engines": 2, **hold(tmp_path, (2, 4))}
     launched = machines(rl_settings(tmp_path, model, "launched", **settings), kind="rl")
     with launched.held(2):
@@ -235,6 +235,6 @@ def test_a_machine_that_only_has_engines_may_be_lost_and_come_back(
         assert len(engines_of(launched.launchers[1])) == 1
     assert launched.end() == [0, 0], launched.said()
     run = tmp_path / "launched"
-    same(alone, placement.RunResult(run, run / "checkpoints/step-000006/model", [], {}))
+    same(alone, assembly.RunResult(run, run / "checkpoints/step-000006/model", [], {}))
     engines = {line["step"]: line["engines"] for line in read_metrics(run / "metrics.jsonl")}
     assert engines[4] == 1 and engines[6] == 2

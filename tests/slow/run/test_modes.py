@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.sums import check_learned_as, learned, taught_once
-from tunesmith.run.placement.session import RunResult
+from tunesmith.run.assembly.session import RunResult
 
 # One after the other: those of a seed share what it starts from.
 pytestmark = pytest.mark.xdist_group("modes")

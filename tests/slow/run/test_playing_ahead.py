@@ -11,7 +11,7 @@ import pytest
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, sums, write_lines
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 RUNS: dict[str, dict[str, Any]] = {
     "one behind": {"system__engine_process": True, "rollout__max_staleness": 1},
@@ -27,7 +27,7 @@ def test_runs_that_play_ahead(name: str, tmp_path: Path) -> None:
     """All steps are taken with full batches, no token is too old, and the correction is on."""
     held_out = write_lines(tmp_path / "held_out.jsonl", sums(5, 6))
     settings = RUNS[name] | {"train__steps": 5, "data__eval": str(held_out), "eval__every": 2}
-    outcome = placement.run_rl(
+    outcome = assembly.run_rl(
         None, rl_settings(tmp_path, save_model(tmp_path / "model"), "run", **settings)
     )
     lines = [
@@ -47,8 +47,8 @@ def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path) -> None:
     """The engine's memory is given back before every training step; the curve is the same."""
     model = save_model(tmp_path / "model")
     changed = {"system__engine_process": True}
-    plain = placement.run_rl(None, rl_settings(tmp_path, model, "plain", **changed))
-    turns = placement.run_rl(
+    plain = assembly.run_rl(None, rl_settings(tmp_path, model, "plain", **changed))
+    turns = assembly.run_rl(
         None, rl_settings(tmp_path, model, "turns", system__hybrid=True, **changed)
     )
     losses = [
@@ -80,7 +80,7 @@ def test_an_evaluation_has_turns_of_its_own(tmp_path: Path, partial: bool) -> No
         "eval__every": 1,
         "train__steps": 3,
     }
-    outcome = placement.run_rl(
+    outcome = assembly.run_rl(
         None, rl_settings(tmp_path, save_model(tmp_path / "model"), **changed)
     )
     assert len(outcome.evaluations) == 4

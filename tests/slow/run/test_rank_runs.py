@@ -25,8 +25,8 @@ from tests.support.tiny import CHATML, save_model
 from tests.support.tiny_ends import FAMILIES, check_alike, rigged, template_of
 from tunesmith.errors import ModelError
 from tunesmith.records.metrics import read_metrics
-from tunesmith.run import placement
-from tunesmith.run.placement.session import load_trained
+from tunesmith.run import assembly
+from tunesmith.run.assembly.session import load_trained
 
 SHARING = {"distill": "ring", "dpo": "ulysses", "rm": "ring", "rl": "ulysses"}
 """Commands that are also run with two ranks that share each sequence: a teacher, a reference,
@@ -36,12 +36,12 @@ scores, a critic."""
 @pytest.fixture(scope="module")
 def alone(
     model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., placement.RunResult]:
+) -> Callable[..., assembly.RunResult]:
     """What a command's run in one process ends as; many tests compare with it, so it is made
     once."""
-    made: dict[str, placement.RunResult] = {}
+    made: dict[str, assembly.RunResult] = {}
 
-    def found(command: str, **changed: Any) -> placement.RunResult:
+    def found(command: str, **changed: Any) -> assembly.RunResult:
         key = repr((command, sorted(changed.items())))
         if key not in made:
             run, settings = COMMANDS[command]
@@ -53,7 +53,7 @@ def alone(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_two_ranks_end_as_one(
-    command: str, alone: Callable[..., placement.RunResult], model: Path, tmp_path: Path
+    command: str, alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path
 ) -> None:
     run, settings = COMMANDS[command]
     same(alone(command), run(None, settings(tmp_path, model, "2", system__trainer_ranks=2)))
@@ -88,7 +88,7 @@ def test_ranks_and_engines_that_take_turns_end_as_one_process(model: Path, tmp_p
 def test_a_rank_without_work(model: Path, tmp_path: Path) -> None:
     """Two samples to a step, and three ranks."""
     found = [
-        placement.run_sft(
+        assembly.run_sft(
             None,
             sft_settings(tmp_path, model, f"{n}", train__batch_size=2, system__trainer_ranks=n),
         )
@@ -183,7 +183,7 @@ def test_signals_end_ranks_that_gather_weights(
     "sharing", [{"system__zero_stage": 2}, again({"system__sequence_parallel__size": 2})]
 )
 def test_policy_and_critic_under_a_launcher_end_as_in_one_process(
-    sharing: dict[str, Any], alone: Callable[..., placement.RunResult], model: Path, tmp_path: Path
+    sharing: dict[str, Any], alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path
 ) -> None:
     """Each has a default process group, and so processes, of its own."""
     _, settings = COMMANDS["rl"]
@@ -197,13 +197,13 @@ def test_policy_and_critic_under_a_launcher_end_as_in_one_process(
     launched = tmp_path / "launched"
     same(
         alone("rl"),
-        placement.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}),
+        assembly.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}),
     )
 
 
 @pytest.mark.parametrize("launcher", [again("torchrun"), "accelerate"])
 def test_under_a_launcher(
-    launcher: str, alone: Callable[..., placement.RunResult], model: Path, tmp_path: Path
+    launcher: str, alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path
 ) -> None:
     folder = Path(sys.executable).parent
     options = {
@@ -221,7 +221,7 @@ def test_under_a_launcher(
     launched = tmp_path / "launched"
     same(
         alone("sft"),
-        placement.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}),
+        assembly.RunResult(launched, launched / "checkpoints/step-000003/model", [], {}),
     )
 
 
@@ -244,7 +244,7 @@ def test_under_a_launcher(
 )
 def test_ranks_that_shard_the_model_end_as_one(
     command: str, ranks: int, stage: int, changed: dict[str, Any],
-    alone: Callable[..., placement.RunResult], model: Path, tmp_path: Path,
+    alone: Callable[..., assembly.RunResult], model: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
     """Four ranks have two copies of it."""
     run, settings = COMMANDS[command]
@@ -271,7 +271,7 @@ def test_what_sharded_ranks_write_ends_its_turn_in_transformers(
     said = sft_settings(
         tmp_path, base, "run", **changed, system__trainer_ranks=2, train__steps=1, train__lr=1e-12
     )
-    path = placement.run_sft(None, said).checkpoint
+    path = assembly.run_sft(None, said).checkpoint
     path = path.with_name("model_merged") if lora else path
     check_alike(*load_trained(path), path, "hi", FAMILIES[name])
     assert GenerationConfig.from_pretrained(path).do_sample is True
@@ -285,5 +285,5 @@ def test_a_sharded_run_that_could_not_save_takes_no_step(tmp_path: Path) -> None
     (base / "chat_template.jinja").unlink()
     changed = {"system__zero_stage": 3, "system__trainer_ranks": 2}
     with pytest.raises(ModelError):
-        placement.run_sft(None, sft_settings(tmp_path, base, "run", **changed))
+        assembly.run_sft(None, sft_settings(tmp_path, base, "run", **changed))
     assert not read_metrics(tmp_path / "run" / "metrics.jsonl")

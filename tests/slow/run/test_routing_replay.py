@@ -10,7 +10,7 @@ import pytest
 from tests.support.families import build
 from tests.support.rank_runs import same
 from tests.support.tiny_runs import rl_settings, same_tensors, untimed
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 DEEP: dict[str, Any] = {
     "hidden_size": 64,
@@ -35,7 +35,7 @@ def test_in_bfloat16_a_run_drifts_from_its_sampler_without_and_not_with_it(
     drift: list[float] = []
     for name, changed in (("off", {}), ("sampler", REPLAY)):
         settings = rl_settings(tmp_path, model, name, train__steps=5, **HALF, **changed)
-        metrics = placement.run_rl(None, settings).metrics
+        metrics = assembly.run_rl(None, settings).metrics
         drift.append(sum(line["policy_kl"] for line in metrics) / len(metrics))
     assert drift[1] < 0.5 * drift[0], drift
 
@@ -49,17 +49,17 @@ def test_in_bfloat16_a_run_drifts_from_its_sampler_without_and_not_with_it(
     ids=["sharded", "engine apart, nothing shared"],
 )
 def test_it_ends_as_with_one_process(tmp_path: Path, model: Path, changed: dict[str, Any]) -> None:
-    alone = placement.run_rl(None, rl_settings(tmp_path, model, "1", train__lr=1e-3, **REPLAY))
+    alone = assembly.run_rl(None, rl_settings(tmp_path, model, "1", train__lr=1e-3, **REPLAY))
     settings = rl_settings(tmp_path, model, "2", train__lr=1e-3, **REPLAY, **changed)
-    same(alone, placement.run_rl(None, settings))
+    same(alone, assembly.run_rl(None, settings))
 
 
 def test_it_is_resumed_bitwise(tmp_path: Path, model: Path) -> None:
     changed = REPLAY | HALF | {"checkpoint__every": 1, "train__schedule": "constant"}
-    whole = placement.run_rl(None, rl_settings(tmp_path, model, "whole", **changed))
-    placement.run_rl(None, rl_settings(tmp_path, model, "parts", train__steps=2, **changed))
+    whole = assembly.run_rl(None, rl_settings(tmp_path, model, "whole", **changed))
+    assembly.run_rl(None, rl_settings(tmp_path, model, "parts", train__steps=2, **changed))
     changed |= {"checkpoint__resume": True}
-    parts = placement.run_rl(None, rl_settings(tmp_path, model, "parts", **changed))
+    parts = assembly.run_rl(None, rl_settings(tmp_path, model, "parts", **changed))
     same_tensors(whole.checkpoint, parts.checkpoint)
     assert untimed(whole.run_dir / "metrics.jsonl") == untimed(parts.run_dir / "metrics.jsonl")
 
@@ -71,5 +71,5 @@ def test_it_plays_ahead(tmp_path: Path, model: Path) -> None:
         "rollout__partial": True,
         "system__engine_process": True,
     }
-    outcome = placement.run_rl(None, rl_settings(tmp_path, model, "ahead", **REPLAY, **ahead))
+    outcome = assembly.run_rl(None, rl_settings(tmp_path, model, "ahead", **REPLAY, **ahead))
     assert len(outcome.metrics) == 3

@@ -30,8 +30,8 @@ from tests.support.tinker_clients import (
     trainer,
     weights,
 )
+from tunesmith.run.assembly.serve_training import open_base
 from tunesmith.run.placement.adapters_on_base import FrozenBase
-from tunesmith.run.placement.serve_training import open_base
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,8 @@ from tests.support.tinker_clients import (
     weights,
 )
 from tunesmith.errors import TrainerLostError
+from tunesmith.run.assembly.serve_training import ServingOptions, open_base, serve_base
 from tunesmith.run.placement.adapters_on_base import FrozenBase
-from tunesmith.run.placement.serve_training import ServingOptions, open_base, serve_base
 from tunesmith.run.trainers.ranked import Ranks
 
 ROWS = [[5, 6, 7, 8, 9], [5, 6, 20, 21, 22, 23], [30, 31], [40, 41, 42]]

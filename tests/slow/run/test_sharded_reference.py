@@ -29,7 +29,7 @@ from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.resolve import resolve
 from tunesmith.run.placement.host import PartHost
-from tunesmith.run.placement.specs import predict_spec, reference_spec
+from tunesmith.run.specs.from_plan import predict_spec, reference_spec
 from tunesmith.run.trainers.passes import Passes
 from tunesmith.types import Sample
 

@@ -32,7 +32,7 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.run.placement import elsewhere
 from tunesmith.run.placement.host import PartHost
 from tunesmith.run.placement.ray import Ray
-from tunesmith.run.placement.specs import scorer_spec
+from tunesmith.run.specs.from_plan import scorer_spec
 
 ray = pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
 

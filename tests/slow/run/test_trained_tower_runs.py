@@ -16,13 +16,13 @@ from tests.support.tiny_runs import rl_settings, same_tensors, sft_settings
 from tests.support.vision import FAMILIES, save_vision_model, weights_of
 from tunesmith.errors import TunesmithError
 from tunesmith.plan.facts.model_files import is_of_tower
-from tunesmith.run import placement
+from tunesmith.run import assembly
 
 
 def sft_run(folder: Path, model: Path, run: str, tower: str, **changed: Any) -> Path:
     settings = {"data__chat": None, "data__train": str(folder / "sft.jsonl"), "train__steps": 2}
     settings = {**settings, "model__vision_tower": tower, **changed}
-    return placement.run_sft(None, sft_settings(folder, model, run, **settings)).checkpoint
+    return assembly.run_sft(None, sft_settings(folder, model, run, **settings)).checkpoint
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -77,7 +77,7 @@ def test_rewards_train_the_tower_that_samples(picture_folder: Path, checkpointin
         algorithm__kl__coef=0.1,
         system__gradient_checkpointing=checkpointing,
     )
-    outcome = placement.run_rl(None, settings)
+    outcome = assembly.run_rl(None, settings)
     assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in outcome.metrics)
     assert all(line["grad_norm"] > 0 for line in outcome.metrics)
     before = weights_of(model)
@@ -120,7 +120,7 @@ def test_the_reference_of_an_adapter_has_the_original_tower(picture_folder: Path
     model = save_vision_model(picture_folder / "model")
     shared = {**ADAPTER, "algorithm__kl__coef": 0.1, "model__vision_tower": "trained"}
     shared |= {"lora__targets": ["o_proj"]}
-    one = placement.run_rl(None, rl_settings(picture_folder, model, "one", **shared))
+    one = assembly.run_rl(None, rl_settings(picture_folder, model, "one", **shared))
     assert all(line["ratio"] == pytest.approx(1, abs=1e-4) for line in one.metrics)
     divergence = [line["ref_kl"] for line in one.metrics]
     assert divergence[0] == pytest.approx(0, abs=1e-6) and divergence[-1] > 1e-6
@@ -130,7 +130,7 @@ def test_the_reference_of_an_adapter_has_the_original_tower(picture_folder: Path
     }
     for name, place in places.items():
         settings = rl_settings(picture_folder, model, name, **shared, **place)
-        same(one, placement.run_rl(None, settings))
+        same(one, assembly.run_rl(None, settings))
 
 
 def test_an_adapter_with_a_tower_is_continued_and_resumed(picture_folder: Path) -> None:
@@ -171,8 +171,8 @@ def test_other_processes_train_the_same_tower(picture_folder: Path, places: dict
         "model__vision_tower": "trained",
     }
     same(
-        placement.run_rl(None, rl_settings(picture_folder, model, "one", **shared)),
-        placement.run_rl(None, rl_settings(picture_folder, model, "two", **shared, **places)),
+        assembly.run_rl(None, rl_settings(picture_folder, model, "one", **shared)),
+        assembly.run_rl(None, rl_settings(picture_folder, model, "two", **shared, **places)),
     )
 
 
@@ -194,10 +194,8 @@ def test_ranks_with_and_without_images_train_the_same_tower(
         "system__max_tokens_per_microbatch": 96,
     }
     ranks = {**RANKS, "system__zero_stage": stage}
-    one = placement.run_sft(None, sft_settings(picture_folder, model, "one", **shared))
-    same(
-        one, placement.run_sft(None, sft_settings(picture_folder, model, "two", **shared, **ranks))
-    )
+    one = assembly.run_sft(None, sft_settings(picture_folder, model, "one", **shared))
+    same(one, assembly.run_sft(None, sft_settings(picture_folder, model, "two", **shared, **ranks)))
 
 
 def test_a_continued_run_is_bitwise_the_same(picture_folder: Path) -> None:

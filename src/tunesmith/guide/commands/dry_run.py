@@ -46,7 +46,7 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
     from tunesmith.plan.cost.memory import planned_devices
     from tunesmith.plan.report import layout_of_run
     from tunesmith.plan.resolve import resolve
-    from tunesmith.run.placement.planning import plan_run
+    from tunesmith.run.assembly.planning import plan_run
 
     with placed(run, overrides):
         config = load_run(run, overrides)

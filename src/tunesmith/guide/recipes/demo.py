@@ -23,8 +23,8 @@ from tunesmith.guide.recipes.arithmetic import (
     write_tasks,
 )
 from tunesmith.records.progress import time_table
-from tunesmith.run.placement import run_rl, run_sft
-from tunesmith.run.placement.session import RunResult
+from tunesmith.run.assembly import run_rl, run_sft
+from tunesmith.run.assembly.session import RunResult
 
 TRAIN = 6000
 HELD_OUT = 200

@@ -16,7 +16,7 @@ from tunesmith.learn.data.report import LoadReport
 from tunesmith.models.no_tokenizer import NoTokenizer
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.run_dir import RunDir
-from tunesmith.run.placement.opening import FROM_A_COMMAND, OpenRun
+from tunesmith.run.assembly.opening import FROM_A_COMMAND, OpenRun
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sample, Task
 
 

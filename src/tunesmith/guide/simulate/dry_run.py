@@ -31,7 +31,7 @@ from tunesmith.plan.cluster import NAMES
 from tunesmith.plan.cost.device import Price
 from tunesmith.plan.cost.memory import LEAST_TOKENS, planned, planned_elsewhere
 from tunesmith.plan.plan import AnyPlan
-from tunesmith.run.placement import rl_run, supervised_run
+from tunesmith.run.assembly import rl_run, supervised_run
 from tunesmith.run.placement.here import Here
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.placement.processes import Processes

@@ -17,12 +17,12 @@ from tunesmith.plan.cost.device import Price
 from tunesmith.records.timeline import Timeline
 from tunesmith.run.engines.base import EngineStats, RolloutEngine
 from tunesmith.run.engines.far import EngineHost
-from tunesmith.run.placement.base import ALONE, EngineSpec, Report, Seat, Trained, WeightSource
-from tunesmith.run.placement.engines import LocalSpec
-from tunesmith.run.placement.planes import NoPlane, PlaneSpec, published
 from tunesmith.run.placement.port import Placement
-from tunesmith.run.placement.scorers import ScorerSpec
-from tunesmith.run.placement.trainers import TeacherSpec, TrainerSpec
+from tunesmith.run.specs.base import ALONE, EngineSpec, Report, Seat, Trained, WeightSource
+from tunesmith.run.specs.engines import LocalSpec
+from tunesmith.run.specs.planes import NoPlane, PlaneSpec, published
+from tunesmith.run.specs.scorers import ScorerSpec
+from tunesmith.run.specs.trainers import TeacherSpec, TrainerSpec
 from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 from tunesmith.run.weights.files import FILE_BYTES, in_buckets
 from tunesmith.run.weights.spread import put

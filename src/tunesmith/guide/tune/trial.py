@@ -74,9 +74,9 @@ def ended_by(error: Exception) -> Ended:
 
 def _run(order: Order, on_step: Callable[[int, dict[str, Any]], bool]) -> None:
     from tunesmith.config.schema import RLConfig
+    from tunesmith.run.assembly import train
+    from tunesmith.run.assembly.opening import Caller
     from tunesmith.run.loop.callbacks import Callbacks
-    from tunesmith.run.placement import train
-    from tunesmith.run.placement.opening import Caller
 
     kept = None if order.rollouts is None else partial(Kept, order.rollouts)
     caller = Caller(callbacks=Callbacks(on_step=on_step), config=order.config, rollouts=kept)

@@ -56,7 +56,7 @@ from tunesmith.records.children import remove_at_end
 from tunesmith.records.interrupts import Interrupted
 from tunesmith.records.progress import duration
 from tunesmith.records.waits import long_wait
-from tunesmith.run.placement.checking import facts_of_run
+from tunesmith.run.assembly.checking import facts_of_run
 
 ROOM = 0.9
 """Share of the free memory that a second run may need to be kept next to the first."""

@@ -1,4 +1,4 @@
-"""The parts of a run, which ``tunesmith.run.placement`` builds.
+"""The parts of a run, which ``tunesmith.run.assembly`` builds.
 
 Both kinds have the same methods for checkpoints. ``rehearse`` writes the models without their
 weights and returns what is to be noted. ``state`` returns what a run needs to continue besides the

@@ -17,10 +17,10 @@ from tunesmith.learn.rewards.metrics import check_failed
 from tunesmith.records.interrupts import check, elsewhere, held
 from tunesmith.records.metrics import JsonLines
 from tunesmith.records.text import shown_path
+from tunesmith.run.assembly.event_loop import run_async
 from tunesmith.run.offline.lines import Json, records_of, repair
 from tunesmith.run.offline.unfinished import Unfinished
 from tunesmith.run.offline.watch import JobWatch
-from tunesmith.run.placement.event_loop import run_async
 from tunesmith.types import Rollout, RolloutGroup, Status, Task
 
 BLOCK = 64

@@ -15,6 +15,7 @@ from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.derive.generation import TEMPLATE
 from tunesmith.records.standing import recorded
 from tunesmith.records.storage import read_json, write_json
+from tunesmith.run.assembly.opening import OpenRun
 from tunesmith.run.offline.lines import (
     Json,
     LineWriter,
@@ -37,7 +38,6 @@ from tunesmith.run.offline.selection import (
 )
 from tunesmith.run.offline.usage import Usage, total_of
 from tunesmith.run.offline.watch import JobWatch
-from tunesmith.run.placement.opening import OpenRun
 from tunesmith.types import Task
 
 _PART = "run"

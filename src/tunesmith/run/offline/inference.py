@@ -21,11 +21,11 @@ from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
+from tunesmith.run.assembly.event_loop import run_async
 from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.run.offline.answering import window_of
-from tunesmith.run.placement.engines import local_engine_for, make_sampling
-from tunesmith.run.placement.event_loop import run_async
-from tunesmith.run.placement.specs import load_tokenizer, model_spec
+from tunesmith.run.specs.engines import local_engine_for, make_sampling
+from tunesmith.run.specs.from_plan import load_tokenizer, model_spec
 from tunesmith.types import Completion, FinishReason, Prompt
 
 if TYPE_CHECKING:

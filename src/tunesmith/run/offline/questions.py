@@ -18,8 +18,8 @@ from tunesmith.learn.environments.multi_turn import tools_in_data
 from tunesmith.plan.derive.generation import SEPARATOR
 from tunesmith.plan.kind import kind_of
 from tunesmith.plan.plan import Plan
-from tunesmith.run.placement.opening import OpenRun, limited_data
-from tunesmith.run.placement.specs import load_tokenizer
+from tunesmith.run.assembly.opening import OpenRun, limited_data
+from tunesmith.run.specs.from_plan import load_tokenizer
 from tunesmith.types import Task
 
 

@@ -32,6 +32,11 @@ from tunesmith.records.run_dir import point
 from tunesmith.records.standing import recorded
 from tunesmith.records.storage import read_json, write_json, write_output
 from tunesmith.records.text import EvalExample
+from tunesmith.run.assembly.checking import facts_of_run
+from tunesmith.run.assembly.opening import FROM_A_COMMAND, Caller, OpenRun
+from tunesmith.run.assembly.session import SHOWN, load_trained
+from tunesmith.run.assembly.sinks import ADAPTERS
+from tunesmith.run.assembly.train import run_sft
 from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 from tunesmith.run.offline.lines import Json, LineWriter, claim, count_answered, read_lines
 from tunesmith.run.offline.questions import (
@@ -57,11 +62,6 @@ from tunesmith.run.offline.sampling import answer_tasks, identity, longest_promp
 from tunesmith.run.offline.selection import accuracy, correct_answers, right_answers, select
 from tunesmith.run.offline.usage import Usage, total_of
 from tunesmith.run.offline.watch import JobWatch, Judged
-from tunesmith.run.placement.checking import facts_of_run
-from tunesmith.run.placement.opening import FROM_A_COMMAND, Caller, OpenRun
-from tunesmith.run.placement.session import SHOWN, load_trained
-from tunesmith.run.placement.sinks import ADAPTERS
-from tunesmith.run.placement.train import run_sft
 from tunesmith.types import Task
 
 YIELDS = Door[Callable[[Mapping[str, Any], int, int, str], list[str]]](

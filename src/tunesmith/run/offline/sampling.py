@@ -20,6 +20,8 @@ from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.interrupts import handled, keeping
 from tunesmith.records.run_dir import how_to_continue
+from tunesmith.run.assembly.opening import FROM_A_COMMAND, Caller, OpenRun, open_run
+from tunesmith.run.assembly.rewards import add_rewards
 from tunesmith.run.engines.base import RolloutEngine
 from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.seeds import derive_seed
@@ -29,11 +31,9 @@ from tunesmith.run.offline.unfinished import Unfinished
 from tunesmith.run.offline.usage import Usage
 from tunesmith.run.offline.watch import JobWatch
 from tunesmith.run.placement.choosing import on_this_machine
-from tunesmith.run.placement.engines import make_sampling
-from tunesmith.run.placement.models import saved_generation
-from tunesmith.run.placement.opening import FROM_A_COMMAND, Caller, OpenRun, open_run
-from tunesmith.run.placement.rewards import add_rewards
-from tunesmith.run.placement.specs import engine_spec, frozen_source
+from tunesmith.run.specs.engines import make_sampling
+from tunesmith.run.specs.from_plan import engine_spec, frozen_source
+from tunesmith.run.specs.models import saved_generation
 from tunesmith.types import RolloutGroup, Task
 
 C = TypeVar("C", GenerateConfig, RFTConfig)

@@ -16,13 +16,13 @@ from tunesmith.learn.data.tokens import encode
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.models.embedding_rows import without_row
 from tunesmith.plan.plan import Plan
+from tunesmith.run.assembly.rewards import add_rewards
 from tunesmith.run.engines.base import EngineStats
 from tunesmith.run.offline.answering import BLOCK, answer, window_of
 from tunesmith.run.offline.lines import Json, repair, scores_of
 from tunesmith.run.offline.unfinished import Unfinished
 from tunesmith.run.offline.watch import JobWatch
 from tunesmith.run.placement.here import Here
-from tunesmith.run.placement.rewards import add_rewards
 from tunesmith.types import Completion, Rollout, RolloutGroup, Task
 
 

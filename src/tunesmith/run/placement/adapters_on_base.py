@@ -35,9 +35,9 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.layers import text_decoder
 from tunesmith.plan.parts import Checkpointing
 from tunesmith.run.engines.base import RolloutEngine
-from tunesmith.run.placement.base import ALONE, EngineSpec, Seat, WeightSource
 from tunesmith.run.placement.here import Here
-from tunesmith.run.placement.models import ModelSpec, PredictSpec, TokenizerSpec
+from tunesmith.run.specs.base import ALONE, EngineSpec, Seat, WeightSource
+from tunesmith.run.specs.models import ModelSpec, PredictSpec, TokenizerSpec
 from tunesmith.run.trainers.optimizer import AdamWSettings
 from tunesmith.run.trainers.ranked import Ranks
 from tunesmith.run.trainers.torch import MODEL_DIRECTORY, TorchBackend, load_weights

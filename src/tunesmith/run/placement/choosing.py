@@ -9,7 +9,6 @@ from tunesmith.plan.cluster import bundles, processes
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.waits import long_wait
 from tunesmith.run.placement.elsewhere import OnThisMachine
-from tunesmith.run.placement.engines import local_gpus
 from tunesmith.run.placement.here import Here
 from tunesmith.run.placement.launched import Launched
 from tunesmith.run.placement.port import Placement
@@ -17,6 +16,7 @@ from tunesmith.run.placement.processes import Processes
 from tunesmith.run.placement.ray import Ray
 from tunesmith.run.processes.local import LocalProcesses
 from tunesmith.run.processes.torchrun import LaunchedProcesses, meeting
+from tunesmith.run.specs.engines import local_gpus
 
 
 def open_placement(plan: AnyPlan, tokenizer: object, directory: Path) -> Placement:

@@ -16,19 +16,19 @@ from tunesmith.plan.cluster import NAMES
 from tunesmith.records.timeline import Timeline
 from tunesmith.records.waits import long_wait
 from tunesmith.run.engines.pool import EnginePool
-from tunesmith.run.placement.base import EngineSpec, Report, Spec, Trained, WeightSource
 from tunesmith.run.placement.host import PartHost, build
-from tunesmith.run.placement.planes import NoPlane
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.processes.launch import launched_address
 from tunesmith.run.processes.local import Starter
+from tunesmith.run.specs.base import EngineSpec, Report, Spec, Trained, WeightSource
+from tunesmith.run.specs.planes import NoPlane
 
 if TYPE_CHECKING:
     from tunesmith.learn.rewards.model import RewardModel
     from tunesmith.run.engines.base import Member, RolloutEngine
     from tunesmith.run.placement.adapters_on_base import BaseSpec
-    from tunesmith.run.placement.scorers import ScorerSpec
-    from tunesmith.run.placement.trainers import ReferenceSpec, TrainerSpec
+    from tunesmith.run.specs.scorers import ScorerSpec
+    from tunesmith.run.specs.trainers import ReferenceSpec, TrainerSpec
 
     RankedSpec = TrainerSpec | BaseSpec
 

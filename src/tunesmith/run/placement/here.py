@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.records.timeline import Timeline
-from tunesmith.run.placement.base import EngineSpec, Report, Trained, WeightSource
 from tunesmith.run.placement.port import Placement
+from tunesmith.run.specs.base import EngineSpec, Report, Trained, WeightSource
 
 if TYPE_CHECKING:
     from tunesmith.learn.rewards.model import RewardModel
     from tunesmith.run.engines.base import RolloutEngine
-    from tunesmith.run.placement.scorers import ScorerSpec
-    from tunesmith.run.placement.trainers import TrainerSpec
+    from tunesmith.run.specs.scorers import ScorerSpec
+    from tunesmith.run.specs.trainers import TrainerSpec
 
 
 class Here(Placement):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tunesmith.learn.usercode.far import Far, gather
-from tunesmith.run.placement.base import Seat, Spec
+from tunesmith.run.specs.base import Seat, Spec
 
 
 class PartHost:

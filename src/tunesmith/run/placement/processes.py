@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tunesmith.run.placement.base import Trained
 from tunesmith.run.placement.elsewhere import OnThisMachine
+from tunesmith.run.specs.base import Trained
 
 if TYPE_CHECKING:
-    from tunesmith.run.placement.trainers import TrainerSpec
+    from tunesmith.run.specs.trainers import TrainerSpec
 
 
 class Processes(OnThisMachine):

@@ -22,7 +22,7 @@ from tests.support.tiny import save_model
 from tunesmith.errors import EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.run.engines.http.engine import SglangEngine
-from tunesmith.run.placement.http_engines import make_served, weight_files
+from tunesmith.run.specs.http_engines import make_served, weight_files
 from tunesmith.run.weights.base import Offer
 from tunesmith.types import Completion, Sampling
 

@@ -23,11 +23,11 @@ from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import open_plan
 from tunesmith.plan.rules.checks import check
+from tunesmith.run.assembly import run_rl
 from tunesmith.run.offline.generate import run_generate
-from tunesmith.run.placement import run_rl
-from tunesmith.run.placement.base import WeightSource
-from tunesmith.run.placement.http_engines import ServedSpec
-from tunesmith.run.placement.specs import engine_spec
+from tunesmith.run.specs.base import WeightSource
+from tunesmith.run.specs.from_plan import engine_spec
+from tunesmith.run.specs.http_engines import ServedSpec
 from tunesmith.types import Sampling
 
 
@@ -119,7 +119,7 @@ async def test_a_server_that_is_lost_joins_again_when_it_is_back(
 ) -> None:
     """Its requests go to the other one; back under its address, it gets the newest weights."""
     monkeypatch.setattr("tunesmith.run.engines.http.engine.START_PATIENCE", 0.05)
-    monkeypatch.setattr("tunesmith.run.placement.http_engines.LET_GO", 0.1)
+    monkeypatch.setattr("tunesmith.run.specs.http_engines.LET_GO", 0.1)
     monkeypatch.setattr("tunesmith.run.engines.roster.RETRY", 0.05)
     lost, other = servers
     spec = ServedSpec([lost.url, other.url], str(model), 8)

@@ -21,10 +21,10 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.rules.checks import check
+from tunesmith.run.assembly import run_rl
 from tunesmith.run.engines.base import EngineStats
 from tunesmith.run.engines.local import speculation
 from tunesmith.run.engines.local.engine import LocalEngine
-from tunesmith.run.placement import run_rl
 from tunesmith.types import Completion, Sampling
 
 pytestmark = pytest.mark.usefixtures("guesses_in_batches")

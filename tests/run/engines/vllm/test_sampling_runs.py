@@ -16,7 +16,7 @@ from tests.support.tiny_runs import sums, write_lines
 from tunesmith.run.engines.vllm.start import VllmSettings
 from tunesmith.run.offline.generate import run_generate
 from tunesmith.run.offline.rft import run_rft
-from tunesmith.run.placement.models import ModelSpec
+from tunesmith.run.specs.models import ModelSpec
 
 REWARD = """\
 def first_letter(completions, **columns):

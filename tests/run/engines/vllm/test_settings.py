@@ -22,8 +22,8 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check, said_contradictions
 from tunesmith.plan.rules.vllm import FIXED_ARGUMENTS, OWN_ARGUMENTS, extra_problem, version_problem
 from tunesmith.run.engines.vllm.start import VllmSettings, engine_arguments
-from tunesmith.run.placement.engines import VllmSpec
-from tunesmith.run.placement.specs import engine_spec
+from tunesmith.run.specs.engines import VllmSpec
+from tunesmith.run.specs.from_plan import engine_spec
 
 MODEL = ModelFacts(
     parameters=10**6,

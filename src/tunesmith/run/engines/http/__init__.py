@@ -5,7 +5,7 @@ from tunesmith.config.engines import EngineKind
 KIND = EngineKind(
     "sglang",
     "SGLang",
-    "tunesmith.run.placement.http_engines:served_spec",
+    "tunesmith.run.specs.http_engines:served_spec",
     served=True,
     third_party=True,
     unaltered_only=(

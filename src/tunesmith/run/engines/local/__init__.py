@@ -5,7 +5,7 @@ from tunesmith.config.engines import Adapters, EngineKind
 KIND = EngineKind(
     "local",
     "Tunesmith's engine",
-    "tunesmith.run.placement.engines:local_spec",
+    "tunesmith.run.specs.engines:local_spec",
     adapters=Adapters(),
     records_experts=True,
 )

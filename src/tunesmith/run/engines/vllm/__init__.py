@@ -9,7 +9,7 @@ _JOINT = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 KIND = EngineKind(
     "vllm",
     "vLLM",
-    "tunesmith.run.placement.engines:vllm_spec",
+    "tunesmith.run.specs.engines:vllm_spec",
     third_party=True,
     rounds_base=True,
     adapters=Adapters(

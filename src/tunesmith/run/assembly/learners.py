@@ -18,10 +18,10 @@ from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.loop.canary import OF_WEIGHTS, TOLERANCES, Canary
 from tunesmith.run.loop.critic import Critic
 from tunesmith.run.loop.learner import Learner
-from tunesmith.run.placement.base import Report, Trained
-from tunesmith.run.placement.models import TokenizerSpec
 from tunesmith.run.placement.port import Placement
-from tunesmith.run.placement.specs import critic_spec
+from tunesmith.run.specs.base import Report, Trained
+from tunesmith.run.specs.from_plan import critic_spec
+from tunesmith.run.specs.models import TokenizerSpec
 from tunesmith.run.trainers.optimizer import learning_rate
 from tunesmith.types import Sampling
 

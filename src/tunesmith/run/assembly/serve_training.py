@@ -21,12 +21,12 @@ from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.addresses import check_address
 from tunesmith.records.http_server import serve
-from tunesmith.run.placement.checking import facts_of_run
+from tunesmith.run.assembly.checking import facts_of_run
+from tunesmith.run.assembly.serve_reward import token_for
 from tunesmith.run.placement.choosing import ranks_without_cluster
-from tunesmith.run.placement.engines import local_gpus
-from tunesmith.run.placement.models import PredictSpec
-from tunesmith.run.placement.serve_reward import token_for
-from tunesmith.run.placement.specs import engine_spec, load_tokenizer, model_spec, tokenizer_spec
+from tunesmith.run.specs.engines import local_gpus
+from tunesmith.run.specs.from_plan import engine_spec, load_tokenizer, model_spec, tokenizer_spec
+from tunesmith.run.specs.models import PredictSpec
 
 if TYPE_CHECKING:
     from tunesmith.run.placement.adapters_on_base import BaseSpec, FrozenBase

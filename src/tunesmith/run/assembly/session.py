@@ -23,14 +23,14 @@ from tunesmith.records.run_dir import RunDir, how_to_continue
 from tunesmith.records.text import EvalExample, shown_path
 from tunesmith.records.timeline import Timeline
 from tunesmith.records.watchdog import Watchdog
+from tunesmith.run.assembly.learning import learning_facts
+from tunesmith.run.assembly.opening import OpenRun
+from tunesmith.run.assembly.sinks import open_sinks
 from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 from tunesmith.run.loop.profiling import StepProfiler
 from tunesmith.run.loop.recorder import JUDGES, Recorder
 from tunesmith.run.loop.rollout_log import RolloutLog, examples, read_evaluated
 from tunesmith.run.loop.session import Best, Publisher, Session
-from tunesmith.run.placement.learning import learning_facts
-from tunesmith.run.placement.opening import OpenRun
-from tunesmith.run.placement.sinks import open_sinks
 
 PUBLISHERS = Door[Callable[[RunConfig, RunDir, Callable[[str], None]], Publisher]](
     "publishers", "tunesmith.guide.hub:open_hub"

@@ -25,7 +25,7 @@ S = TypeVar("S", bound=Any)
 
 SECONDS = 60.0
 """Code that takes longer to import is left to the run."""
-_PROGRAM = "from tunesmith.run.placement.examining import main; main()"
+_PROGRAM = "from tunesmith.run.assembly.examining import main; main()"
 
 
 def examine_user_code(config: RunConfig, base_dir: Path, examples: Sequence[Example]) -> str | None:
@@ -128,8 +128,8 @@ def main() -> None:
 def _examine(config: RunConfig, base_dir: Path, examples: Sequence[Example]) -> None:
     from tunesmith.config.objects import load_object
     from tunesmith.learn.rewards.loading import load_rewards
-    from tunesmith.run.placement.environments import goes_through_template, open_user_code
-    from tunesmith.run.placement.sinks import ADAPTERS
+    from tunesmith.run.assembly.environments import goes_through_template, open_user_code
+    from tunesmith.run.assembly.sinks import ADAPTERS
 
     for sink in config.monitor.sinks:
         if sink not in ADAPTERS:
@@ -146,7 +146,7 @@ def _examine(config: RunConfig, base_dir: Path, examples: Sequence[Example]) -> 
         with open_user_code(config.model_copy(update=given), base_dir) as (rewards, environments):
             rewards.check_tasks(tasks)
             if any(one.kind == "agent" or one.schemas for one in environments.loaded):
-                from tunesmith.run.placement.specs import load_tokenizer
+                from tunesmith.run.specs.from_plan import load_tokenizer
 
                 tokenizer = load_tokenizer(config)
                 chat = goes_through_template(config.data, tokenizer, tasks)

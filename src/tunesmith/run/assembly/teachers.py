@@ -17,6 +17,7 @@ from tunesmith.learn.data.prompts import PromptEncoder
 from tunesmith.models.embedding_rows import rows_of
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.waits import long_wait
+from tunesmith.run.assembly.opening import OpenRun
 from tunesmith.run.loop.learner import Learner
 from tunesmith.run.loop.teacher import (
     Score,
@@ -26,9 +27,8 @@ from tunesmith.run.loop.teacher import (
     TeacherOfTokens,
     Tongue,
 )
-from tunesmith.run.placement.base import Report
-from tunesmith.run.placement.models import TokenizerSpec
-from tunesmith.run.placement.opening import OpenRun
+from tunesmith.run.specs.base import Report
+from tunesmith.run.specs.models import TokenizerSpec
 from tunesmith.types import Sample, Task, Tokenizer
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from tunesmith.errors import DeviceMemoryError, ModelError
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.rewards.stats import check_reward_model, read_stats
 from tunesmith.records.waits import long_wait
-from tunesmith.run.placement.base import ALONE, Seat
-from tunesmith.run.placement.models import sharding_over
+from tunesmith.run.specs.base import ALONE, Seat
+from tunesmith.run.specs.models import sharding_over
 
 if TYPE_CHECKING:
     from tunesmith.learn.data.micro_batches import Packing

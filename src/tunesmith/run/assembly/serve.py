@@ -26,15 +26,15 @@ from tunesmith.learn.environments.conversation import Conversation, EpisodeSetti
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.addresses import check_address
 from tunesmith.records.http_server import url_of
+from tunesmith.run.assembly.checking import facts_of_run
+from tunesmith.run.assembly.seeing import see_requests
+from tunesmith.run.assembly.serve_reward import token_for
 from tunesmith.run.engines.base import PromptScorer, RolloutEngine, check_sampling
 from tunesmith.run.engines.partial import FOLLOWER
-from tunesmith.run.placement.checking import facts_of_run
 from tunesmith.run.placement.choosing import on_this_machine
-from tunesmith.run.placement.engines import make_sampling
-from tunesmith.run.placement.models import saved_generation
-from tunesmith.run.placement.seeing import see_requests
-from tunesmith.run.placement.serve_reward import token_for
-from tunesmith.run.placement.specs import engine_spec, frozen_source, load_tokenizer
+from tunesmith.run.specs.engines import make_sampling
+from tunesmith.run.specs.from_plan import engine_spec, frozen_source, load_tokenizer
+from tunesmith.run.specs.models import saved_generation
 from tunesmith.types import Completion, Rollout, Sampling, Task
 
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "seed")

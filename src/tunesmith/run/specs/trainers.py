@@ -15,9 +15,9 @@ from tunesmith.config.system import Role
 from tunesmith.costs import PeakRates
 from tunesmith.errors import about
 from tunesmith.plan.parts import Checkpointing
-from tunesmith.run.placement.base import ALONE, Seat, Trained, WeightSource
-from tunesmith.run.placement.models import ModelSpec, PredictSpec, TokenizerSpec
-from tunesmith.run.placement.planes import PlaneSpec
+from tunesmith.run.specs.base import ALONE, Seat, Trained, WeightSource
+from tunesmith.run.specs.models import ModelSpec, PredictSpec, TokenizerSpec
+from tunesmith.run.specs.planes import PlaneSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -31,19 +31,19 @@ from tunesmith.learn.data.prepare import Prepared
 from tunesmith.learn.rewards.stats import STATS_FILE
 from tunesmith.plan.length import draws
 from tunesmith.records.timeline import Timeline
+from tunesmith.run.assembly.learners import make_learner, policy_rate
+from tunesmith.run.assembly.opening import OpenRun
+from tunesmith.run.assembly.session import RunResult, kept_on_interrupt, open_session, run_result
+from tunesmith.run.assembly.teachers import teacher_of_samples
+from tunesmith.run.assembly.training_data import TRAINING_DATA, label_tokens
 from tunesmith.run.loop import preference, supervised
 from tunesmith.run.loop.learner import Learner
 from tunesmith.run.loop.parts import SupervisedParts
 from tunesmith.run.loop.supervised import evaluate
-from tunesmith.run.placement.base import Report
-from tunesmith.run.placement.learners import make_learner, policy_rate
-from tunesmith.run.placement.opening import OpenRun
 from tunesmith.run.placement.port import Placement
-from tunesmith.run.placement.session import RunResult, kept_on_interrupt, open_session, run_result
-from tunesmith.run.placement.specs import trainer_spec
-from tunesmith.run.placement.teachers import teacher_of_samples
-from tunesmith.run.placement.trainers import TrainerSpec
-from tunesmith.run.placement.training_data import TRAINING_DATA, label_tokens
+from tunesmith.run.specs.base import Report
+from tunesmith.run.specs.from_plan import trainer_spec
+from tunesmith.run.specs.trainers import TrainerSpec
 from tunesmith.run.trainers.base import Metrics
 from tunesmith.types import Sample
 

@@ -31,20 +31,20 @@ from tunesmith.records.run_dir import PLAN_FILE, RunDir, open_run_dir
 from tunesmith.records.storage import write_json
 from tunesmith.records.text import shown_path
 from tunesmith.records.waits import long_wait
-from tunesmith.run.loop.callbacks import Callbacks
-from tunesmith.run.loop.checkpoint import Checkpoints, check_same_model, read_state
-from tunesmith.run.loop.manifest import check_whole
-from tunesmith.run.placement.checking import (
+from tunesmith.run.assembly.checking import (
     check_run,
     checkpoint_to_continue,
     facts_of_run,
     resumes,
     with_launched_ranks,
 )
-from tunesmith.run.placement.contents import contents_of
-from tunesmith.run.placement.examining import task_data
-from tunesmith.run.placement.learning import image_facts, unknown_share
-from tunesmith.run.placement.specs import load_tokenizer
+from tunesmith.run.assembly.contents import contents_of
+from tunesmith.run.assembly.examining import task_data
+from tunesmith.run.assembly.learning import image_facts, unknown_share
+from tunesmith.run.loop.callbacks import Callbacks
+from tunesmith.run.loop.checkpoint import Checkpoints, check_same_model, read_state
+from tunesmith.run.loop.manifest import check_whole
+from tunesmith.run.specs.from_plan import load_tokenizer
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")

@@ -25,10 +25,10 @@ from tunesmith.plan.rules.checks import raise_all
 from tunesmith.records.timeline import Timeline
 from tunesmith.records.waits import long_wait
 from tunesmith.run.engines.timed import TimedEngine
-from tunesmith.run.placement.base import EngineSpec, PoolSize, Report, WeightSource
-from tunesmith.run.placement.models import ModelSpec, TokenizerSpec
-from tunesmith.run.placement.planes import published, read_offer, streams
-from tunesmith.run.placement.specs import frozen_spec, tokenizer_spec
+from tunesmith.run.specs.base import EngineSpec, PoolSize, Report, WeightSource
+from tunesmith.run.specs.from_plan import frozen_spec, tokenizer_spec
+from tunesmith.run.specs.models import ModelSpec, TokenizerSpec
+from tunesmith.run.specs.planes import published, read_offer, streams
 from tunesmith.run.weights.base import Offer
 from tunesmith.types import Sampling
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import TrainerLostError
+from tunesmith.run.assembly.opening import OpenRun
+from tunesmith.run.assembly.session import RunResult
 from tunesmith.run.loop.checkpoint import Checkpoints
-from tunesmith.run.placement.opening import OpenRun
 from tunesmith.run.placement.port import Placement
-from tunesmith.run.placement.session import RunResult
 
 
 def with_restarts(

@@ -94,7 +94,7 @@ def _model(target: str, options: ServeOptions) -> RewardSet:
     from transformers.utils import logging
 
     from tunesmith.learn.rewards.model import model_reward
-    from tunesmith.run.placement.scorers import ScorerSpec
+    from tunesmith.run.specs.scorers import ScorerSpec
 
     logging.disable_progress_bar()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

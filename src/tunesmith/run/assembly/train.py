@@ -17,12 +17,12 @@ from tunesmith.config.commands import (
 from tunesmith.config.load import find_kind
 from tunesmith.config.reading.overriding import Override
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
+from tunesmith.run.assembly.environments import load_run_tasks, open_user_code
+from tunesmith.run.assembly.opening import FROM_A_COMMAND, Caller, open_run, prepare_training
+from tunesmith.run.assembly.restarts import with_restarts
+from tunesmith.run.assembly.session import RunResult
+from tunesmith.run.assembly.training_data import TRAINING_DATA
 from tunesmith.run.placement.choosing import open_placement
-from tunesmith.run.placement.environments import load_run_tasks, open_user_code
-from tunesmith.run.placement.opening import FROM_A_COMMAND, Caller, open_run, prepare_training
-from tunesmith.run.placement.restarts import with_restarts
-from tunesmith.run.placement.session import RunResult
-from tunesmith.run.placement.training_data import TRAINING_DATA
 
 
 def run_rl(
@@ -43,7 +43,7 @@ def run_rl(
             lambda task: (len(task.prompt_ids), 0),
             rewards.check_tasks,
         )
-        from tunesmith.run.placement.rl_run import train_policy
+        from tunesmith.run.assembly.rl_run import train_policy
 
         with open_placement(run.plan, run.tokenizer, run.directory.path) as placement:
             train = partial(train_policy, run, rewards, environments, placement)
@@ -62,7 +62,7 @@ def run_supervised(
         prepare_training(
             run, partial(data.load, run.config, run.tokenizer), partial(data.sizes, run.config)
         )
-        from tunesmith.run.placement.supervised_run import train_on_data
+        from tunesmith.run.assembly.supervised_run import train_on_data
 
         with open_placement(run.plan, run.tokenizer, run.directory.path) as placement:
             return with_restarts(partial(train_on_data, run, placement), run, placement)

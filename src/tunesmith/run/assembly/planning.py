@@ -27,7 +27,7 @@ from tunesmith.plan.layout.longest import MOST, length_setting, longest_that_fit
 from tunesmith.plan.mixed import idle_notes
 from tunesmith.plan.plan import AnyPlan, reopened
 from tunesmith.plan.resolve import resolve
-from tunesmith.run.placement.checking import (
+from tunesmith.run.assembly.checking import (
     check_inputs,
     check_launched_ranks,
     facts_of_run,

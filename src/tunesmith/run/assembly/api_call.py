@@ -30,10 +30,10 @@ from tunesmith.records.run_dir import (
     numbered_directory,
     point,
 )
+from tunesmith.run.assembly.checking import resumes
+from tunesmith.run.assembly.opening import Caller
 from tunesmith.run.loop.callbacks import Callbacks
 from tunesmith.run.offline.lines import write_whole
-from tunesmith.run.placement.checking import resumes
-from tunesmith.run.placement.opening import Caller
 
 Rows = Iterable[Mapping[str, Any]]
 Data = str | Path | Mapping[str, Any] | Sequence[str | Path | Mapping[str, Any]] | Rows

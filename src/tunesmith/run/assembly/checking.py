@@ -40,11 +40,11 @@ from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.run_dir import RunDir, check_run_dir
 from tunesmith.records.standing import read_standing
+from tunesmith.run.assembly.environments import check_run_rewards, instances_for, sharing_process
+from tunesmith.run.assembly.examining import examine_user_code, first_lines
+from tunesmith.run.assembly.sinks import check_sinks
 from tunesmith.run.engines.interpreter import check_interpreter, fast_engine
 from tunesmith.run.loop.checkpoint import Checkpoints
-from tunesmith.run.placement.environments import check_run_rewards, instances_for, sharing_process
-from tunesmith.run.placement.examining import examine_user_code, first_lines
-from tunesmith.run.placement.sinks import check_sinks
 from tunesmith.run.processes.launch import Launch
 
 C = TypeVar("C", bound=RunConfig)

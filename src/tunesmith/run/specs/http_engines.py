@@ -18,8 +18,8 @@ from tunesmith.run.engines.http.engine import Served, SglangEngine
 from tunesmith.run.engines.http.server import LET_GO, PATIENCE
 from tunesmith.run.engines.local.engine import end_of_sequence_ids
 from tunesmith.run.engines.pool import EnginePool
-from tunesmith.run.placement.base import EngineSpec, PoolSize, Report, WeightSource
-from tunesmith.run.placement.planes import published
+from tunesmith.run.specs.base import EngineSpec, PoolSize, Report, WeightSource
+from tunesmith.run.specs.planes import published
 from tunesmith.run.weights.base import Plane
 from tunesmith.run.weights.directories import shared_directory
 from tunesmith.run.weights.files import FilePlane

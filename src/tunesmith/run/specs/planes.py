@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tunesmith.models.openmp import to_thread
 from tunesmith.plan.devices import BUCKET
-from tunesmith.run.placement.base import ALONE, Seat
+from tunesmith.run.specs.base import ALONE, Seat
 from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 
 if TYPE_CHECKING:

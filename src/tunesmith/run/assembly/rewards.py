@@ -15,10 +15,10 @@ from tunesmith.learn.data.chat import end_of_turn_id
 from tunesmith.learn.data.prompts import PromptEncoder, with_system
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.plan import AnyPlan
-from tunesmith.run.placement.base import Report
-from tunesmith.run.placement.event_loop import run_async
+from tunesmith.run.assembly.event_loop import run_async
 from tunesmith.run.placement.port import Placement
-from tunesmith.run.placement.specs import scorer_spec
+from tunesmith.run.specs.base import Report
+from tunesmith.run.specs.from_plan import scorer_spec
 from tunesmith.types import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _add_judges(
 def _local_judge(entry: JudgeReward, model: ModelSection, kept: AnswerFile) -> PolicyJudge:
     """A model that this process loads, in the policy's type of numbers."""
     from tunesmith.learn.rewards.judge_answers import PolicyJudge
-    from tunesmith.run.placement.serve import open_model
+    from tunesmith.run.assembly.serve import open_model
 
     said = [f"sampling.max_new_tokens={entry.max_new_tokens}", "system.engine=local"]
     said += [f"system.kv_memory={entry.kv_memory}", f"system.max_running={entry.concurrency}"]

@@ -15,6 +15,14 @@ from tunesmith.learn.environments.loading import EnvironmentSet
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.plan import Plan
 from tunesmith.records.timeline import Timeline
+from tunesmith.run.assembly.environments import make_environments
+from tunesmith.run.assembly.event_loop import event_loop, outside_event_loop
+from tunesmith.run.assembly.learners import make_canary, make_critic, make_learner, policy_rate
+from tunesmith.run.assembly.opening import OpenRun
+from tunesmith.run.assembly.rewards import add_rewards
+from tunesmith.run.assembly.seeing import see_requests
+from tunesmith.run.assembly.session import RunResult, kept_on_interrupt, open_session, run_result
+from tunesmith.run.assembly.teachers import teacher_of_rollouts
 from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.loop import rl
 from tunesmith.run.loop.collect import Collector
@@ -23,19 +31,11 @@ from tunesmith.run.loop.evaluate import EvaluationPlan, passes
 from tunesmith.run.loop.gate import Gate
 from tunesmith.run.loop.parts import RLParts
 from tunesmith.run.loop.rollouts import AsyncRollouts, RolloutSource, SyncRollouts
-from tunesmith.run.placement.base import EngineSpec, Report
-from tunesmith.run.placement.engines import make_sampling
-from tunesmith.run.placement.environments import make_environments
-from tunesmith.run.placement.event_loop import event_loop, outside_event_loop
-from tunesmith.run.placement.learners import make_canary, make_critic, make_learner, policy_rate
-from tunesmith.run.placement.models import saved_generation
-from tunesmith.run.placement.opening import OpenRun
 from tunesmith.run.placement.port import Placement
-from tunesmith.run.placement.rewards import add_rewards
-from tunesmith.run.placement.seeing import see_requests
-from tunesmith.run.placement.session import RunResult, kept_on_interrupt, open_session, run_result
-from tunesmith.run.placement.specs import engine_spec, trainer_spec
-from tunesmith.run.placement.teachers import teacher_of_rollouts
+from tunesmith.run.specs.base import EngineSpec, Report
+from tunesmith.run.specs.engines import make_sampling
+from tunesmith.run.specs.from_plan import engine_spec, trainer_spec
+from tunesmith.run.specs.models import saved_generation
 from tunesmith.types import Sampling, Task
 
 RLRun = OpenRun[RLConfig, Task]

@@ -13,11 +13,11 @@ from tunesmith.config.schema import ModelReward, RLConfig, RolloutSection, RunCo
 from tunesmith.config.system import SequenceParallelSection
 from tunesmith.plan.cost.price import USUAL_RANK
 from tunesmith.plan.plan import AnyPlan, Plan
-from tunesmith.run.placement.base import EngineSpec, WeightSource
-from tunesmith.run.placement.models import Ends, ModelSpec, PredictSpec, TokenizerSpec
-from tunesmith.run.placement.planes import PlaneSpec
-from tunesmith.run.placement.scorers import ScorerSpec
-from tunesmith.run.placement.trainers import (
+from tunesmith.run.specs.base import EngineSpec, WeightSource
+from tunesmith.run.specs.models import Ends, ModelSpec, PredictSpec, TokenizerSpec
+from tunesmith.run.specs.planes import PlaneSpec
+from tunesmith.run.specs.scorers import ScorerSpec
+from tunesmith.run.specs.trainers import (
     OptimizerSpec,
     ReferenceSpec,
     TeacherSpec,
