@@ -23,6 +23,11 @@ KINDS = [*gpu_kinds()]
 CLUSTERS = [f"{count}{gpu}" for gpu in KINDS for count in ("", "8x", "2x8x")]
 SHORT = ("H100-80GB", "8xH100-80GB", "8xT4-16GB", "2x8xA100-80GB")
 """Those with which the recipes are planned unless all are asked for."""
+DIFFERENT = (
+    "B200-180GB", "H200-141GB", "H100-80GB", "A100-40GB", "V100-16GB", "L40S-48GB", "L4-24GB",
+    "T4-16GB", "RTX5090-32GB", "RTX4090-24GB", "RTX4070-12GB", "RTX4060-8GB",
+)  # fmt: skip
+"""A GPU of each size and generation, for which each command is planned unless all are asked for."""
 TRAINING = ("sft", "rm", "dpo", "kto", "rft", "rl")
 
 
@@ -60,7 +65,9 @@ def test_a_recipe_is_planned_or_refused(
 
 
 @pytest.mark.parametrize("command", TRAINING)
-@pytest.mark.parametrize("on", KINDS)
+@pytest.mark.parametrize(
+    "on", [pytest.param(on, marks=[pytest.mark.long] * (on not in DIFFERENT)) for on in KINDS]
+)
 def test_a_command_is_planned_or_refused(command: str, on: str, tmp_path: Path) -> None:
     """A model of 1B fits each of these GPUs, if need be with its optimizer in host memory."""
     (tmp_path / "run.toml").touch()
