@@ -617,3 +617,14 @@ def test_a_part_of_a_split(tmp_path: Path, kind: str, split: str, levels: list[i
 def test_a_part_without_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         tasks({"path": put(tmp_path / "a.jsonl", SUMS), "split": "train[6:]"}, tiny.tokenizer())
+
+
+def test_a_prompt_of_which_the_tokenizer_knows_nothing_is_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    letters = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tok = PreTrainedTokenizerFast(tokenizer_object=letters)
+    path = put(tmp_path / "a.jsonl", [{"prompt": "ab"}, {"prompt": "xyz"}])
+    with pytest.raises(DataError, match=r"a\.jsonl:2.*no token"):
+        tasks(path, tok)
+    assert [task.prompt_ids for task in tasks(path, tok, skip_bad=True).items] == [(0, 1)]

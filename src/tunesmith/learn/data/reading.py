@@ -261,9 +261,11 @@ class Reading:
         shortened, so that the template around it stays complete.
 
         Raises:
-            DataError: it may not be cut, stays too long, or has a token without a row in the
-                model's embedding.
+            DataError: it has no token, may not be cut, stays too long, or has a token without a
+                row in the model's embedding.
         """
+        if not ids:
+            raise DataError("the tokenizer makes no token of the prompt; it knows none of its text")
         self._check_rows(ids)
         assert example.prompt is not None
         limit = self.section.max_prompt_tokens
