@@ -53,7 +53,7 @@ class ModelSection(Section):
     vision_tower: VisionTower = "frozen"
     """What is trained of the tower that sees images: nothing, its projector, or all of it."""
     vision_lr_ratio: Annotated[float, Field(gt=0)] = 1.0
-    """Its learning rate, by ``train.lr``."""
+    """Its learning rate, as a multiple of ``train.lr``."""
     router_aux_loss_coef: Annotated[float, Field(ge=0), at_most(10)] = 0.0
     """Weight of a loss that loads the experts of a mixture evenly."""
     router_bias_update_rate: Annotated[float, Field(ge=0), at_most(1)] = 0.0
