@@ -494,7 +494,7 @@ def test_model_facts_without_torch(tmp_path: Path) -> None:
     weights = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     assert read_model_facts(tmp_path) == ModelFacts(
-        3 * 4 + 5 + 1, 2, 32, 64, 4, 2, 8, 300, 512, estimated=37792
+        3 * 4 + 5 + 1, 2, 32, 64, 4, 2, 8, 300, 512, estimated=37792, widths=1024
     )
     for rope in (
         {

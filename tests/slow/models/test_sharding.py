@@ -118,7 +118,7 @@ def test_gradients_and_weights_are_those_of_one_process(
 def same_weights(found: training.Grads, one: TorchBackend[CausalLM]) -> None:
     """AdamW may move a weight whose gradient is near 0 by more than its rounding."""
     for name, weight in one.model.module.state_dict().items():
-        assert float((found[name].float() - weight).abs().mean()) < 1e-6, name
+        assert float((found[name].float() - weight).abs().mean()) < 2e-6, name
 
 
 def test_four_ranks_train_a_sequence_that_is_too_long_for_one(start: Start, tmp_path: Path) -> None:

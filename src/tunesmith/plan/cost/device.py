@@ -125,6 +125,8 @@ class Price:
     """Bytes on one device."""
 
     weights: int = 0
+    unloaded: int = 0
+    """Of these, what is loaded only after the engines have sampled."""
     gradients: int = 0
     optimizer: int = 0
     """Master weights, AdamW's moments, the moving average of the weights."""
@@ -190,7 +192,8 @@ class Price:
             + self.judge
             + (0 if self.turns else self.optimizer)
         )
-        return self.libraries + self.weights + self.frozen + self.published + beside
+        loaded = self.weights - self.unloaded
+        return self.libraries + loaded + self.frozen + self.published + beside
 
     @property
     def peak(self) -> int:

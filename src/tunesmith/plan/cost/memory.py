@@ -71,7 +71,6 @@ def layout_of(plan: AnyPlan, tokens: int | None = None, kv_bytes: int = 0) -> La
     return Layout(
         bytes_per_number=devices.bytes_per_number,
         device="cuda" if devices.on_gpu else "cpu",
-        # A run that samples before it trains holds the model in both phases.
         holds_model=kind.trains or devices.loads_model,
         trains=kind.trains,
         lora_rank=(plan.adapter_rank or USUAL_RANK) if kind.adapter else None,
@@ -201,6 +200,8 @@ def planned(plan: AnyPlan, *, least: bool = False) -> Price | None:
     layout = layout_of(plan, tokens, kv)
     found = price(model, layout)
     found = replace(found, frozen=found.frozen + _judges(plan))
+    if plan.kind.in_turn and not plan.devices.loads_model:
+        found = replace(found, unloaded=found.weights)
     critic = layout.tokens if least else memory.critic
     scoring = layout.tokens if least else memory.scoring
     rewarding = layout.tokens if least else memory.reward
