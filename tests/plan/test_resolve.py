@@ -517,7 +517,8 @@ def test_model_facts_without_torch(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     gpt2 = read_model_facts(tmp_path)
     assert gpt2 is not None
-    assert gpt2 == ModelFacts(None, 2, 32, 128, 4, 4, 8, 9, None, estimated=gpt2.estimated)
+    estimated = gpt2.estimated
+    assert gpt2 == ModelFacts(None, 2, 32, 128, 4, 4, 8, 9, None, estimated=estimated, widths=1472)
     (tmp_path / "config.json").write_text("{}")
     assert read_model_facts(tmp_path) is None
     (tmp_path / "config.json").write_text("{")
