@@ -430,7 +430,12 @@ def test_the_memory_of_a_gpu_that_is_not_listed_has_to_be_said(
         ("8xH200-141GB", (), "gpu"),
         pytest.param(
             "4x8xH100-80GB",
-            ("model.path=72b", 'system.cluster="ray"', 'system.engine="vllm"'),
+            (
+                "model.path=72b",
+                'system.cluster="ray"',
+                'system.engine="vllm"',
+                "system.trainer_ranks=24",
+            ),
             "host",
             marks=pytest.mark.slow,
         ),

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,6 +104,13 @@ def pid(pool: EnginePool) -> int:
 @in_ray
 def test_contract(check: Callable[[Subject], Awaitable[None]], bench: Bench) -> None:
     bench.check(check)
+
+
+@in_ray
+def test_actors_have_the_priority_of_the_run(bench: Bench) -> None:
+    """By default Ray's get what all other processes leave."""
+    bench.runner.run(bench.engine.generate([11, 12], replace(FREE, max_new_tokens=1)))
+    assert psutil.Process(pid(bench.engine)).nice() == psutil.Process().nice()
 
 
 @pytest.mark.parametrize(

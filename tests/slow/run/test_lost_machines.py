@@ -28,9 +28,12 @@ def engines() -> list[psutil.Process]:
     return found
 
 
-def test_a_lost_machine_of_engines_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_lost_machine_of_engines_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two of three engines go with it; the run takes its steps with the third one, and with all
     three when the machine is back."""
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # beside other tests
     head: dict[str, Any] = {"num_cpus": 4, "object_store_memory": STORE}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:

@@ -309,6 +309,8 @@ def _connect(system: SystemSection, processes: int) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is not None:
         return _open(system, processes, address)
+    # Otherwise Ray's processes get only what all others leave of a busy machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray reads this on import, and opens no port to other machines. A `ray start` from here may
     # open some later.
     only_here = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
