@@ -112,8 +112,9 @@ def _words(
 ) -> Mapping[str, str]:
     """What the script's ``@names@`` stand for."""
     run_dir = shlex.quote(str(config.run_dir or Path("runs") / job.run.stem))
-    own = ["checkpoint.resume=auto"] if config.trains else []
-    settings = [*(["system.cluster=ray"] if ray else own), f"run_dir={run_dir}"]
+    settings = ["system.cluster=ray"] if ray else []
+    settings += ["checkpoint.resume=auto"] if config.trains else []
+    settings.append(f"run_dir={run_dir}")
     return {
         "command": config.command,
         "nodes": str(job.nodes),
@@ -123,7 +124,6 @@ def _words(
         "python": shlex.quote(str(job.python)),
         "ray": shlex.quote(str(job.python.parent / "ray")),
         "run": shlex.quote(str(job.run)),
-        "run_dir": run_dir,
         "overrides": " ".join([*settings, shlex.join(overrides)]).rstrip(),
         "gpus": str(job.gpus),
         "cpus": str(job.cpus),

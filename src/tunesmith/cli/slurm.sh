@@ -9,7 +9,6 @@ set -euo pipefail
 cd @directory@
 python=@python@
 ray=@ray@
-run_dir=@run_dir@
 
 # Only processes with the token may use the cluster.
 export RAY_AUTH_MODE=token
@@ -43,11 +42,4 @@ until joined=$("$python" -c "$count" 2> /dev/null | tail -n 1); [ "${joined:-0}"
     sleep 2
 done
 
-resume=()
-if compgen -G "$run_dir/checkpoints/step-*" > /dev/null; then
-    resume=(checkpoint.resume=true)
-elif [ -e "$run_dir" ] && [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
-    # The job was stopped before the first checkpoint; what it wrote is moved aside.
-    mv "$run_dir" "$run_dir.before-restart-$SLURM_RESTART_COUNT"
-fi
-"$python" -m tunesmith @command@ @run@ @overrides@ "${resume[@]}"
+"$python" -m tunesmith @command@ @run@ @overrides@

@@ -720,23 +720,10 @@ def test_the_slurm_job_starts_a_cluster_and_the_run(tmp_path: Path) -> None:
     assert "--address=10.0.0.1:20077 --num-cpus=36 --num-gpus=8 --block" in "".join(started)
     run = (tmp_path / "calls/run").read_text().strip()
     assert run.startswith(
-        f"-m tunesmith rl {tmp_path}/run.toml system.cluster=ray run_dir=runs/run train.lr=1e-5"
+        f"-m tunesmith rl {tmp_path}/run.toml system.cluster=ray checkpoint.resume=auto "
+        "run_dir=runs/run train.lr=1e-5"
     )
     assert run.endswith("rollout.stop=['a b']")
-
-
-def test_a_job_that_is_started_again_resumes(tmp_path: Path) -> None:
-    script = slurm(tmp_path, "--python", str(tmp_path / "bin/python"))
-    script.write_text(script.read_text().replace(f"cd {Path.cwd()}", f"cd {tmp_path}"))
-    (tmp_path / "runs/run/checkpoints/step-000004").mkdir(parents=True)
-    assert submit(script, tmp_path).returncode == 0
-    assert (tmp_path / "calls/run").read_text().strip().endswith("checkpoint.resume=true")
-    (tmp_path / "runs/run/checkpoints/step-000004").rmdir()
-    assert submit(script, tmp_path, SLURM_RESTART_COUNT="1").returncode == 0
-    assert "resume" not in (tmp_path / "calls/run").read_text()
-    assert (tmp_path / "runs/run.before-restart-1/checkpoints").is_dir() and not (
-        tmp_path / "runs/run"
-    ).exists()
 
 
 def job_of(folder: Path, text: str, *arguments: str) -> str:
