@@ -64,6 +64,15 @@ class Ended:
         return load_file(newest / "model/model.safetensors")
 
 
+def actors_below(process: psutil.Process, name: str) -> list[psutil.Process]:
+    """The actors that ``ps`` shows under this name, among the process's descendants."""
+    found: list[psutil.Process] = []
+    for child in process.children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            found += [child] if "".join(child.cmdline()).startswith(f"ray::{name}") else []
+    return found
+
+
 def inside(folder: Path, text: str = "", **changed: Any) -> Ended:
     """What comes out where everything is in this process."""
     (folder / "inside.toml").write_text(text)
@@ -131,8 +140,4 @@ class Run(Ended):
         psutil.wait_procs([killed], timeout=600)
 
     def actors(self, name: str) -> list[psutil.Process]:
-        found: list[psutil.Process] = []
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            with suppress(psutil.Error):  # it has ended meanwhile
-                found += [child] if "".join(child.cmdline()).startswith(f"ray::{name}") else []
-        return found
+        return actors_below(psutil.Process(self.process.pid), name)

@@ -34,7 +34,7 @@ def draw(*shape: int) -> Tensor:
 
 def same(
     run: Callable[..., tuple[Tensor, Tensor]],
-    by_token: Callable[..., tuple[Tensor, Tensor]],
+    plain: Callable[..., tuple[Tensor, Tensor]],
     inputs: Sequence[Tensor],
     lengths: Sequence[int],
     start: Tensor | None,
@@ -42,7 +42,7 @@ def same(
     """Outputs, states at the ends, and the gradients of both."""
     leaves = [*inputs, *([] if start is None else [start])]
     results: list[Any] = []
-    for function in (run, by_token):
+    for function in (run, plain):
         out, end = function(*inputs, PackedLengths(lengths), start)
         weights = torch.linspace(-1, 1, out.numel()).view_as(out)
         loss = (out * weights).sum() + (end * end).sum()
@@ -63,21 +63,37 @@ def by_sequence(
     ]
 
 
+def by_token(
+    lengths: Sequence[int],
+    zero: Tensor,
+    start: Tensor | None,
+    step: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Outputs, and the states at the ends, of a step from a token and a state to its output and the
+    state after it."""
+    outputs: list[Tensor] = []
+    ends: list[Tensor] = []
+    for tokens, state in by_sequence(lengths, zero, start):
+        for t in tokens:
+            output, state = step(t, state)
+            outputs.append(output)
+        ends.append(state)
+    return torch.stack(outputs), torch.stack(ends)
+
+
 def delta_rule_by_token(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, lengths: list[int], start: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     unit = [x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k)]
-    outputs: list[Tensor] = []
-    ends: list[Tensor] = []
-    for tokens, state in by_sequence(lengths, q.new_zeros(HEADS, q.shape[2], v.shape[2]), start):
-        for t in tokens:
-            query, key = (x[t].unsqueeze(-1) for x in unit)
-            state = state * g[t].exp().view(HEADS, -1, 1)
-            answer = (key * state).sum(1)
-            state = state + key * ((v[t] - answer) * b[t].unsqueeze(-1)).unsqueeze(1)
-            outputs.append((query * state).sum(1) * q.shape[2] ** -0.5)
-        ends.append(state)
-    return torch.stack(outputs), torch.stack(ends)
+
+    def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = (x[t].unsqueeze(-1) for x in unit)
+        state = state * g[t].exp().view(HEADS, -1, 1)
+        answer = (key * state).sum(1)
+        state = state + key * ((v[t] - answer) * b[t].unsqueeze(-1)).unsqueeze(1)
+        return (query * state).sum(1) * q.shape[2] ** -0.5, state
+
+    return by_token(lengths, q.new_zeros(HEADS, q.shape[2], v.shape[2]), start, step)
 
 
 def state_space_by_token(
@@ -90,20 +106,13 @@ def state_space_by_token(
     lengths: list[int],
     start: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    outputs: list[Tensor] = []
-    ends: list[Tensor] = []
-    zero = x.new_zeros(*x.shape[1:], write.shape[2])
-    for tokens, state in by_sequence(lengths, zero, start):
-        for t in tokens:
-            step = delta[t][:, None, None]
-            state = (step * rate[:, None, None]).exp() * state
-            state = state + step * x[t].unsqueeze(-1) * write[t].repeat_interleave(2, 0).unsqueeze(
-                1
-            )
-            outputs.append((state * read[t].repeat_interleave(2, 0).unsqueeze(1)).sum(-1))
-            outputs[-1] = outputs[-1] + skip.unsqueeze(-1) * x[t]
-        ends.append(state)
-    return torch.stack(outputs), torch.stack(ends)
+    def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        writes, reads = (rows[t].repeat_interleave(2, 0).unsqueeze(1) for rows in (write, read))
+        size = delta[t][:, None, None]
+        state = (size * rate[:, None, None]).exp() * state + size * x[t].unsqueeze(-1) * writes
+        return (state * reads).sum(-1) + skip.unsqueeze(-1) * x[t], state
+
+    return by_token(lengths, x.new_zeros(*x.shape[1:], write.shape[2]), start, step)
 
 
 @settings(max_examples=15)
@@ -147,15 +156,12 @@ def selective_scan_by_token(
     lengths: list[int],
     start: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    outputs: list[Tensor] = []
-    ends: list[Tensor] = []
-    for tokens, state in by_sequence(lengths, torch.zeros_like(rate), start):
-        for t in tokens:
-            step = delta[t].unsqueeze(-1)
-            state = (step * rate).exp() * state + step * x[t].unsqueeze(-1) * write[t]
-            outputs.append((state * read[t]).sum(-1) + skip * x[t])
-        ends.append(state)
-    return torch.stack(outputs), torch.stack(ends)
+    def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        size = delta[t].unsqueeze(-1)
+        state = (size * rate).exp() * state + size * x[t].unsqueeze(-1) * write[t]
+        return (state * read[t]).sum(-1) + skip * x[t], state
+
+    return by_token(lengths, torch.zeros_like(rate), start, step)
 
 
 @settings(max_examples=15)
@@ -177,7 +183,7 @@ def test_the_convolution(lengths: list[int], continues: bool, width: int) -> Non
     inputs = [draw(sum(lengths), 3), draw(3, width), draw(3)]
     window = draw(len(lengths), width - 1, 3) if continues else None
 
-    def by_token(
+    def convolve_by_token(
         x: Tensor, weight: Tensor, bias: Tensor, lengths: list[int], window: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         outputs: list[Tensor] = []
@@ -192,7 +198,7 @@ def test_the_convolution(lengths: list[int], continues: bool, width: int) -> Non
 
     if window is not None and width == 1:
         window = None
-    same(convolve, by_token, inputs, lengths, window)
+    same(convolve, convolve_by_token, inputs, lengths, window)
 
 
 def test_chunks_by_hand() -> None:

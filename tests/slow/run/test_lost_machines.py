@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -10,22 +9,13 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.held_runs import Run
+from tests.support.held_runs import Run, actors_below
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'tunesmith[ray]'")
 from ray.cluster_utils import Cluster
 
 pytestmark = pytest.mark.xdist_group("ray")
 STORE = 100 << 20
-
-
-def engines() -> list[psutil.Process]:
-    """Processes of engines on the cluster's machines, which this process has started."""
-    found: list[psutil.Process] = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended meanwhile
-            found += [child] if "".join(child.cmdline()).startswith("ray::Engine") else []
-    return found
 
 
 def test_a_lost_machine_of_engines_does_not_end_the_run(
@@ -53,7 +43,8 @@ def test_a_lost_machine_of_engines_does_not_end_the_run(
         output: Any = run.process.stdout
         Thread(target=lambda: said.extend(map(bytes.decode, output)), daemon=True).start()
         with run.held(2):
-            there = engines()  # the killed machine's are nobody's children until they end
+            # The killed machine's are nobody's children until they end.
+            there = actors_below(psutil.Process(), "Engine")
             cluster.remove_node(other, allow_graceful=False)
             run.wait_for(lambda: sum(engine.is_running() for engine in there) == 1)
         with run.held(5):
