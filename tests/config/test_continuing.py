@@ -24,7 +24,7 @@ from tunesmith.errors import CheckpointError
 from tunesmith.learn.algorithms.kl import KLController
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import open_plan
+from tunesmith.plan.said import open_plan
 from tunesmith.run import assembly
 from tunesmith.run.assembly.contents import contents_of
 

@@ -21,8 +21,9 @@ from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.layouts import layouts
-from tunesmith.plan.plan import AnyPlan, open_plan
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.said import open_plan
 
 SMALL = ModelFacts(500_000_000, 24, 896, 4864, 14, 2, 64, 151936, 32768, tied=True)
 QWEN_7B = MODELS["7B (Qwen 2.5)"]

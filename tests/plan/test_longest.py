@@ -18,8 +18,9 @@ from tunesmith.errors import CapacityError
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.longest import FINENESS, length_setting, longest_that_fits
-from tunesmith.plan.plan import AnyPlan, reopened
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.said import reopened
 
 EIGHT = replace(MODELS["7B (Qwen 2.5)"], context=1 << 24)
 REWARD = 'reward.functions=["math"]'

@@ -15,9 +15,10 @@ from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.layouts import layouts
-from tunesmith.plan.plan import AnyPlan, open_plan
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import contradictions
+from tunesmith.plan.said import open_plan
 from tunesmith.run.assembly.checking import facts_of_run, with_launched_ranks
 from tunesmith.run.specs import engines
 

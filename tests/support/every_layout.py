@@ -18,9 +18,10 @@ from tunesmith.plan.cost.memory import fits, host_problem, planned_devices
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import AnyPlan, open_plan
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import refused_settings
+from tunesmith.plan.said import open_plan
 
 Settings = dict[str, Any]
 WAYS: dict[str, list[str]] = {

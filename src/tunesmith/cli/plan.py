@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tunesmith.cli.arguments import Overrides, RunFile
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
+
+    from tunesmith.plan.plan import AnyPlan
 
 
 def show_config(run: RunFile, overrides: Overrides = None) -> None:
@@ -69,17 +71,8 @@ def plan(
     """
     from tunesmith.config.load import load_run
     from tunesmith.config.reading.places import placed
-    from tunesmith.config.resolved import print_resolved
     from tunesmith.errors import CapacityError
-    from tunesmith.plan.cost.seconds import step_seconds
-    from tunesmith.plan.report import (
-        layout_of_run,
-        memory_of,
-        memory_rows,
-        other_rows,
-        report_of,
-        seconds_rows,
-    )
+    from tunesmith.plan.report import report_of
     from tunesmith.run.assembly.planning import plan_longest, plan_run
 
     with placed(run, overrides or ()):
@@ -99,14 +92,20 @@ def plan(
         return
     if max_context:
         print(f"The longest sequences that fit have {report['longest']:,} tokens.\n")
-    print_resolved(layout_of_run(planned), all_of_it=True)
-    _print_table(memory_rows(memory_of(planned)))
-    _print_table(seconds_rows(step_seconds(planned)))
-    _print_table(other_rows(report))
+    _print_tables(planned, report)
 
 
-def _print_table(rows: Sequence[tuple[str, list[str]]]) -> None:
+def _print_tables(planned: AnyPlan, report: Mapping[str, Any]) -> None:
+    """Args: report: of the plan; see ``report_of``."""
+    from tunesmith.config.resolved import print_resolved
+    from tunesmith.plan.report import layout_of_run, memory_rows, other_rows, seconds_rows
     from tunesmith.records.text import aligned
 
-    if rows:
-        print("", *aligned([(name, *amounts) for name, amounts in rows]), sep="\n")
+    print_resolved(layout_of_run(planned), all_of_it=True)
+    for rows in (
+        memory_rows(report["memory"]),
+        seconds_rows(report["seconds"]),
+        other_rows(report),
+    ):
+        if rows:
+            print("", *aligned([(name, *amounts) for name, amounts in rows]), sep="\n")

@@ -35,20 +35,14 @@ from tunesmith.plan.layout.fitting import memory_notes, memory_problems, shortag
 from tunesmith.plan.layout.profiles import with_system_profile
 from tunesmith.plan.layout.search import with_layout
 from tunesmith.plan.mixed import idle_notes, parts
-from tunesmith.plan.plan import (
-    AnyPlan,
-    Plan,
-    Reasons,
-    lengths_said,
-    longest_sample,
-    open_plan,
-)
+from tunesmith.plan.plan import AnyPlan, Plan, Reasons
 from tunesmith.plan.rules.checks import check, contradictions, raise_all, unread_problems
 from tunesmith.plan.rules.devices import expert_parallelism
 from tunesmith.plan.rules.notes import notes
 from tunesmith.plan.rules.situation import Situation, resolved_algorithm
 from tunesmith.plan.rules.training import length_of_completions
 from tunesmith.plan.rules.vllm import with_vllm
+from tunesmith.plan.said import lengths_said, longest_sample, open_plan
 
 C = TypeVar("C", bound=RunConfig)
 

@@ -19,7 +19,7 @@ from tunesmith.learn.data.preference import load_judged, load_pairs, load_steps
 from tunesmith.learn.data.prepare import load_samples, load_tasks
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import open_plan
+from tunesmith.plan.said import open_plan
 from tunesmith.run import assembly
 from tunesmith.run.offline.sampling import identity
 from tunesmith.run.specs.from_plan import load_tokenizer

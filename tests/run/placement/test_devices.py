@@ -32,9 +32,9 @@ from tunesmith.plan.facts.hardware import Gpu, Hardware, read_hardware
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.kind import kind_of
-from tunesmith.plan.plan import devices_said, open_plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import said_contradictions
+from tunesmith.plan.said import devices_said, open_plan
 from tunesmith.run.engines.far import FarEngine
 from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.processes.local import LocalProcesses

@@ -50,8 +50,9 @@ from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.measured import tuned_file
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
-from tunesmith.plan.plan import AnyPlan, open_plan
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.said import open_plan
 from tunesmith.records.children import remove_at_end
 from tunesmith.records.interrupts import Interrupted
 from tunesmith.records.progress import duration

@@ -8,7 +8,8 @@ from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.values import format_size
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.parts import Lengths
-from tunesmith.plan.plan import C, Plan, Reasons, longest_sample
+from tunesmith.plan.plan import C, Plan, Reasons
+from tunesmith.plan.said import longest_sample
 
 SAMPLE = "data.max_tokens"
 LEAST_ANSWER = 128

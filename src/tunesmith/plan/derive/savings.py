@@ -27,8 +27,9 @@ from tunesmith.plan.cost.memory import (
 from tunesmith.plan.cost.seconds import compared_seconds
 from tunesmith.plan.derive.sizes import with_sizes
 from tunesmith.plan.parts import Memory
-from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, memory_said
+from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
 from tunesmith.plan.rules.checks import refused_settings
+from tunesmith.plan.said import memory_said
 
 REFERENCE = "offload_reference"
 ACTIVATIONS = "offload_activations"

@@ -17,8 +17,9 @@ from tunesmith.plan.cost.seconds import step_seconds, whole_step
 from tunesmith.plan.layout.layouts import layouts
 from tunesmith.plan.layout.process_layout import KEYS
 from tunesmith.plan.layout.search import fastest, on_all_gpus
-from tunesmith.plan.plan import AnyPlan, reopened
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.said import reopened
 from tunesmith.records.toml import toml_value
 
 Settings = Mapping[str, Any]

@@ -33,8 +33,9 @@ from tunesmith.plan.layout.layouts import layouts, without_layout
 from tunesmith.plan.layout.longest import longest_that_fits
 from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout
 from tunesmith.plan.layout.search import fastest_layout
-from tunesmith.plan.plan import AnyPlan, C, Plan, plain, reopened, with_said
+from tunesmith.plan.plan import AnyPlan, C, Plan, plain
 from tunesmith.plan.rules.checks import contradictions, said_contradictions
+from tunesmith.plan.said import reopened, with_said
 from tunesmith.records.toml import toml_value
 
 LESS = frozenset({"lora.rank", "model.quantize"})

@@ -17,8 +17,9 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig
 from tunesmith.plan.derive.savings import fits_somehow
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
-from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, with_said
+from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
 from tunesmith.plan.rules.situation import Situation
+from tunesmith.plan.said import with_said
 
 CHECKPOINTING = "system.gradient_checkpointing"
 TURNS = "system.hybrid"

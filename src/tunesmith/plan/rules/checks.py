@@ -21,7 +21,7 @@ from tunesmith.plan.cluster import cluster_problems, ray_not_installed
 from tunesmith.plan.devices import device_problems
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.kind import kind_of
-from tunesmith.plan.plan import AnyPlan, C, Plan, devices_said
+from tunesmith.plan.plan import AnyPlan, C, Plan
 from tunesmith.plan.rules import (
     devices,
     engines,
@@ -36,6 +36,7 @@ from tunesmith.plan.rules import (
 from tunesmith.plan.rules.rule import RULES, UNREAD, rule
 from tunesmith.plan.rules.situation import Situation, resolved_algorithm
 from tunesmith.plan.rules.vllm import vllm_not_installed
+from tunesmith.plan.said import devices_said
 
 OTHERS = Door[object]("rules")
 """Rules of other packages; importing them registers them."""

@@ -24,15 +24,8 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.kind import RunKind, kind_of
 from tunesmith.plan.length import critic_steps, optimizer_steps
 from tunesmith.plan.parts import Lengths, Training
-from tunesmith.plan.plan import (
-    AnyPlan,
-    Plan,
-    devices_said,
-    gpu_of,
-    lengths_said,
-    open_plan,
-    training_said,
-)
+from tunesmith.plan.plan import AnyPlan, Plan, gpu_of
+from tunesmith.plan.said import devices_said, lengths_said, open_plan, training_said
 from tunesmith.records.redact import redact_values
 from tunesmith.records.toml import toml_value
 from tunesmith.types import altering

@@ -25,8 +25,9 @@ from tunesmith.plan.layout.alternatives import costly
 from tunesmith.plan.layout.fitting import layout_that_fits
 from tunesmith.plan.layout.longest import MOST, length_setting, longest_that_fits
 from tunesmith.plan.mixed import idle_notes
-from tunesmith.plan.plan import AnyPlan, reopened
+from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
+from tunesmith.plan.said import reopened
 from tunesmith.run.assembly.checking import (
     check_inputs,
     check_launched_ranks,

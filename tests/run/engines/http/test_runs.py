@@ -21,8 +21,8 @@ from tunesmith.errors import ConfigError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.run import Facts
-from tunesmith.plan.plan import open_plan
 from tunesmith.plan.rules.checks import check
+from tunesmith.plan.said import open_plan
 from tunesmith.run.assembly import run_rl
 from tunesmith.run.offline.generate import run_generate
 from tunesmith.run.specs.base import WeightSource
