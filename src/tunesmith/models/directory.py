@@ -3,12 +3,11 @@ without torch."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-from tunesmith.errors import ModelError, boundary
+from tunesmith.errors import ModelError
 from tunesmith.plan.facts.model_files import INDEX, ONE, check_files, weight_files, weights_in
+from tunesmith.records.storage import read_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = ("tokenizer.json", TOKENIZER_CONFIG, "tokenizer.model", "vocab.json", "vocab.txt")
@@ -54,8 +53,4 @@ def lacks_template(directory: Path) -> bool:
     config = directory / TOKENIZER_CONFIG
     if not config.is_file() or any((directory / name).exists() for name in TEMPLATE_FILES):
         return False
-    with boundary(
-        ModelError, f"cannot read {config}", (OSError, ValueError, RecursionError, AttributeError)
-    ):
-        settings: dict[str, Any] = json.loads(config.read_bytes())
-        return not settings.get("chat_template")
+    return not read_json(config, ModelError).get("chat_template")

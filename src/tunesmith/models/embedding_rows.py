@@ -3,12 +3,12 @@ be computed."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import DataError, ModelError, boundary
+from tunesmith.records.storage import read_json
 from tunesmith.types import Tokenizer
 
 Origins = Mapping[str, str | None]
@@ -87,14 +87,8 @@ def added_without_row(directory: Path, rows: int) -> dict[str, int]:
     path = directory / "tokenizer.json"
     if not path.is_file():
         return {}
-    with boundary(
-        ModelError,
-        f"cannot read {path}",
-        (OSError, ValueError, KeyError, TypeError, AttributeError),
-    ):
-        added: list[dict[str, Any]] = (
-            json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []
-        )
+    added: list[dict[str, Any]] = read_json(path, ModelError).get("added_tokens") or []
+    with boundary(ModelError, f"cannot read {path}", (ValueError, KeyError, TypeError)):
         return {str(one["content"]): int(one["id"]) for one in added if int(one["id"]) >= rows}
 
 

@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from tunesmith.errors import TunesmithError, shortened
+from tunesmith.records.foreign import parse_json
 
 FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 8.0
@@ -86,8 +86,8 @@ async def request_json(
     if response.status != 200:
         raise BadAnswer(f"{url} answered {response.status}: {one_line(text)}")
     try:
-        return json.loads(text) if text else None
-    except (ValueError, RecursionError):
+        return parse_json(text) if text else None
+    except ValueError:
         raise BadAnswer(f"{url} did not answer with JSON: {one_line(text)}") from None
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import BinaryIO
 
-from tunesmith.errors import ConfigError, StorageError, boundary
+from tunesmith.errors import ConfigError, StorageError, TunesmithError, boundary
 from tunesmith.records.children import is_alive
+from tunesmith.records.foreign import parse_json
 from tunesmith.records.plain import JsonObject, Row
 from tunesmith.records.redact import open_private
 
@@ -144,15 +145,14 @@ def write_json(path: Path, value: Row) -> None:
         unfinished.write_text(f"{text}\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> JsonObject:
+def read_json(path: Path, error: type[TunesmithError] = StorageError) -> JsonObject:
     """Read the JSON object in a file.
 
     Raises:
-        StorageError: it cannot be read, or is no JSON object.
+        error: it cannot be read, or is no JSON object.
     """
-    damaged = (OSError, ValueError, RecursionError)
-    with boundary(StorageError, f"cannot read {path}", damaged), open_file(path) as file:
-        value = json.loads(file.read().decode("utf-8"))
+    with boundary(error, f"cannot read {path}", (OSError, ValueError)), open_file(path) as file:
+        value = parse_json(file.read().decode("utf-8"))
         if not isinstance(value, dict):
             raise ValueError("it holds no JSON object")
         return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tunesmith.errors import StorageError, boundary
+from tunesmith.records.foreign import json_or
 from tunesmith.records.plain import JsonObject
 from tunesmith.records.storage import open_file
 
@@ -77,8 +77,5 @@ def open_lines(path: Path) -> BinaryIO:
 
 def json_object(line: bytes) -> JsonObject | None:
     """The JSON object in a line; None if there is none. Bytes that are not UTF-8 become U+FFFD."""
-    try:
-        value = json.loads(line.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        return None
+    value = json_or(line.decode("utf-8", "replace"), None)
     return value if isinstance(value, dict) else None

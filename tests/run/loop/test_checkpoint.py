@@ -205,7 +205,7 @@ def test_reading_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is no complete checkpoint: it has no state\.json"):
         read_state(tmp_path)
     (tmp_path / "state.json").write_text('{"step": 1')
-    with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*state\.json"):
         read_state(tmp_path)
 
 

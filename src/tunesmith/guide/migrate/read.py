@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from tunesmith.guide.migrate.trees import (
     tree_settings,
 )
 from tunesmith.guide.names.foreign import meanings_of
+from tunesmith.records.foreign import parse_json
 
 _MARKS = MARKS["tree"]
 
@@ -172,9 +172,9 @@ def _located(settings: Iterable[Given], text: str) -> list[Given]:
 def _cells(text: str, name: str) -> str:
     """The code of a notebook, without its shell lines and the cells that are not Python."""
     try:
-        cells = json.loads(text)["cells"]
+        cells = parse_json(text)["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{name} is not a notebook") from None
     return "\n".join(map(_python_of_cell, sources))
 

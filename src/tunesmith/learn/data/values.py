@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from math import isfinite
 from typing import Any, TypeVar
 
 from tunesmith.errors import nearest, shortened
 from tunesmith.learn.data.images import IMAGE_MARK, PARTS, NamedImage, image_part
 from tunesmith.learn.data.sources import SourceRow
+from tunesmith.records.foreign import json_or, parse_json
 from tunesmith.types import Message, Prompt
 
 V = TypeVar("V")
@@ -92,7 +92,7 @@ def read_messages(row: SourceRow, name: str) -> list[Message]:
 def _from_json(row: SourceRow, name: str, value: Any) -> Any:
     """The value, parsed if it is JSON text."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return parse_json(value) if isinstance(value, str) else value
     except ValueError as error:
         wrong = f"'{name}' is text but not JSON ({error})"
         raise row.bad(f"{wrong}; needs a list, or that list as JSON") from error
@@ -154,9 +154,8 @@ def with_object_arguments(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
-    with suppress(ValueError):  # the policy may have written invalid JSON
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    return call
+    written = function["arguments"]  # perhaps the policy's, and no JSON
+    return {**call, "function": {**function, "arguments": json_or(written, written)}}
 
 
 def _text_of_parts(

@@ -3,16 +3,15 @@ without end, and so can alternatives."""
 
 from __future__ import annotations
 
-import json
-
 from tunesmith.errors import shortened
+from tunesmith.records.foreign import parse_json
 
 
 def unlike(schema: dict[str, object], text: str) -> str:
     """Why a text is not JSON of this schema; empty if it is."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(text)
+    except ValueError as error:
         return f"the text is not JSON: {error}"
     if schema == {"type": "object"}:
         return "" if isinstance(value, dict) else "the text is not a JSON object"

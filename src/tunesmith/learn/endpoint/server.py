@@ -30,6 +30,7 @@ from tunesmith.learn.endpoint.turns import Answer, Event, Exchange, Policy, Spok
 from tunesmith.learn.environments.base import Growing
 from tunesmith.learn.environments.conversation import OutOfRoom
 from tunesmith.records.addresses import is_served_name
+from tunesmith.records.foreign import parse_json
 from tunesmith.records.http_server import (
     Limits,
     bearer_of,
@@ -289,8 +290,8 @@ async def _there(policy: Policy, work: Coroutine[Any, Any, T]) -> T:
 def _body(raw: bytes) -> Fields:
     """Raises HTTPBadRequest: it is no JSON object."""
     try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        body = parse_json(raw)
+    except ValueError as error:
         raise web.HTTPBadRequest(text=f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise web.HTTPBadRequest(text="the request is not a JSON object")

@@ -28,6 +28,7 @@ from tunesmith.learn.environments.conversation import EpisodeSettings
 from tunesmith.learn.environments.games import columns_of
 from tunesmith.learn.environments.steps import StepResult, as_step
 from tunesmith.learn.sandboxes.base import Opened, Opener, SandboxError, SandboxJob, SandboxOutcome
+from tunesmith.records.foreign import json_or
 from tunesmith.types import Prompt, Rollout, Task, as_messages, text_of_content
 
 if TYPE_CHECKING:
@@ -273,11 +274,10 @@ def reward_in(data: bytes, name: str) -> StepResult:
     text = data.decode(errors="replace").strip()
     with suppress(ValueError):
         return as_step(StepResult(reward=float(text), done=True), name)
-    with suppress(ValueError, RecursionError):
-        value: object = json.loads(text)
-        if isinstance(value, dict) and "reward" in value:
-            reward = value.pop("reward")
-            return as_step(StepResult(reward=reward, done=True, metrics=value), name)
+    value: object = json_or(text, None)
+    if isinstance(value, dict) and "reward" in value:
+        reward = value.pop("reward")
+        return as_step(StepResult(reward=reward, done=True, metrics=value), name)
     raise EpisodeError(
         f"{name} wrote {shortened(repr(text))}; expected a number, or JSON with 'reward'"
     )

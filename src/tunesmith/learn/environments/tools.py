@@ -15,6 +15,7 @@ from typing import Any
 
 from tunesmith.errors import ConfigError, nearest
 from tunesmith.learn.usercode.calls import Function
+from tunesmith.records.foreign import json_or, parse_json
 
 EXPECTED = '{"name": ..., "arguments": {...}}'
 
@@ -74,12 +75,12 @@ def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
         function = _FUNCTION.search(block[1])
         if function:
             pairs = _PARAMETER.findall(function[2])
-            arguments = {key.strip(): _value(value) for key, value in pairs}
+            arguments = {key.strip(): json_or(value, value) for key, value in pairs}
             calls.append(ToolCall(function[1].strip(), arguments))
             continue
         try:
-            calls.append(_check(json.loads(block[1])))
-        except (ValueError, RecursionError) as error:
+            calls.append(_check(parse_json(block[1])))
+        except ValueError as error:
             calls.append(BadCall(f"the tool call is not valid JSON: {error}"))
     if not calls:
         return text, []
@@ -121,14 +122,6 @@ def parse_mistral(raw: str, text: str) -> tuple[str, Calls]:
     return spoken.rstrip(), [_check(item) for item in items]
 
 
-def _value(text: str) -> Any:
-    """The value of JSON; all else stays text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
 def _check(value: Any) -> ToolCall | BadCall:
     if not isinstance(value, Mapping):
         return BadCall(f"a tool call is an object {EXPECTED}")
@@ -138,7 +131,7 @@ def _check(value: Any) -> ToolCall | BadCall:
     if not isinstance(name, str) or not name:
         return BadCall(f"the tool call names no tool; write {EXPECTED}")
     if isinstance(arguments, str):
-        arguments = _value(arguments)
+        arguments = json_or(arguments, arguments)
     if not isinstance(arguments, Mapping):
         return BadCall(f"the arguments of '{name}' are not a JSON object; write {EXPECTED}")
     return ToolCall(name, dict(arguments))

@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,6 +28,7 @@ from tunesmith.learn.environments.conversation import OutOfRoom
 from tunesmith.learn.environments.steps import StepResult
 from tunesmith.learn.packages.adapter import Foreign, Options, TaskRow
 from tunesmith.learn.packages.served import PackageServer
+from tunesmith.records.foreign import json_or, parse_json
 
 SERVERS = "resources_servers"
 PARAMS = "responses_create_params"
@@ -78,9 +78,8 @@ async def _steps(session: aiohttp.ClientSession) -> bool:
     """Whether the server answers each turn (``resources_servers.gymnasium``)."""
     async with session.get("/openapi.json") as answer:
         text = await answer.text()
-    with suppress(ValueError, AttributeError):
-        return "/step" in json.loads(text).get("paths", ())
-    return False
+    described = json_or(text, None)
+    return isinstance(described, dict) and "/step" in described.get("paths", ())
 
 
 async def _stepped(
@@ -162,7 +161,7 @@ async def _called(session: aiohttp.ClientSession, call: Mapping[str, str], tools
     if call["name"] not in tools:
         return json.dumps({"error": f"There is no tool {call['name']}."})
     try:
-        arguments = json.loads(call["arguments"])
+        arguments = parse_json(call["arguments"])
     except ValueError as error:
         return json.dumps({"error": f"Invalid tool call arguments: {error}"})
     async with session.post(f"/{call['name']}", json=arguments) as answer:

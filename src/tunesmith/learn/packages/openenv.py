@@ -22,6 +22,7 @@ from tunesmith.learn.environments.steps import StepResult
 from tunesmith.learn.packages.adapter import Foreign, Options, TaskRow
 from tunesmith.learn.packages.served import PackageServer
 from tunesmith.learn.packages.splits import check_split, is_of, number
+from tunesmith.records.foreign import json_or
 from tunesmith.types import Message
 
 SIZE = 200
@@ -108,10 +109,7 @@ async def _step(far: Foreign, action: Mapping[str, object]) -> Foreign | None:
 def action_in(text: str, schema: Mapping[str, Foreign]) -> dict[str, object] | None:
     """The action that a turn holds; None if it holds none that the schema describes."""
     text = text.rpartition("</think>")[2].strip()
-    try:
-        value: object = json.loads(text.removeprefix("```json").removesuffix("```"))
-    except (ValueError, RecursionError):
-        value = text
+    value: object = json_or(text.removeprefix("```json").removesuffix("```"), text)
     needed = schema.get("required", ())
     fields = schema.get("properties", {})
     if isinstance(value, dict):

@@ -28,6 +28,7 @@ from tunesmith.learn.rewards.function import (
 )
 from tunesmith.learn.sandboxes.base import SandboxError, SandboxJob, SandboxOutcome, SandboxRunner
 from tunesmith.learn.sandboxes.making import make_runner
+from tunesmith.records.foreign import json_or, parse_json
 from tunesmith.types import Rollout, Status
 
 CODE_TESTS = "code_tests"
@@ -72,8 +73,8 @@ class CodeTest:
         if not self.function:
             return lines_of(outcome.stdout) == lines_of(str(self.expected))
         try:
-            result: object = json.loads(outcome.stdout)
-        except (ValueError, RecursionError):
+            result: object = parse_json(outcome.stdout)
+        except ValueError:
             return False
         # Published tests often put the one result into a list.
         match self.expected:
@@ -143,8 +144,8 @@ def read_tests(value: object) -> list[CodeTest] | str:
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
+            value = parse_json(value)
+        except ValueError:
             return "is text and no JSON"
     match value:
         case None:
@@ -195,12 +196,7 @@ def _arguments(given: object) -> str:
 
 
 def _value(text: object) -> object:
-    if not isinstance(text, str):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    return json_or(text, text) if isinstance(text, str) else text
 
 
 def lines_of(text: str) -> list[str]:

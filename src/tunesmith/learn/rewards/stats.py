@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from tunesmith.config.schema import ModelReward
 from tunesmith.errors import ConfigError, boundary
+from tunesmith.records.storage import read_json
 
 STATS_FILE = "reward_stats.json"
 
@@ -32,9 +32,7 @@ def check_reward_model(entry: ModelReward) -> None:
     directory = Path(entry.path)
     if directory.is_dir():
         file = directory / "config.json"
-        with boundary(ConfigError, f"cannot read {file}", (OSError, ValueError)):
-            config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        problem = _problem_of_config(config)
+        problem = _problem_of_config(read_json(file, ConfigError))
         if problem:
             why = f"reward.models: '{entry.path}' {problem}"
             raise ConfigError(why, keys=("reward.models",))

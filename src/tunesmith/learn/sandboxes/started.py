@@ -36,6 +36,7 @@ from tunesmith.learn.sandboxes.base import (
 from tunesmith.learn.sandboxes.outlet import Outlet
 from tunesmith.learn.usercode.calls import PerLoop
 from tunesmith.learn.usercode.child import starter
+from tunesmith.records.foreign import json_or
 
 _PROGRAM = Path(__file__).with_name("code_program.py")
 NOBODY = 65534
@@ -256,7 +257,7 @@ class _Started:
     def _run(self, message: bytes, seconds: float) -> SandboxOutcome:
         answer = self._talk(message + b"\n", min(seconds, LONGEST) + START_SECONDS)
         if answer:
-            return outcome_of(_parsed(answer))
+            return outcome_of(json_or(answer, answer.decode(errors="replace")))
         code = self._process.wait()
         if self._late or code in _ALARMED:
             return SandboxOutcome("timed_out")
@@ -308,10 +309,3 @@ def _problem(check: tuple[str, ...]) -> str:
         return f"does not answer within {START_SECONDS:g} s"
     said = done.stderr.decode(errors="replace").strip()
     return f"says: {said[-_SAID:]}" if done.returncode else ""
-
-
-def _parsed(out: bytes) -> object:
-    try:
-        return json.loads(out)
-    except (ValueError, RecursionError):
-        return out.decode(errors="replace")

@@ -35,6 +35,7 @@ from tunesmith.learn.usercode.child import Process, ending
 from tunesmith.learn.usercode.far import ConnectedFar
 from tunesmith.learn.usercode.jail import Jail
 from tunesmith.records.children import remove_at_end
+from tunesmith.records.foreign import parse_json
 
 STARTUP_SECONDS = 60.0
 ENDING_SECONDS = 10.0
@@ -331,11 +332,7 @@ class Worker(ConnectedFar):
 
     def _decode(self, message: bytes) -> tuple[int, Any, WorkerError | None]:
         """Raises ValueError: code in the process has written something else."""
-        try:
-            said: object = json.loads(message)
-        except RecursionError as error:
-            raise ValueError(str(error)) from None
-        match said:
+        match parse_json(message):
             case [int() as number, value, None]:
                 return number, value, None
             case [int() as number, value, str() as error]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.errors import ModelError, boundary
+from tunesmith.records.storage import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ def read_adapter(directory: Path | None) -> SavedAdapter | None:
     path = directory and directory / ADAPTER_CONFIG
     if path is None or not path.is_file():
         return None
-    with boundary(ModelError, f"cannot read {path}", (OSError, ValueError, TypeError, KeyError)):
-        config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path, ModelError)
+    with boundary(ModelError, f"cannot read {path}", (TypeError, KeyError, AttributeError)):
         rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
         targets = config.get("target_modules")
         return SavedAdapter(rank, tuple(targets) if isinstance(targets, list) else None)

@@ -3,14 +3,13 @@ weights."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import Thread
 
 from tunesmith.config.reading.files import is_gguf
-from tunesmith.errors import ModelError, boundary
+from tunesmith.errors import ModelError
 from tunesmith.plan.facts.families import family
 from tunesmith.plan.facts.gguf import read_header
 from tunesmith.plan.facts.layers import Written
@@ -23,6 +22,7 @@ from tunesmith.plan.facts.model_files import (
     quantised_by,
 )
 from tunesmith.plan.facts.model_files import ONE as WEIGHTS
+from tunesmith.records.storage import read_json
 
 PATIENCE = 5.0
 """Seconds to wait for the hub, after which the run continues without the model's size."""
@@ -72,8 +72,7 @@ def _hub_facts(name: str) -> ModelFacts | None:
     file = _file(name, CONFIG)
     if file is None:
         return None
-    with boundary(ModelError, f"cannot read {file}", (OSError, ValueError)):
-        config: Written = json.loads(file.read_text(encoding="utf-8"))
+    config: Written = read_json(file, ModelError)
     method = quantised_by(config)
     check_method(f"'{name}'", method)
     facts = facts_of(config)
@@ -82,8 +81,7 @@ def _hub_facts(name: str) -> ModelFacts | None:
     index = None if method else _file(name, INDEX)  # which counts the bytes of what is packed
     parameters: int | None = None
     if index is not None:
-        with boundary(ModelError, f"cannot read {index}", (OSError, ValueError)):
-            metadata: Written = json.loads(index.read_text(encoding="utf-8")).get("metadata") or {}
+        metadata: Written = read_json(index, ModelError).get("metadata") or {}
         size = _BYTES.get(str(config.get("dtype") or config.get("torch_dtype")))
         parameters = (
             metadata.get("total_parameters")

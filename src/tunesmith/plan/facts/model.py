@@ -3,7 +3,6 @@ files."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,6 +26,7 @@ from tunesmith.plan.facts.layers import (
 from tunesmith.plan.facts.model_files import check_files, count_parameters
 from tunesmith.plan.facts.parameters import Sizes, count, global_key_width
 from tunesmith.plan.facts.towers import TowerSizes, tower_of
+from tunesmith.records.storage import read_json
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,8 @@ def read_model_facts(directory: Path) -> ModelFacts | None:
     """
     path = directory / "config.json"
     check_files(directory)
-    with boundary(
-        ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError, RecursionError)
-    ):
-        whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    whole = read_json(path, ModelError)
+    with boundary(ModelError, f"cannot read {path}", AttributeError):
         _check_sizes(path, decoder_config(whole))
     facts = facts_of(whole)
     _check_end(directory, facts)
@@ -307,10 +305,8 @@ def _check_end(directory: Path, facts: ModelFacts | None) -> None:
     for path in (directory / "config.json", directory / "generation_config.json"):
         if facts is None or not path.is_file():
             continue
-        with boundary(
-            ModelError, f"cannot read {path}", (OSError, ValueError, AttributeError, RecursionError)
-        ):
-            whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        whole = read_json(path, ModelError)
+        with boundary(ModelError, f"cannot read {path}", AttributeError):
             ends: Any = whole.get(
                 "eos_token_id", (whole.get("text_config") or {}).get("eos_token_id")
             )

@@ -7,7 +7,6 @@ same ones.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.errors import ModelError, boundary
 from tunesmith.plan.facts.layers import Written
+from tunesmith.records.foreign import parse_json
 
 ONE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -35,7 +35,7 @@ TOWERS = (
 )
 """Parts of a multimodal checkpoint beside its text decoder."""
 _LFS_POINTER = b"version "
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error)
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)
 
 
 BLOCKS = "_blocks"
@@ -128,7 +128,7 @@ def weight_files(directory: Path) -> list[Path]:
     if not index.is_file():
         return [one] if one.is_file() else []
     with boundary(ModelError, f"cannot read {index}", _DAMAGED):
-        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names: dict[str, str] = parse_json(index.read_bytes())["weight_map"]
         files = [directory / name for name in sorted(set(names.values()))]
     if one.is_file() and any(file.is_file() for file in files if file != one):
         raise ModelError(
@@ -163,7 +163,7 @@ def is_packed(directory: Path) -> bool:
 
 def _method_in(path: Path) -> str | None:
     with boundary(ModelError, f"cannot read {path}", _DAMAGED):
-        return quantised_by(json.loads(path.read_text(encoding="utf-8")))
+        return quantised_by(parse_json(path.read_bytes()))
 
 
 def _packed(name: str, blocks: Stored, scales: Stored) -> Stored:
@@ -204,7 +204,7 @@ def _header(path: Path) -> dict[str, Stored]:
         (length,) = struct.unpack("<Q", start)
         if length > size:
             raise ValueError("it is damaged, or not a safetensors file")
-        header: dict[str, Any] = json.loads(file.read(length))
+        header: dict[str, Any] = parse_json(file.read(length))
         header.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if 8 + length + end != size:

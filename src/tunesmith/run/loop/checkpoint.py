@@ -14,12 +14,11 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tunesmith.errors import CheckpointError, StorageError, boundary
 from tunesmith.learn.data.loader import State
 from tunesmith.records.run_dir import checkpoints_in
-from tunesmith.records.storage import replacing
+from tunesmith.records.storage import read_json, replacing
 from tunesmith.run.loop.manifest import write_manifest
 
 STATE_FILE = "state.json"
@@ -133,7 +132,7 @@ def read_state(checkpoint: Path) -> State:
     file = checkpoint / STATE_FILE
     if not file.is_file():
         raise CheckpointError(f"{checkpoint} is no complete checkpoint: it has no {STATE_FILE}")
-    state = _read_object(file, f"{file} is damaged")
+    state = read_json(file, CheckpointError)
     if not isinstance(state.get("step"), int):
         raise CheckpointError(f"{file} is damaged: it names no step")
     return state
@@ -149,8 +148,8 @@ def check_same_model(checkpoint: Path, model_path: str) -> None:
     ours = Path(model_path) / "config.json"
     if not (theirs.is_file() and ours.is_file()):
         return
-    saved = _read_object(theirs, f"cannot read {theirs}")
-    current = _read_object(ours, f"cannot read {ours}")
+    saved = read_json(theirs, CheckpointError)
+    current = read_json(ours, CheckpointError)
     shape = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     for key in shape:
         if saved.get(key) != current.get(key):
@@ -159,14 +158,6 @@ def check_same_model(checkpoint: Path, model_path: str) -> None:
                 f"that of {model_path} is {current.get(key)!r}. Resume with the model the run "
                 "began with."
             )
-
-
-def _read_object(file: Path, failed: str) -> dict[str, Any]:
-    with boundary(CheckpointError, failed, (OSError, ValueError, RecursionError)):
-        content: dict[str, Any] | list[Any] = json.loads(file.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("it holds no JSON object")
-        return content
 
 
 def _is_storage_failure(error: Exception) -> bool:

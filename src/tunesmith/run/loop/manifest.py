@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from tunesmith.errors import CheckpointError, StorageError, boundary
+from tunesmith.records.foreign import parse_json
 
 MANIFEST_FILE = "manifest.json"
 Table = dict[str, dict[str, int | str]]
@@ -82,12 +83,12 @@ def check_whole(checkpoint: Path, others: Sequence[Path]) -> None:
 def _read(checkpoint: Path) -> Table | str:
     """The table, or what is wrong with it."""
     try:
-        manifest = json.loads((checkpoint / MANIFEST_FILE).read_bytes())
+        manifest = parse_json((checkpoint / MANIFEST_FILE).read_bytes())
         table: Table = manifest["files"]
         return table if manifest["crc32"] == _table_crc32(table) else "is not what was written"
     except FileNotFoundError:
         return "is missing: there are no checksums to compare with"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"cannot be read: {error}"
 
 

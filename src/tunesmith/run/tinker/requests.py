@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tunesmith.errors import UserError, shortened
+from tunesmith.records.foreign import parse_json
 from tunesmith.records.plain import JsonObject
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
@@ -174,7 +174,7 @@ def parse(kind: type[A], body: bytes | Mapping[str, str]) -> A:
 def parse_object(body: bytes) -> JsonObject:
     """Raises UserError: the body is no JSON object."""
     try:
-        said = json.loads(body)
+        said = parse_json(body)
     except ValueError as error:
         raise UserError(f"the request is not JSON: {error}") from None
     if not isinstance(said, dict):

@@ -1,0 +1,26 @@
+"""JSON that others write: models, programs, services, people."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, has a number of too many digits, or is nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def json_or(text: str | bytes, other: Any) -> Any:
+    """The value of a JSON text; ``other`` if it is none."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return other
