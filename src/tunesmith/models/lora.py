@@ -12,6 +12,7 @@ refuses it: the trainer's log-probabilities would differ from the sampler's.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,7 +209,12 @@ def merge_into(module: PreTrainedModel, adapter: Path) -> PreTrainedModel:
         peft = PeftModel.from_pretrained(module, adapter)
         check_weights(adapter, peft)
         _separate(peft)
-    with boundary(ModelError, f"the adapter {adapter} cannot be merged", ANY_OF_PEFT):
+    with (
+        warnings.catch_warnings(),
+        boundary(ModelError, f"the adapter {adapter} cannot be merged", ANY_OF_PEFT),
+    ):
+        # What peft calls untied here is tied again below, if it is equal.
+        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
         merged = cast(PreTrainedModel, peft.merge_and_unload(safe_merge=True))
     _repeat_layers(merged, config.layer_replication)
     if tied:

@@ -170,6 +170,10 @@ def _data(text: str, bases: list[Path]) -> str:
     path = _search(text, bases)
     if path is None and package_name(text):
         return _of_package(text, bases)
+    file, bracket, part = text.removesuffix("]").partition("[")
+    if path is None and bracket and _search(file, bases):
+        split = part if part[:1].isalpha() else f"train[{part}]"
+        raise ConfigError(f'write a part as {{ path = "{file}", split = "{split}" }}')
     if path is None:
         return _hub_name(text, bases, "datasets", "openai/gsm8k")
     if path.is_file() and path.stat().st_size == 0:
