@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,7 @@ from tests.support.tiny import CHATML, save_model
 from tests.support.tiny_runs import rl_settings, sft_settings, sums, write_lines
 from tunesmith.config.changing import with_values
 from tunesmith.config.commands import KINDS, OfflineDistillConfig, SampledDistillConfig, all_keys
-from tunesmith.config.continuing import Content, changes
+from tunesmith.config.continuing import MOVABLE, Content, changes
 from tunesmith.config.load import load_config
 from tunesmith.config.resolved import Listing, save_resolved, settings
 from tunesmith.config.schema import RLConfig
@@ -77,6 +78,20 @@ def test_a_change_of_any_setting_is_refused_told_or_does_not_matter(
         kind in ("refused", "effect", "speed")
     )
     assert all(line.startswith(f'{key}: "before" → ') for line in lines)
+
+
+@pytest.mark.parametrize("key", MOVABLE.replace("algorithm.", "algorithm.loss").split())
+def test_files_whose_contents_are_compared_may_be_moved(tmp_path: Path, key: str) -> None:
+    def told(then: str, now: str) -> list[str]:
+        listing = resolved_of(key)
+        kept = {**listing.values, key: [{"path": then}, "math"]}
+        save_resolved(replace(listing, values=kept), tmp_path)
+        kept = {**listing.values, key: [{"path": now}, "math"]}
+        return changes(replace(listing, values=kept), {}, tmp_path).told
+
+    assert not told("/old/place/mine.py:one", "/new/mine.py:one")
+    for other in ("/old/place/mine.py:two", "/old/place/others.py:one", "mine.py/one"):
+        assert len(told("/old/place/mine.py:one", other)) == 1
 
 
 @pytest.mark.parametrize("name", sorted(CONTENTS))

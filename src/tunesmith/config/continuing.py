@@ -4,6 +4,7 @@ does."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,11 @@ REMEDY = (
     "Restore what the run began with, or start another run from the checkpoint's model: its "
     "directory as model.path, or as lora.path if it is an adapter"
 )
+
+MOVABLE = (
+    "reward.functions reward.models environment.path environment.tools algorithm. teacher.path"
+)
+"""Settings with an effect that name files whose contents are compared, wherever they are."""
 
 
 class Content(NamedTuple):
@@ -61,6 +67,10 @@ def changes(listing: Listing, contents: Mapping[str, Content], directory: Path) 
     for key, entry in json.loads(json.dumps(entries(listing))).items():
         if key not in before or same_path(before[key][0]) == same_path(entry["value"]):
             continue
+        if key.startswith(tuple(MOVABLE.split())) and (
+            _without_folders(before[key][0]) == _without_folders(entry["value"])
+        ):
+            continue
         derived = key.startswith("system.") and before[key][1] == entry["source"] == "derived"
         verdict = verdict_of(key)
         changed = f"{key}: {shown_value(before[key][0])} → {shown_value(entry['value'])}"
@@ -81,3 +91,8 @@ def changes(listing: Listing, contents: Mapping[str, Content], directory: Path) 
         sentence = f"{of_content.key}: {of_content.text.format(name=content.name)}"
         (found.refused if of_content.refused else found.told).append(sentence)
     return found
+
+
+def _without_folders(value: object) -> str:
+    """A setting's value as JSON, with the names alone of the files in it."""
+    return re.sub(r'"/(?:[^"]*/)?([^"/]+)"', r'"\1"', json.dumps(value))
