@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from tunesmith.cli.main import app
 from tunesmith.guide import self_test
-from tunesmith.guide.self_test import MachineLine, examine
+from tunesmith.guide.self_test import MachineLine, examine, has_code
 from tunesmith.plan.facts.hardware import Gpu, Hardware
 from tunesmith.plan.rules.vllm import NEWEST
 
@@ -57,6 +58,26 @@ def test_what_hinders_runs_on_gpus_is_said_with_what_to_do(
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(64 << 20, 0, 0))
     assert "--shm-size" in cures(machine)["shared memory"]
     assert "CUDA_VISIBLE_DEVICES" in cures(replace(CPU, unseen="7"))["GPUs"]
+    monkeypatch.setattr(self_test, "_codes", lambda: ["sm_75", "sm_80"])
+    assert "has no code for it" in cures(machine)["GPU 0"]
+
+
+def test_which_gpus_a_build_of_pytorch_has_code_for() -> None:
+    codes = ["sm_75", "sm_80", "sm_90a", "sm_100", "compute_100"]
+    have = [(7, 5), (8, 0), (8, 9), (9, 0), (10, 3), (12, 0), (12, 1)]
+    assert all(has_code(each, codes) for each in have)
+    assert not any(has_code(each, codes) for each in ((6, 1), (7, 0)))
+    assert not has_code((12, 0), codes[:-1]), "another generation, and nothing to translate"
+
+
+@pytest.mark.parametrize(("limit", "short"), [(-1, False), (8 << 20, True), (64 << 30, False)])
+@pytest.mark.usefixtures("quick")
+def test_a_network_needs_locked_memory(
+    limit: int, short: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(self_test, "FABRIC", tmp_path)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (limit, limit))
+    assert ("locked memory" in cures(replace(CPU, gpus=(H100,)))) is short
 
 
 @pytest.mark.usefixtures("quick")
@@ -72,6 +93,7 @@ def test_slow_gpus_and_links_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "_between", lambda _: 1 / 0)
     found = cures(replace(CPU, gpus=(H100, H100)))
     assert found.keys() == {"GPU 1: speed", "between GPUs"}
+    assert "NCCL_P2P_DISABLE" in found["between GPUs"]
     assert "throttling" in found["GPU 1: speed"]
 
 

@@ -619,10 +619,51 @@ def test_parts_of_a_gpu_have_their_own_memory() -> None:
     assert len(parse_gpus(listing, None, parts)) == 1
 
 
-def test_a_gpu_that_cannot_be_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunesmith.plan.facts.hardware.read_gpus", lambda: ())
-    for visible, unseen in (("MIG-c7", "MIG-c7"), ("-1", None), ("", None)):
+def test_of_a_divided_gpu_cuda_sees_the_first_part() -> None:
+    """In a container that has one part, its GPU's memory may be withheld."""
+    divided = "0, GPU-aa11, NVIDIA A100, 40960, 40000, 8.0, Enabled\n"
+    withheld = divided.replace("40960, 40000", "[Insufficient Permissions], [N/A]")
+    whole = "1, GPU-bb22, NVIDIA L4, 23034, 22500, 8.9, [N/A]\n"
+    parts = (
+        "GPU 0: NVIDIA A100 (UUID: GPU-aa11)\n"
+        "  MIG 2g.10gb     Device  0: (UUID: MIG-c7)\n"
+        "  MIG 1g.5gb      Device  1: (UUID: MIG-d8)\n"
+        "GPU 1: NVIDIA L4 (UUID: GPU-bb22)\n"
+    )
+    part = Gpu("NVIDIA A100 MIG 2g.10gb", 10 * GB, 10 * GB, (8, 0))
+    for listing in (divided, withheld):
+        for visible in (None, "0", "GPU-aa11", "MIG-c7"):
+            assert parse_gpus(listing, visible, parts) == (part,)
+        assert [g.name for g in parse_gpus(listing + whole, None, parts)] == ["NVIDIA L4"]
+        assert [g.name for g in parse_gpus(listing + whole, "1,0", parts)] == [
+            "NVIDIA L4",
+            part.name,
+        ]
+        assert parse_gpus(listing, None) == (), "it has no parts yet"
+
+
+def test_a_gpu_without_memory_of_its_own_takes_most_of_the_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listing = "0, GPU-aa11, NVIDIA GB10, [N/A], [N/A], 12.1, [N/A]\n"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("tunesmith.plan.facts.hardware._nvidia_smi", lambda *_: listing)
+    monkeypatch.setattr("tunesmith.plan.facts.hardware.memory", lambda: (128 * GB, 100 * GB))
+    found = read_hardware()
+    assert found.gpus == (Gpu("NVIDIA GB10", 102_400_000_000, 80 * GB, (12, 1)),)
+    assert found.memory_available == 20 * GB, "and leaves the rest to the CPU"
+
+
+def test_a_gpu_that_cannot_be_found_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tunesmith.plan.facts.hardware.read_gpus", lambda *_: ())
+    for visible, unseen in (("MIG-c7", "CUDA_VISIBLE_DEVICES is MIG-c7"), ("-1", None), ("", None)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert read_hardware().unseen == unseen
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for place, unseen in ((tmp_path, f"there is {tmp_path}"), (tmp_path / "none", None)):
+        monkeypatch.setattr("tunesmith.plan.facts.hardware.DRIVER", place)
         assert read_hardware().unseen == unseen
     notes = resolve(rl(), facts(hardware=replace(CPU, unseen="MIG-c7"))).notes
     assert [note for note in notes if "MIG-c7" in note and "system.device_memory" in note]

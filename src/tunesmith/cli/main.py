@@ -87,6 +87,7 @@ def main() -> None:
     open_standard_streams()
     own_process()
     spin_briefly()
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # nvidia-smi's
     if "RANK" in os.environ:  # started by torchrun or accelerate
         from tunesmith.run.processes.torchrun import join_launch
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import shutil
 import tempfile
 import time
@@ -40,6 +41,14 @@ LEAST_HOST_RATE = 5e9
 PINNED = 256 << 20
 HOPPER = (9, 0)
 FLASH3 = "pip install flash-attn-3 --find-links https://download.pytorch.org/whl/flash-attn-3/"
+FAILED = "runs that need it fail too; see docs/troubleshooting.md"
+UNREACHED = (
+    "set NCCL_P2P_DISABLE=1 if these GPUs cannot read each other's memory (in many virtual "
+    "machines, and with IOMMU or ACS on); NCCL_DEBUG=INFO says where NCCL stops"
+)
+FABRIC = Path("/sys/class/infiniband")
+LEAST_LOCKED = 1 << 30
+"""Bytes that a process may lock, with which NCCL registers its buffers for InfiniBand."""
 OPTIONAL = {"vllm": "vLLM", "liger-kernel": "Liger's kernels", "bitsandbytes": "bitsandbytes"}
 
 
@@ -62,6 +71,8 @@ def examine(machine: Hardware) -> Iterator[MachineLine]:
     yield _versions()
     yield from _packages(machine)
     yield _shared_memory(machine)
+    if machine.gpus and FABRIC.is_dir():
+        yield _locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     usable = machine.gpus if _torch_sees_gpus() else ()
     if any(gpu.capability == HOPPER for gpu in usable):
         yield from _attempt("attention", partial(_attention, usable))
@@ -69,14 +80,16 @@ def examine(machine: Hardware) -> Iterator[MachineLine]:
         name = f"GPU {index}: speed"
         yield from _attempt(name, partial(_speed, name, index, gpu))
     if len(usable) > 1:
-        yield from _attempt("between GPUs", partial(_between, usable))
+        yield from _attempt("between GPUs", partial(_between, usable), UNREACHED)
     device = "cuda" if usable else "cpu"
     for engine in _engines():
         name = f"a step of rl with system.engine = {engine!r}"
         yield from _attempt(name, partial(_step, name, engine, device))
 
 
-def _attempt(name: str, work: Callable[[], MachineLine]) -> Iterator[MachineLine]:
+def _attempt(
+    name: str, work: Callable[[], MachineLine], cure: str = FAILED
+) -> Iterator[MachineLine]:
     """The line of a part that may fail in ways nobody has foreseen."""
     try:
         yield work()
@@ -84,14 +97,16 @@ def _attempt(name: str, work: Callable[[], MachineLine]) -> Iterator[MachineLine
         first = str(error).strip().partition("\n")[0]
         place = traceback.extract_tb(error.__traceback__)[-1]
         failed = f"failed: {type(error).__name__}: {first} ({place.filename}:{place.lineno})"
-        yield MachineLine(name, failed, "runs that need it fail too; see docs/troubleshooting.md")
+        yield MachineLine(name, failed, cure)
 
 
 def _devices(machine: Hardware) -> Iterator[MachineLine]:
     if machine.unseen is not None:
-        unseen = f"CUDA_VISIBLE_DEVICES={machine.unseen}, and nvidia-smi lists none of them"
-        cure = "unset CUDA_VISIBLE_DEVICES, or give numbers or UUIDs that `nvidia-smi -L` prints"
-        yield MachineLine("GPUs", unseen, cure)
+        cure = (
+            "run `nvidia-smi`: it says what is wrong (after an update of the driver: restart the "
+            "machine); CUDA_VISIBLE_DEVICES takes numbers or UUIDs that `nvidia-smi -L` prints"
+        )
+        yield MachineLine("GPUs", f"{machine.unseen}, but nvidia-smi lists none", cure)
     if not machine.gpus:
         yield MachineLine("CPU", f"{machine.cpu}, {machine.cores} cores")
         cure = "install g++: without one, layers are not compiled for this CPU"
@@ -107,15 +122,43 @@ def _devices(machine: Hardware) -> Iterator[MachineLine]:
         major, minor = gpu.capability
         free = f"{format_size(gpu.memory_free)} of {format_size(gpu.memory_total)} free"
         found = f"{gpu.name}, {free}, compute capability {major}.{minor}"
-        is_free = gpu.memory_free >= LEAST_FREE * gpu.memory_total
-        cure = "another process uses it (see `nvidia-smi`): end it, or set CUDA_VISIBLE_DEVICES"
-        yield MachineLine(f"GPU {index}", found, None if is_free else cure)
+        cure = None
+        if gpu.memory_free < LEAST_FREE * gpu.memory_total:
+            cure = "another process uses it (see `nvidia-smi`): end it, or set CUDA_VISIBLE_DEVICES"
+        if not has_code(gpu.capability, _codes()):
+            cure = (
+                f"torch {version('torch')} has no code for it: install the same release for another "
+                "CUDA (older GPUs need an older one, newer GPUs a newer one)"
+            )
+        yield MachineLine(f"GPU {index}", found, cure)
 
 
 def _torch_sees_gpus() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _codes() -> Sequence[str]:
+    import torch
+
+    return torch.cuda.get_arch_list()
+
+
+def has_code(capability: tuple[int, int], codes: Sequence[str]) -> bool:
+    """Whether a build of PyTorch has code for a GPU; without a list it is assumed.
+
+    Args:
+        codes: such as ``sm_90`` for GPUs of this generation from 9.0 on, and ``compute_90``, which
+            any newer GPU translates.
+    """
+    for code in codes:
+        kind, _, number = code.partition("_")
+        digits = number.rstrip("af")
+        found = int(digits[:-1]), int(digits[-1])
+        if found <= capability and (kind == "compute" or found[0] == capability[0]):
+            return True
+    return not codes
 
 
 def _versions() -> MachineLine:
@@ -161,6 +204,17 @@ def _shared_memory(machine: Hardware, path: Path = Path("/dev/shm")) -> MachineL
             f"{path}): NCCL and weights for engines go through it"
         )
     return MachineLine("shared memory", f"{format_size(size)} in {path}", cure)
+
+
+def _locked_memory(limit: int) -> MachineLine:
+    """What NCCL may lock for InfiniBand and RoCE."""
+    enough = limit == resource.RLIM_INFINITY or limit >= LEAST_LOCKED
+    found = "no limit" if limit == resource.RLIM_INFINITY else format_size(limit)
+    cure = (
+        "`ulimit -l unlimited` (a container: --ulimit memlock=-1; Slurm: PropagateResourceLimits): "
+        "NCCL cannot use the network's memory access otherwise"
+    )
+    return MachineLine("locked memory", found, None if enough else cure)
 
 
 def _speed(name: str, index: int, gpu: Gpu) -> MachineLine:

@@ -8,7 +8,7 @@ import resource
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +22,12 @@ _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 SHARED_MEMORY = Path("/dev/shm")
 COMPILERS = ("g++", "clang++", "c++")
+DIVIDED = "Enabled"
+DRIVER = Path("/dev/nvidiactl")
+WINDOWS = "/usr/lib/wsl/lib/nvidia-smi"
+"""Where Linux on Windows has the program; not all shells have this directory in ``PATH``."""
+SHARE_OF_GPU = 0.8
+"""Share of the memory that a GPU gets which has none of its own, but the CPU's (GB10, Jetson)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,8 @@ class Hardware:
     shared_memory: int | None = None
     """Bytes free in ``/dev/shm``; None: unknown, or there is none."""
     unseen: str | None = None
-    """``CUDA_VISIBLE_DEVICES``, if it names GPUs but ``nvidia-smi`` lists none of them."""
+    """What speaks of GPUs though ``nvidia-smi`` lists none: ``CUDA_VISIBLE_DEVICES``, or a file of
+    the driver."""
     accelerator: str | None = None
     """Ray's name of its GPUs (``accelerator_type``), if there are machines with others."""
 
@@ -80,8 +87,10 @@ class Hardware:
 def read_hardware() -> Hardware:
     """Facts about this machine; takes milliseconds, or a tenth of a second with ``nvidia-smi``."""
     flags, (total, available) = cpu_flags(), memory()
-    gpus = read_gpus()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    shared = int(SHARE_OF_GPU * total), int(SHARE_OF_GPU * available)
+    gpus = read_gpus(shared)
+    if gpus and gpus[0].memory_total == shared[0]:
+        available -= gpus[0].memory_free
     return Hardware(
         cpu=cpu_info().get("model name", "CPU"),
         cores=_cores(),
@@ -93,8 +102,15 @@ def read_hardware() -> Hardware:
         pairs="avx512_bf16" in flags and "amx_bf16" not in flags,
         compiler=find_compiler(),
         shared_memory=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
-        unseen=None if gpus or visible in ("", "-1") else visible,
+        unseen=None if gpus else _unseen(os.environ.get("CUDA_VISIBLE_DEVICES")),
     )
+
+
+def _unseen(visible: str | None) -> str | None:
+    """What speaks of GPUs; None: nothing does, or they are not to be used."""
+    if visible is None:
+        return f"there is {DRIVER}" if DRIVER.exists() else None
+    return None if visible.strip() in ("", "-1") else f"CUDA_VISIBLE_DEVICES is {visible}"
 
 
 def find_compiler() -> str | None:
@@ -127,23 +143,27 @@ def _words(command: str) -> list[str]:
         return []
 
 
-def read_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that ``nvidia-smi`` lists and ``CUDA_VISIBLE_DEVICES`` allows; none if it fails."""
+def read_gpus(shared: tuple[int, int] = (0, 0)) -> tuple[Gpu, ...]:
+    """The GPUs that ``nvidia-smi`` lists and ``CUDA_VISIBLE_DEVICES`` allows; none if it fails.
+
+    Args:
+        shared: total and free memory of a GPU without memory of its own; 0: it does not count.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
-    query = "index,uuid,name,memory.total,memory.free,compute_cap"
+    query = "index,uuid,name,memory.total,memory.free,compute_cap,mig.mode.current"
     listing = _nvidia_smi(f"--query-gpu={query}", "--format=csv,noheader,nounits")
-    return parse_gpus(
-        listing, visible, _nvidia_smi("--list-gpus") if "MIG-" in (visible or "") else ""
-    )
+    divided = "MIG-" in (visible or "") or DIVIDED in listing
+    return parse_gpus(listing, visible, _nvidia_smi("--list-gpus") if divided else "", shared)
 
 
 def _nvidia_smi(*arguments: str) -> str:
     """The output of ``nvidia-smi``; empty if it fails."""
+    program = shutil.which("nvidia-smi") or WINDOWS
     try:
         done = subprocess.run(
-            ["nvidia-smi", *arguments],
+            [program, *arguments],
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -155,25 +175,33 @@ def _nvidia_smi(*arguments: str) -> str:
     return done.stdout
 
 
-def parse_gpus(listing: str, visible: str | None, parts: str = "") -> tuple[Gpu, ...]:
-    """GPUs in a listing of ``index, uuid, name, MiB total, MiB free, capability``, in CUDA's order.
+def parse_gpus(
+    listing: str, visible: str | None, parts: str = "", shared: tuple[int, int] = (0, 0)
+) -> tuple[Gpu, ...]:
+    """GPUs in a listing of ``index, uuid, name, MiB total, MiB free, capability, whether it is
+    divided (MIG)``, in CUDA's order. Of a divided GPU, CUDA sees the first part.
 
     Args:
-        visible: ``CUDA_VISIBLE_DEVICES``: indices or UUIDs (or UUID prefixes); None allows all.
+        visible: ``CUDA_VISIBLE_DEVICES``: indices or UUIDs (or UUID prefixes); None allows all
+            whole GPUs, or one part if all are divided.
         parts: a listing of GPUs and their MIG parts, whose names give their memory.
+        shared: total and free memory of a GPU without memory of its own; 0: it does not count.
     """
+    lines = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]
+    whole = {line[1]: gpu for line in lines for gpu in _whole(line, shared)}
+    found = _parts(parts, whole)
     listed: dict[str, tuple[str, Gpu]] = {}
-    for line in listing.splitlines():
-        try:
-            index, uuid, name, total, free, capability = (part.strip() for part in line.split(","))
-            major, _, minor = capability.partition(".")
-            gpu = Gpu(name, int(total) * 2**20, int(free) * 2**20, (int(major), int(minor or 0)))
-        except ValueError:  # a different number of fields, or "[N/A]"
-            continue
-        listed[index] = uuid, gpu
+    firsts: list[Gpu] = []
+    for index, uuid, *_, mode in (line for line in lines if line[1:2] and line[1] in whole):
+        if mode != DIVIDED:
+            listed[index] = uuid, whole[uuid]
+        elif uuid in found:
+            listed[index] = uuid, found[uuid][0][1]
+            firsts.append(found[uuid][0][1])
     if visible is None:
-        return tuple(gpu for _, gpu in listed.values())
-    listed |= _parts(parts, dict(listed.values()))
+        undivided = [gpu for _, gpu in listed.values() if gpu not in firsts]
+        return tuple(undivided or firsts[:1])
+    listed |= {uuid: (uuid, gpu) for each in found.values() for uuid, gpu in each}
     chosen: list[Gpu] = []
     for word in (part.strip() for part in visible.split(",")):
         index = (
@@ -187,24 +215,37 @@ def parse_gpus(listing: str, visible: str | None, parts: str = "") -> tuple[Gpu,
     return tuple(chosen)
 
 
-def _parts(listing: str, whole: Mapping[str, Gpu]) -> dict[str, tuple[str, Gpu]]:
-    """GPU parts by UUID, from lines such as ``  MIG 1g.10gb  Device  0: (UUID: MIG-c7…)`` below
-    their GPU's line."""
-    found: dict[str, tuple[str, Gpu]] = {}
-    above: Gpu | None = None
+def _whole(line: Sequence[str], shared: tuple[int, int]) -> Iterator[Gpu]:
+    """The GPU of a line; a divided one has no memory besides its parts'."""
+    try:
+        _, _, name, total, free, capability, *mode = line
+        major, _, minor = capability.partition(".")
+        ability = int(major), int(minor or 0)
+        if mode == [DIVIDED]:
+            yield Gpu(name, 0, 0, ability)
+        elif not total.isdigit() and shared[0]:
+            yield Gpu(name, *shared, ability)
+        else:
+            yield Gpu(name, int(total) * 2**20, int(free) * 2**20, ability)
+    except ValueError:  # a different number of fields, or "[N/A]"
+        return
+
+
+def _parts(listing: str, whole: Mapping[str, Gpu]) -> dict[str, list[tuple[str, Gpu]]]:
+    """The parts of each GPU by its UUID, with their own, from lines such as
+    ``  MIG 1g.10gb  Device  0: (UUID: MIG-c7…)`` below their GPU's line."""
+    found: dict[str, list[tuple[str, Gpu]]] = {}
+    above = ""
     for line in listing.splitlines():
         uuid = line.rpartition("(UUID: ")[2].rstrip(")")
         part = re.match(r"\s+MIG (\S*?(\d+)gb\S*)", line)
         if not part:
-            above = whole.get(uuid)
-        elif above is not None:
+            above = uuid
+        elif above in whole:
             size = int(part[2]) * 10**9
-            found[uuid] = (
-                uuid,
-                replace(
-                    above, name=f"{above.name} MIG {part[1]}", memory_total=size, memory_free=size
-                ),
-            )
+            name = f"{whole[above].name} MIG {part[1]}"
+            mine = replace(whole[above], name=name, memory_total=size, memory_free=size)
+            found.setdefault(above, []).append((uuid, mine))
     return found
 
 

@@ -22,9 +22,8 @@ def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
         yield "this CPU does not compute bfloat16 natively; float32 would be faster"
     if on_cpu and device_derived and machine and machine.unseen is not None:
         yield (
-            f"nvidia-smi does not list CUDA_VISIBLE_DEVICES = {machine.unseen}, so the CPU "
-            'computes. If there is a GPU, set system.device = "cuda" and system.device_memory, '
-            'such as "40GB"'
+            f"{machine.unseen}, but nvidia-smi lists no such GPU, so the CPU computes. If torch "
+            'sees one, set system.device = "cuda" and system.device_memory, such as "40GB"'
         )
     if device_derived and machine and s.system.device == "cuda" and system.cluster == "none":
         yield from _unused_gpus(machine)

@@ -71,6 +71,7 @@ class ApiCall:
     def run(self, start: Callable[..., R], callbacks: Callbacks) -> R:
         """Start a run with these settings, in its directory."""
         spin_briefly()
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # nvidia-smi's
         with handed_over(self._objects), self._directory():
             settings = list(self._settings.items())
             return start(None, settings, caller=Caller(self._reasons, callbacks))

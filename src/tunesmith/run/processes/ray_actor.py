@@ -24,6 +24,7 @@ class Actor(Host):
     def __init__(self, folder: str, gpus: Sequence[str] | None = None) -> None:
         if gpus is not None:  # before anything here uses CUDA
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # nvidia-smi's
         if os.path.isdir(folder):  # relative paths of the run file mean the same here
             os.chdir(folder)
         super().__init__(ThreadPoolExecutor(1))
