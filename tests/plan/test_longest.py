@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.documents import ROOT
 from tests.support.hardware_table import MODELS
+from tests.support.hub_of_sizes import serve
 from tunesmith.config.commands import DPOConfig, RFTConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, SFTConfig
@@ -21,6 +23,7 @@ from tunesmith.plan.layout.longest import FINENESS, length_setting, longest_that
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.said import reopened
+from tunesmith.run.assembly.planning import plan_longest, plan_run
 
 EIGHT = replace(MODELS["7B (Qwen 2.5)"], context=1 << 24)
 REWARD = 'reward.functions=["math"]'
@@ -99,3 +102,42 @@ def test_a_setting_gives_the_length(tmp_path: Path) -> None:
     assert length_setting(rl, 99, 9) == ("rollout.max_new_tokens", 90)
     assert length_setting(turns, 99, 9) == ("environment.max_tokens", 99)
     assert length_setting(rft, 99, 9) == ("sampling.max_new_tokens", 90)
+
+
+QWEN = {
+    "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA = {
+    **QWEN, "model_type": "llama", "num_hidden_layers": 32, "intermediate_size": 14336,
+    "vocab_size": 128256, "max_position_embeddings": 131072,
+}  # fmt: skip
+SMALL = {
+    **QWEN, "model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "head_dim": 128,
+    "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2,
+    "max_position_embeddings": 32768, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_the_documentation_says_what_is_planned_beside_unsloth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "hardware.md").read_text()
+    serve({"org/qwen": QWEN, "org/llama": LLAMA, "org/small": SMALL}, tmp_path, monkeypatch)
+    qlora = ["data.train=org/d", "lora.rank=16", "model.quantize=nf4"]
+    for said in ([], ["system.offload_activations=false"]):
+        config = load_config(SFTConfig, None, ["model.path=org/qwen", *qlora, *said])
+        longest = plan_longest(config, "H100-80GB")[1].training.longest
+        assert f"| {longest:,} tokens |" in page
+    for model, new, fits, short in (
+        ("org/llama", 19456, "16GB", "15GB"),
+        ("org/small", 1024, "3.2GB", "3GB"),
+    ):
+        said = ["data.max_prompt_tokens=1024", f"rollout.max_new_tokens={new}", REWARD]
+        said += [*qlora, f"model.path={model}", "system.engine=local"]
+        config = load_config(RLConfig, None, [*said, f"system.device_memory={fits}"])
+        assert plan_run(config, "H100-80GB") and f"| {fits.replace('GB', ' GB')} |" in page
+        with pytest.raises(CapacityError):
+            config = load_config(RLConfig, None, [*said, f"system.device_memory={short}"])
+            plan_run(config, "H100-80GB")

@@ -36,6 +36,7 @@ from tunesmith.types import Completion
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+pytestmark = pytest.mark.gpu
 assert KIND.adapters is not None
 MODULES = KIND.adapters.modules
 SHAPE = {"hidden_size": 128, "head_dim": 32}

@@ -29,6 +29,7 @@ from tunesmith.types import Completion
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
+pytestmark = pytest.mark.gpu
 CONTEXT = 64
 
 

@@ -89,7 +89,16 @@ JOURNEYS = [
         id="vllm-adapter-ipc",
         marks=VLLM,
     ),
+    pytest.param(
+        "rl",
+        ["system.engine=vllm", "lora.rank=4", "model.quantize=nf4"],
+        id="vllm-qlora",
+        marks=VLLM,
+    ),
     pytest.param("sft", ["system.trainer_ranks=2", "system.zero_stage=3"], id="fsdp", marks=TWO),
+    pytest.param("sft", ["system.sequence_parallel.size=2"], id="sequence", marks=TWO),
+    pytest.param("rl", ["system.engine=local"], id="rl-derived", marks=TWO),
+    pytest.param("rl", ["system.engine=vllm"], id="vllm-derived", marks=[TWO, VLLM]),
     pytest.param(
         "rl",
         ["system.trainer_ranks=1", "system.engines=1", "system.weight_plane=nccl"],

@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any
 
 from tunesmith.config.changing import with_values
-from tunesmith.config.engines import EngineKind
+from tunesmith.config.engines import OWN_ENGINE, EngineKind
 from tunesmith.config.schema import RunConfig
 from tunesmith.config.values import format_size
 from tunesmith.errors import Problem
@@ -76,10 +76,12 @@ def memory_problems(plan: Plan[C], given: C) -> Iterator[Problem]:
                 "offload_activations",
                 "offload_reference",
             )
-            keys = tuple(f"system.{name}" for name in names if getattr(plan.memory, name))
+            keys = [f"system.{name}" for name in names if getattr(plan.memory, name)]
+            keys = keys or ["system.hybrid"]
             what = " and ".join(f"{key} = true" for key in keys)
-            text = f"{what}: this takes {problem}. Leave it out, shard the model or set lora.rank"
-            yield Problem(keys, text, "memory")
+            adapter = "" if plan.said.lora.rank else " or set lora.rank"
+            cure = f"Leave it out,{' ' if adapter else ' or '}shard the model{adapter}"
+            yield Problem(tuple(keys), f"{what}: this takes {problem}. {cure}", "memory")
 
 
 def shortages(plan: AnyPlan) -> Iterator[Problem]:
@@ -126,8 +128,8 @@ def _remedy(plan: Plan[C], free: int, given: C, free_of_layout: Plan[C]) -> str:
     # Otherwise it is derived.
     said = given.system.gradient_checkpointing not in (None, True)
     stated = always if said else {}
-    more = _more_gpus(free_of_layout)
-    more = f", or {more}" if more else ""
+    enough = _more_gpus(free_of_layout)
+    more = f", or {enough}" if enough else ""
     peaks: list[int] = []
     fastest = fastest_layout(free_of_layout)
     said = bool(given.system.offload_reference)
@@ -151,6 +153,8 @@ def _remedy(plan: Plan[C], free: int, given: C, free_of_layout: Plan[C]) -> str:
             if changes.keys() & LESS and _fits_in_some_layout(plan, given, stated | changes):
                 return f"what fits: {_in_words(stated | changes)}{more}"
             peaks += [changed.peak] if on_host else []
+    if _fits_with_own_engine(plan, given):
+        return f"what fits: system.engine = {toml_value(OWN_ENGINE)}{more}"
     shorter = longest_that_fits(reopened(plan, plan.said.system), plan.training.longest or 0)
     if shorter:
         return f"what fits: samples of at most {shorter} tokens{more}"
@@ -161,11 +165,12 @@ def _remedy(plan: Plan[C], free: int, given: C, free_of_layout: Plan[C]) -> str:
         size = f"{largest / 1e9:.2g}B" if largest >= 1e8 else f"{largest / 1e6:.2g}M"
     if largest >= 1e10:
         size = f"{largest / 1e9:.0f}B"
+    more = f"; the run fits on {enough}" if enough else ""
     if largest >= parameters:
-        return f"nothing that saves memory is enough here{more and more + ' are'}"
+        return f"nothing that saves memory is enough here{more}"
     return (
-        f"a model of this shape may have {size} parameters at most, with all that saves "
-        f"memory{more}"
+        f"with all that saves memory, a model of this shape may have {size} parameters at most"
+        f"{more}"
     )
 
 
@@ -178,6 +183,14 @@ def _engines(plan: AnyPlan, given: RunConfig) -> list[EngineKind]:
     own = given.system.engine_kind
     both = plan.kind.samples and own != plan.devices.engine
     return [plan.devices.engine, own] if both else [plan.devices.engine]
+
+
+def _fits_with_own_engine(plan: Plan[C], given: C) -> bool:
+    """Whether the run fits with the engine that keeps no second copy of the weights."""
+    if not plan.kind.samples or given.system.engine in (None, OWN_ENGINE):
+        return False
+    changed = with_values(given, {"system.engine": OWN_ENGINE})
+    return _fits_in_some_layout(plan.with_devices(engine=changed.system.engine_kind), changed, {})
 
 
 def _fits_in_some_layout(plan: Plan[C], given: C, changes: Mapping[str, object]) -> bool:
