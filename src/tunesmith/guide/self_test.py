@@ -127,8 +127,8 @@ def _devices(machine: Hardware) -> Iterator[MachineLine]:
             cure = "another process uses it (see `nvidia-smi`): end it, or set CUDA_VISIBLE_DEVICES"
         if not has_code(gpu.capability, _codes()):
             cure = (
-                f"torch {version('torch')} has no code for it: install the same release for another "
-                "CUDA (older GPUs need an older one, newer GPUs a newer one)"
+                f"torch {version('torch')} has no code for it: install the same release for "
+                "another CUDA (older GPUs need an older one, newer GPUs a newer one)"
             )
         yield MachineLine(f"GPU {index}", found, cure)
 
