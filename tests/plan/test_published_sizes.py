@@ -35,9 +35,8 @@ def test_keys_of_latent_attention_have_a_part_with_and_one_without_positions() -
     facts = facts_of(CHECKPOINTS["deepseek-ai/DeepSeek-V2-Lite"]["config"])
     assert facts is not None
     assert facts.head_dim == 192
-    # vLLM keeps the latent and the rotated part alone.
-    assert facts.kv_bytes_per_token(2) == 27 * 2 * 16 * 192 * 2
-    assert facts.kv_bytes_per_token(2, latent=True) == 27 * (512 + 64) * 2
+    # Engines keep the latent and the rotated part alone.
+    assert facts.kv_bytes_per_token(2) == 27 * (512 + 64) * 2
 
 
 def test_keys_of_two_widths() -> None:

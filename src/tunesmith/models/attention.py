@@ -25,14 +25,19 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from tunesmith.models.forest import Forest, ForestLevel, Segment, levels, within_chunks
-from tunesmith.models.kernels.attention import AttentionContext, AttentionRule, Kernel, softmax
+from tunesmith.models.kernels.attention import (
+    ATTENTION_NAME,
+    AttentionContext,
+    AttentionRule,
+    Kernel,
+    softmax,
+)
 from tunesmith.models.kernels.cpu_attention import CpuFlash
 from tunesmith.models.kernels.flex_attention import CudaFlex
+from tunesmith.models.kernels.latent import Latent, LatentContext
 from tunesmith.models.kernels.layers import State, StatefulLayer
 from tunesmith.models.kernels.llama4 import Tempered, chunk_of
 from tunesmith.models.kernels.varlen_attention import CudaFlash
-
-ATTENTION_NAME = "tunesmith"
 
 
 def _attention(
@@ -62,7 +67,14 @@ def _attention(
         rule = rule._replace(chunk=chunk_of(module.config, module.layer_idx))
         q = module.tempered(q, query_positions) if isinstance(module, Tempered) else q
     width = v.shape[-1]
-    if width < k.shape[-1]:
+    latent = getattr(module, "expand_kv", None)
+    if isinstance(latent, Latent):
+        if isinstance(attention_context, LatentContext):
+            out = attention_context.attend_to_latents(module.layer_idx, q, k[:, 0], latent, rule)
+            return out.unsqueeze(0), None
+        k, v = latent.expand(k[:, 0])
+        width = latent.value_size
+    elif width < k.shape[-1]:
         v = pad(v, (0, k.shape[-1] - width))
     out = attention_context.attend(module.layer_idx, q, k, v, rule)
     return out[..., :width].unsqueeze(0), None

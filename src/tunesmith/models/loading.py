@@ -24,7 +24,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from tunesmith.errors import ConfigError, ModelError, boundary
-from tunesmith.models.attention import ATTENTION_NAME
+from tunesmith.models.kernels.attention import ATTENTION_NAME
 from tunesmith.models.kernels.quantised import (
     QuantisedLinear,
     Quantize,

@@ -19,8 +19,8 @@ from tunesmith.learn.algorithms.aggregation import weigh
 from tunesmith.learn.algorithms.objective import Objective, policy_objective
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.micro_batches import Packing
-from tunesmith.models.attention import ATTENTION_NAME
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.kernels.attention import ATTENTION_NAME
 from tunesmith.models.no_tokenizer import NoTokenizer
 from tunesmith.plan.cost.work import Work
 from tunesmith.plan.rules.situation import resolved_algorithm
@@ -80,7 +80,7 @@ class Probe:
         size = (work.prompts, work.prompt)
         prompts = torch.randint(work.model.vocab_size, size, generator=draw).tolist()
         attending = replace(
-            work.model, attending=None, key_numbers=None
+            work.model, attending=None, key_numbers=None, latent=0
         )  # as the layers of ``made_up``
         budget = attending.kv_bytes_per_token(4) * (work.prompt + work.new + 32) * work.samples
         engine = LocalEngine(

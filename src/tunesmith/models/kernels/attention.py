@@ -17,6 +17,9 @@ from torch import Tensor
 
 from tunesmith.models.forest import Segment
 
+ATTENTION_NAME = "tunesmith"
+"""The attention function of ``models.attention``, by which layers attend."""
+
 
 class AttentionRule(NamedTuple):
     """How the products of queries and keys become scores for the softmax."""

@@ -29,6 +29,7 @@ from tunesmith.models.experts.routing import ROUTING, Routing, watch
 from tunesmith.models.forest import PackedLengths
 from tunesmith.models.kernels.attention import AttentionContext
 from tunesmith.models.kernels.images import SeenImages
+from tunesmith.models.kernels.latent import keep_latents
 
 State = tuple[Tensor, ...]
 """What a layer carries from token to token, ``[S, ...]`` each."""
@@ -142,6 +143,7 @@ class ModuleRunner:
         for each in self.stateful:
             each.module.forward = partial(_carry, each)
         self._changed = set(_change_forward(model))
+        keep_latents(decoder_layers(model))
         self.routers = tuple(find_routers(decoder_layers(model)))
         watch(self.routers)
         for index in {each.layer for each in (*self.stateful, *self.routers)} | self._changed:

@@ -446,12 +446,10 @@ def kept_of_request(plan: AnyPlan, model: ModelFacts, tokens: float) -> float:
 
 
 def kv_bytes_per_token(plan: AnyPlan, model: ModelFacts) -> int:
-    """Bytes that an engine keeps of a token in all layers, on all of its ranks: vLLM and SGLang
-    keep the latent of keys and values that are made of one, each rank that divides heads all of
-    it."""
-    latent = plan.devices.engine.third_party
-    copies = plan.devices.tensor if latent and model.latent else 1
-    return copies * model.kv_bytes_per_token(kv_bytes_per_number(plan), latent=latent)
+    """Bytes that an engine keeps of a token in all layers, on all of its ranks: each that divides
+    heads keeps all of a latent."""
+    copies = plan.devices.tensor if model.latent else 1
+    return copies * model.kv_bytes_per_token(kv_bytes_per_number(plan))
 
 
 def kv_bytes_per_number(plan: AnyPlan) -> int:

@@ -109,13 +109,10 @@ class ModelFacts:
         """Parameters of embedding and head."""
         return (1 if self.tied else 2) * self.vocab_size * self.hidden_size
 
-    def kv_bytes_per_token(self, bytes_per_number: int, *, latent: bool = False) -> int:
-        """Bytes of one token's keys and values in all layers.
-
-        Args:
-            latent: of the latent instead, if they are made of one.
-        """
-        if latent and self.latent:
+    def kv_bytes_per_token(self, bytes_per_number: int) -> int:
+        """Bytes of one token's keys and values in all layers, or of the latents of which they are
+        made."""
+        if self.latent:
             return self.attention_layers * self.latent * bytes_per_number
         keys = self.key_numbers or self.attention_layers * self.key_width
         return 2 * keys * bytes_per_number

@@ -102,7 +102,7 @@ def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     if s.model is None or longest is None or kv is None or vllm.memory_share is not None:
         return
     blocks = -(-longest // BLOCK_TOKENS) + 1  # one block stays empty
-    each = s.model.kv_bytes_per_token(s.devices.bytes_per_number, latent=True)
+    each = s.model.kv_bytes_per_token(s.devices.bytes_per_number)
     ranks = 1 if s.model.latent else s.devices.ranks_per_engine  # each rank keeps the whole latent
     needed = blocks * BLOCK_TOKENS * each // ranks
     if needed > parse_size(kv):

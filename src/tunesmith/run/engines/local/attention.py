@@ -20,6 +20,7 @@ from tunesmith.models.attention import ForestAttention, same_image
 from tunesmith.models.forest import PackedLengths, Segment
 from tunesmith.models.kernels.attention import AttentionRule, softmax
 from tunesmith.models.kernels.decoding import KVSpan, tables
+from tunesmith.models.kernels.latent import Latent
 from tunesmith.models.kernels.layers import StatefulLayer
 from tunesmith.run.engines.local.pool import KVMemory
 from tunesmith.run.engines.local.requests import CachedPrompt, Piece
@@ -182,6 +183,42 @@ class PoolAttention:
             )
             grouped = queries.permute(1, 2, 0, 3)
             out.append(self._piece(grouped, keys, values, rule, images))
+        return torch.cat(out).to(query.dtype)
+
+    def attend_to_latents(
+        self, layer: int, query: Tensor, rows: Tensor, latent: Latent, rule: AttentionRule
+    ) -> Tensor:
+        """See ``LatentContext``: prompts attend to keys and values, which are soon made; single
+        tokens to latents, of which there are fewer numbers."""
+        place = self._memory.layout.place(layer)
+        plane = self._memory.planes[place]
+        where = self._places[1]
+        plane.view(-1, latent.width).index_copy_(0, where.new, rows.to(plane.dtype))
+        if self._whole is not None:
+            out = self._whole.attend(layer, query, *latent.expand(rows), rule)
+            return out[..., : latent.value_size]
+        if self._together:
+            queries = latent.absorb(query.to(plane.dtype)).unsqueeze(1)
+            kept = torch.cat([self._blocks(place, table) for table in where.tables], 2)
+            mask = self._rows_see(where.tables, rule.window, rule.chunk)
+            rule = with_sinks(rule, (1, -1, 1))
+            mixed = attend(queries, kept, kept[..., : latent.rank], mask, rule)
+            return latent.values(mixed.squeeze(1)).to(query.dtype)
+        out: list[Tensor] = []
+        parts = zip(
+            self._pieces,
+            where.contexts,
+            query.to(plane.dtype).split(self._lengths),
+            rows.split(self._lengths),
+            strict=True,
+        )
+        for piece, context, row_queries, new in parts:
+            seen = new
+            if piece.positions[0]:
+                seen = self._blocks(place, context[0])[0, context[1]].to(rows.dtype)
+            keys, values = (t.transpose(0, 1).to(plane.dtype) for t in latent.expand(seen))
+            grouped = row_queries.transpose(0, 1).unsqueeze(1)
+            out.append(self._piece(grouped, keys, values, rule, None)[..., : latent.value_size])
         return torch.cat(out).to(query.dtype)
 
     def carry(self, layer: StatefulLayer, x: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 The scheduler decides who gets blocks; only the pool and the attention that reads it know where
 tokens are. Blocks never move, and no two spans share one: requests with one prompt share its span.
 
-Shape legend: ``P`` planes (the keys and the values of each layer that has them), ``N`` blocks,
+Shape legend: ``P`` planes (the keys and the values of each layer that has them, or the latents of
+which it makes both), ``N`` blocks,
 ``K`` key/value heads, ``C`` slots of a block, ``D`` head size.
 """
 
@@ -53,6 +54,8 @@ class KVLayout:
     """Decoder layer → the state that it carries; layers without one are left out."""
     shapes: Sequence[tuple[int, int]] = ()
     """The key/value heads and head size of each layer, where these differ between layers."""
+    latent: bool = False
+    """Each token has one row per layer, of which the layer makes its keys and values."""
 
     @property
     def state_bytes(self) -> int:
@@ -65,6 +68,11 @@ class KVLayout:
         return layer if self.places is None else self.places[layer]
 
     @property
+    def planes(self) -> int:
+        """Planes of each layer."""
+        return 1 if self.latent else 2
+
+    @property
     def layer_shapes(self) -> Sequence[tuple[int, int]]:
         """The key/value heads and head size of each layer."""
         return self.shapes or [(self.kv_heads, self.head_dim)] * self.layers
@@ -72,7 +80,8 @@ class KVLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return sum(2 * heads * size for heads, size in self.layer_shapes) * self.dtype.itemsize
+        numbers = sum(heads * size for heads, size in self.layer_shapes)
+        return self.planes * numbers * self.dtype.itemsize
 
 
 class KVMemory:
@@ -80,7 +89,9 @@ class KVMemory:
 
     def __init__(self, layout: KVLayout, blocks: int, block_size: int, slots: int = 0) -> None:
         self.layout = layout
-        self._shapes = [(2, blocks, heads, block_size, size) for heads, size in layout.layer_shapes]
+        self._shapes = [
+            (layout.planes, blocks, heads, block_size, size) for heads, size in layout.layer_shapes
+        ]
         self.block_size = block_size
         self._slots = slots
         self.planes: Planes = ()
@@ -108,7 +119,7 @@ class KVMemory:
             own = [
                 torch.zeros(shape, dtype=dtype, device=device).unbind() for shape in self._shapes
             ]
-            self.planes = tuple(plane for pair in own for plane in pair)
+            self.planes = tuple(plane for of_layer in own for plane in of_layer)
             return
         numbers = [torch.Size(shape).numel() for shape in self._shapes]
         size = sum(numbers) * dtype.itemsize

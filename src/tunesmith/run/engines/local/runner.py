@@ -21,6 +21,7 @@ from tunesmith.models.forest import PackedLengths
 from tunesmith.models.head import fused_logprobs, likeliest
 from tunesmith.models.kernels.attention import AttentionRule
 from tunesmith.models.kernels.decoding import DecodeRows
+from tunesmith.models.kernels.latent import Latent
 from tunesmith.models.kernels.layers import StatefulLayer
 from tunesmith.models.rope import rotated_by
 from tunesmith.run.engines.base import TokenScore
@@ -48,6 +49,7 @@ class _Probe:
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int]] = {}
         self.states: dict[int, tuple[StatePart, ...]] = {}
+        self.latent = False
 
     def carry(self, layer: StatefulLayer, x: Tensor) -> Tensor:
         if layer.layer in self.states:
@@ -70,6 +72,18 @@ class _Probe:
     ) -> Tensor:
         self.shapes[layer] = (query.shape[1], key.shape[1], key.shape[2])
         return torch.zeros_like(query)
+
+    def attend_to_latents(
+        self,
+        layer: int,
+        query: Tensor,
+        rows: Tensor,
+        latent: Latent,
+        rule: AttentionRule,  # noqa: ARG002
+    ) -> Tensor:
+        self.latent = True
+        self.shapes[layer] = (query.shape[1], 1, rows.shape[1])
+        return query.new_zeros(*query.shape[:2], latent.value_size)
 
 
 @torch.inference_mode()
@@ -107,6 +121,7 @@ def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
         places,
         context.states,
         different,
+        context.latent,
     )
     cost = ForwardCost(
         weight_bytes=weights * head.element_size(),
