@@ -260,6 +260,9 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "smolvlm": {"vision_config": _VISION, "scale_factor": 2},
     "exaone4_5": {"vision_config": _QWEN_VISION},
     "glm4v": {"vision_config": {**_QWEN_VISION, "image_size": 28}},
+    "glm_ocr": {"vision_config": {**_QWEN_VISION, "image_size": 28}},
+    "lighton_ocr": {"vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 8}},
+    "minicpmv4_6": {"vision_config": {**_VISION, "num_hidden_layers": 2}, "insert_layer_id": 0},
     "glm4v_moe": {"vision_config": {**_QWEN_VISION, "image_size": 28}},
     "glm46v": {"vision_config": {**_QWEN_VISION, "model_type": "glm4v_vision", "image_size": 28}},
     "qwen2_vl": {
@@ -379,11 +382,25 @@ _HALF_ROTATED = {
 }
 SPECIAL["glm4v"] = _HALF_ROTATED
 SPECIAL["glm46v"] = _HALF_ROTATED | {"model_type": "glm4v_text"}
+SPECIAL["glm_ocr"] = _HALF_ROTATED
 SPECIAL["glm4v_moe"] = SPECIAL["glm4_moe"] | _HALF_ROTATED
 for _name in ("internvl", "llava_onevision"):
     SPECIAL[_name] = {"model_type": "qwen2"}
 for _name in ("llava", "llava_next", "idefics3", "smolvlm"):
     SPECIAL[_name] = {"model_type": "llama"}
+SPECIAL["minicpmv4_6"] = SPECIAL["qwen3_5_text"] | {"model_type": "qwen3_5_text"}
+SPECIAL["lighton_ocr"] = SPECIAL["qwen3"] | {"model_type": "qwen3"}
+SPECIAL["mimo_v2_flash"] = {
+    "head_dim": 12,
+    "v_head_dim": 8,
+    "num_key_value_heads": 1,
+    "sliding_window": WINDOW,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 SPECIAL["lfm2_vl"] = SPECIAL["lfm2"] | {"model_type": "lfm2"}
 SPECIAL["exaone4_5"] = SPECIAL["exaone4"] | {"model_type": "exaone4"}
 SPECIAL["qwen3_5"] = SPECIAL["qwen3_5_text"]

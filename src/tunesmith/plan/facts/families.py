@@ -58,6 +58,8 @@ class Family:
     """Local and global layers have different rotary tables."""
     wide_global: bool = False
     """Heads of layers with full attention are wider than those of layers with a window."""
+    doubled_local: bool = False
+    """Layers with a window have twice the key/value heads of those with full attention."""
     dense_beside_experts: bool = False
     """A dense network stands beside the experts of a layer, as a shared expert does."""
     multimodal: bool = False

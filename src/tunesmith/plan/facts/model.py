@@ -214,6 +214,8 @@ def decoder_config(whole: Written) -> Written:
     """The configuration of a model's decoder, with what published ones of its family leave out."""
     config: dict[str, Any] = dict(whole.get("text_config") or whole)
     name = str(config.get("model_type"))
+    if name == "kimi_k2":  # Kimi K2.5's, which transformers reads so
+        config["model_type"] = name = "deepseek_v3"
     if family(name).multimodal:  # sizes beside those of the towers
         config["model_type"] = name = f"{name}_text"
     for layer in (config.get("per_layer_config") or {}).values():  # as transformers saves Gemma 4
@@ -227,7 +229,11 @@ def decoder_config(whole: Written) -> Written:
 
 def _key_numbers(config: Written, kinds: Sequence[str]) -> int | None:
     """``ModelFacts.key_numbers``."""
-    if not family(config.get("model_type")).wide_global:
+    own = family(config.get("model_type"))
+    if own.doubled_local:
+        keys = first(config, "num_key_value_heads") * first(config, "head_dim")
+        return sum(2 * keys if kind == "sliding_attention" else keys for kind in kinds)
+    if not own.wide_global:
         return None
     narrow = first(config, "num_key_value_heads") * first(config, "head_dim")
     wide = global_key_width(config)

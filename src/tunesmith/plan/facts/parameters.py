@@ -115,10 +115,18 @@ def _mixing(config: Written, index: int, sizes: Sizes, family: Family) -> Iterat
         yield from _global_attention(config, index, sizes)
     else:
         gate = sizes.queries if family.output_gate else 0
+        keys = sizes.keys * (2 if family.doubled_local and kind == "sliding_attention" else 1)
         yield hidden, sizes.queries + gate
         if not _borrows_keys(config, index, sizes):
-            yield from 2 * [(hidden, sizes.keys)]
-        yield sizes.queries, hidden
+            yield hidden, keys
+            yield hidden, _of_values(config, keys)
+        yield _of_values(config, sizes.queries), hidden
+
+
+def _of_values(config: Written, width: int) -> int:
+    """The width of values beside keys, or of outputs beside queries, of a width."""
+    values = first(config, "v_head_dim")
+    return width * values // config["head_dim"] if values else width
 
 
 def _borrows_keys(config: Written, index: int, sizes: Sizes) -> bool:

@@ -195,8 +195,9 @@ class PoolAttention:
         where = self._places[1]
         plane.view(-1, latent.width).index_copy_(0, where.new, rows.to(plane.dtype))
         if self._whole is not None:
-            out = self._whole.attend(layer, query, *latent.expand(rows), rule)
-            return out[..., : latent.value_size]
+            keys, values = latent.expand(rows)
+            whole = self._whole.attend(layer, query, keys, values, rule)
+            return whole[..., : latent.value_size]
         if self._together:
             queries = latent.absorb(query.to(plane.dtype)).unsqueeze(1)
             kept = torch.cat([self._blocks(place, table) for table in where.tables], 2)
