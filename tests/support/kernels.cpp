@@ -2,7 +2,7 @@
 #include <cstdio>
 #include <random>
 #include "layers.h"
-#include "panels.h"
+#include "products.h"
 
 static std::mt19937 generator(0);
 static int failed = 0;
@@ -120,6 +120,24 @@ template <class T, class Exact> static void rounded(const char* name, int64_t ro
     check(name, y, out, 4);
 }
 
+// Products of many rows, and their gradients, on two threads; the sums of weights' gradients are added to ones.
+static void many(int64_t T, int64_t N, int64_t K) {
+    const auto x = drawn<float>(T * K), weight = drawn<float>(N * K), grad = drawn<float>(T * N);
+    std::vector<float> y(T * N + W), grad_x(T * K + W), grad_weight(N * K + W, 1.f);
+    multiply_many(T, N, K, x.data(), K, weight.data(), K, false, y.data(), 2);
+    multiply_many(T, K, N, grad.data(), N, weight.data(), K, true, grad_x.data(), 2);
+    gradient_of_weight(T, N, K, grad.data(), N, x.data(), K, grad_weight.data(), true, 2);
+    std::vector<double> out(T * N), back(T * K), sums(N * K, 1);
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t n = 0; n < N; n++)
+            for (int64_t k = 0; k < K; k++) {
+                out[t * N + n] += double(x[t * K + k]) * weight[n * K + k];
+                back[t * K + k] += double(grad[t * N + n]) * weight[n * K + k];
+                sums[n * K + k] += double(grad[t * N + n]) * x[t * K + k];
+            }
+    check("products of many rows", y, out, 4), check("their inputs' gradient", grad_x, back, 4), check("their weight's gradient", grad_weight, sums, 4);
+}
+
 static double exact_half(float16 h) {
     const int exponent = h.bits >> 10 & 31, fraction = h.bits & 1023;
     const double size = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
@@ -166,6 +184,8 @@ int main() {
             rounded<float16>("product of float16", rows, N, 45, exact_half);
             rounded<int8_t>("product of int8", rows, N, 45, [](int8_t w) { return double(w); });
         }
+    for (int64_t T : {1, 100, 301})
+        for (auto [N, K] : {std::pair(1, 7), std::pair(300, 41), std::pair(50, 390)}) many(T, N, K);
     every_half();
     numbers();
     std::printf("%d numbers in a vector\n", W);

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.costs import chunk_rows, chunk_words
+from tunesmith.models.kernels.functions import product
 from tunesmith.models.kernels.gradient_sums import kept_sums, multiplier
 from tunesmith.models.kernels.logits import RowGradient, logit_kernels
 from tunesmith.models.kernels.precision import bfloat16_operands
@@ -218,10 +219,13 @@ def _operand(t: Tensor, exact: torch.dtype) -> Tensor:
     return t.to(exact) if t.device.type == "cpu" else t
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in at least float32, with ``a`` rounded to the dtype of ``b``."""
+def _product(a: Tensor, b: Tensor, *, turned: bool = True) -> Tensor:
+    """``a @ b``, or ``a @ b.T`` unless it is turned, in at least float32, with ``a`` rounded to the
+    dtype of ``b``."""
     exact = torch.promote_types(b.dtype, torch.float32)
-    return a @ b if b.dtype == exact else torch.mm(a.to(b.dtype), b, out_dtype=exact)
+    if b.dtype == exact:
+        return product(a, b, turned=turned)
+    return torch.mm(a.to(b.dtype), b if turned else b.t(), out_dtype=exact)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -234,7 +238,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: LogitScale) -> Tensor:
     """The logits ``[c, v]``, in at least float32."""
-    z = _product(hidden, weight.t())
+    z = _product(hidden, weight, turned=False)
     if bias is not None:
         z += bias
     if scale.softcap is not None:

@@ -1,6 +1,6 @@
 """What this package registers for a trainer's passes on CPUs (``kernels.functions``): a layer's
-operations beside products on float32 and bfloat16, for any CPU, and products of bfloat16, for CPUs
-with AMX or AVX-512 BF16.
+operations beside products on float32 and bfloat16, for any CPU, products of float32, for CPUs with
+AVX2, and gradients' products of bfloat16, for CPUs with AMX or AVX-512 BF16.
 
 They compute in float32 and round their results; sums over rows are float32. Elsewhere ``lean_ops``
 and others compute the same with PyTorch's operations.
@@ -23,6 +23,8 @@ _allowed = True
 
 ROWS = (torch.float32, torch.bfloat16)
 """Types of the rows that a layer's operations take."""
+MANY = 64
+"""Rows from which on a product brings its weight into panels."""
 
 
 def usable() -> bool:
@@ -34,6 +36,12 @@ def usable() -> bool:
 def multiplies_narrow() -> bool:
     """Whether this CPU has the operations with products of bfloat16."""
     return usable() and _narrow()
+
+
+@cache
+def _many() -> bool:
+    """Whether products of float32 are faster here than PyTorch's."""
+    return OPERATIONS.multiplies_many()
 
 
 @cache
@@ -66,7 +74,18 @@ class CpuFunctions:
         )
 
     @staticmethod
+    def multiplies_rows(x: Tensor, weight: Tensor) -> bool:
+        wide = x.dtype == torch.float32 and x.dim() == 2 and len(x) >= MANY
+        return wide and CpuFunctions.fits(x, weight) and _many()
+
+    @staticmethod
+    def product(x: Tensor, weight: Tensor, *, turned: bool) -> Tensor:
+        return OPERATIONS.multiply_rows(x, weight, turned)
+
+    @staticmethod
     def multiplies(weight: Tensor) -> bool:
+        if weight.dtype == torch.float32:
+            return CpuFunctions.fits(weight) and _many()
         whole = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
         here = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
         return whole and here and multiplies_narrow()

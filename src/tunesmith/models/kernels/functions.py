@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tunesmith.config.doors import Door
 
@@ -99,6 +100,14 @@ class Functions(Protocol):
         """Whether a layer's operations take these tensors."""
         ...
 
+    def multiplies_rows(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether ``product`` takes these operands."""
+        ...
+
+    def product(self, x: Tensor, weight: Tensor, *, turned: bool) -> Tensor:
+        """As ``product`` below, without a bias."""
+        ...
+
     def multiplies(self, weight: Tensor) -> bool:
         """Whether ``add_product`` computes the gradient of this weight."""
         ...
@@ -143,6 +152,17 @@ def which(takes: Callable[[Functions], bool]) -> Functions | None:
         if takes(functions):
             return functions
     return None
+
+
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, turned: bool = False
+) -> Tensor:
+    """``x @ weight.T + bias``, or ``x @ weight`` of a ``turned`` weight; without gradients."""
+    functions = which(lambda functions: functions.multiplies_rows(x, weight))
+    if functions is not None:
+        out = functions.product(x, weight, turned=turned)
+        return out if bias is None else out.add_(bias)
+    return x @ weight if turned else F.linear(x, weight, bias)
 
 
 def allow(compiled: bool) -> None:

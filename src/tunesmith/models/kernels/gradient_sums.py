@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from tunesmith.models.kernels.functions import Functions, which
@@ -37,6 +38,16 @@ def kept_sums(parameters: Sequence[Tensor]) -> list[GradientSum] | None:
 def multiplier(weight: Tensor) -> Functions | None:
     """What adds the gradient of this weight to a sum."""
     return which(lambda functions: functions.multiplies(weight))
+
+
+def gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """``grad.T @ x``, the gradient of a weight, in its dtype."""
+    functions = multiplier(weight) if weight.dtype == torch.float32 else None
+    if functions is None:
+        return grad.t() @ x
+    whole = torch.empty_like(weight)
+    functions.add_product(grad, x, [(whole, False)])
+    return whole
 
 
 def add_product(grad: Tensor, x: Tensor, weight: Tensor, sums: Sequence[GradientSum]) -> None:

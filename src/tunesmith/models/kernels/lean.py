@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from tunesmith.models.experts.routers import Router
 from tunesmith.models.experts.routing import Routing
 from tunesmith.models.kernels.attention import AttentionContext, AttentionRule
-from tunesmith.models.kernels.functions import HeadShape, Prepare, Product
+from tunesmith.models.kernels.functions import HeadShape, Prepare, Product, product, which
 from tunesmith.models.kernels.gradient_sums import kept_sums
 from tunesmith.models.kernels.images import SeenImages
 from tunesmith.models.kernels.layers import StatefulLayer
@@ -81,7 +81,9 @@ class Projection:
         if self.weight is None:
             outputs = [module(x) for module in self.modules]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-        if torch.is_grad_enabled() and (len(self.weights) > 1 or kept_sums(self.weights)):
+        if not torch.is_grad_enabled():
+            return product(x, self.weight, self.bias)
+        if len(self.weights) > 1 or kept_sums(self.weights) or _multiplies(x, self.weight):
             return linear(x, self.weight, self.bias, self.weights, self.biases)
         return F.linear(x, self.weight, self.bias)
 
@@ -101,6 +103,10 @@ class Projection:
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def _multiplies(x: Tensor, weight: Tensor) -> bool:
+    return which(lambda functions: functions.multiplies_rows(x, weight)) is not None
 
 
 def _join(parameters: Sequence[Tensor]) -> Tensor:

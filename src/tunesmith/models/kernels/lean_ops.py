@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tunesmith.models.kernels.functions import HeadShape, computed, which
-from tunesmith.models.kernels.gradient_sums import GradientSum, add_product, kept_sums
+from tunesmith.models.kernels.functions import HeadShape, computed, product, which
+from tunesmith.models.kernels.gradient_sums import GradientSum, add_product, gradient, kept_sums
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -117,7 +117,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.kept, ctx.rows = kept, [len(p) for p in parts[:count]]
-        return F.linear(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
@@ -129,10 +129,11 @@ class _Linear(torch.autograd.Function):
         if kept is not None:
             add_product(grad, x, weight, kept)
         elif any(needs[5 : 5 + len(rows)]):
-            parts[: len(rows)] = (grad.t() @ x).split(rows)
+            parts[: len(rows)] = gradient(grad, x, weight).split(rows)
         if any(needs[5 + len(rows) :]):
             parts[len(rows) :] = grad.sum(0).split(rows)
-        return grad @ weight if needs[0] else None, None, None, None, None, *parts
+        grad_x = product(grad, weight, turned=True) if needs[0] else None
+        return grad_x, None, None, None, None, *parts
 
 
 class JointWeight(torch.autograd.Function):

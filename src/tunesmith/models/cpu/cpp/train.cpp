@@ -1,4 +1,4 @@
-// What a training step computes slower with PyTorch's operations; sums are float32. Products are of bfloat16 rows: operands
+// What a training step computes slower with PyTorch's operations; sums are float32. Products of bfloat16 rows: operands
 // are packed into AMX's tiles, which AVX-512 multiplies pair by pair where there is no AMX.
 //
 // Shapes: T rows, N outputs and K inputs of a linear module; H query heads, K key/value heads, G = H / K, D head size.
@@ -6,6 +6,7 @@
 #include "layers.h"
 #include "logits.h"
 #include "operations.h"
+#include "products.h"
 #include "vectors.h"
 
 #ifdef __AVX512BF16__
@@ -307,14 +308,33 @@ static std::tuple<Tensor, Tensor, Tensor> attend_forest_backward(Tensor table, T
     return {grad_q, grad_k, grad_v};
 }
 
-#ifdef __AVX512BF16__
+// x [T, K] of float32 times the weight [N, K] (turned: [K, N])
+static Tensor multiplied_rows(Tensor x, Tensor weight, bool turned) {
+    x = in_rows(x), weight = in_rows(weight);
+    const int64_t N = weight.size(turned), K = x.size(1);
+    STD_TORCH_CHECK(weight.size(!turned) == K, "rows have another number of inputs than the weight");
+    const Tensor out = empty(x, {x.size(0), N});
+    multiply_many(x.size(0), N, K, numbers<float>(x), x.stride(0), numbers<float>(weight), weight.stride(0), turned, numbers<float>(out), threads());
+    return out;
+}
+
 static void weight_gradients(Tensor grad, Tensor x, std::vector<Tensor> sums, std::vector<int64_t> adds) {
     grad = in_rows(grad), x = in_rows(x);
+    if (!narrow(x)) {
+        int64_t column = 0;
+        for (size_t i = 0; i < sums.size(); column += sums[i].size(0), i++)
+            gradient_of_weight(x.size(0), sums[i].size(0), x.size(1), numbers<float>(grad) + column, grad.stride(0), numbers<float>(x), x.stride(0),
+                               numbers<float>(sums[i]), adds[i], threads());
+        return;
+    }
+#ifdef __AVX512BF16__
     std::vector<Sum> parts;
     for (size_t i = 0; i < sums.size(); i++) parts.push_back({numbers<float>(sums[i]), sums[i].size(0), adds[i]});
     weight_gradient(x.size(0), x.size(1), numbers<bfloat16>(grad), grad.stride(0), numbers<bfloat16>(x), x.stride(0), parts.data(), parts.size(), threads());
+#endif
 }
 
+#ifdef __AVX512BF16__
 static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor table, Tensor q, Tensor k, Tensor v, Tensor out, Tensor grad, Tensor lse, double scale) {
     table = whole(table), lse = whole(lse);
     for (Tensor* t : {&q, &k, &v, &out, &grad}) *t = heads_in_rows(*t);
@@ -446,10 +466,19 @@ static bool multiplies_narrow() {  // whether this CPU has the operations on pro
     return false;
 }
 
+static bool multiplies_many() {  // whether products of float32 are faster here than PyTorch's: with AVX-512 they are not
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return true;
+#endif
+    return false;
+}
+
 static int64_t panel() { return PANEL; }  // what a head size of `attend_forest` is a multiple of
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tunesmith, m) {
     m.def("multiplies_narrow() -> bool");
+    m.def("multiplies_many() -> bool");
+    m.def("multiply_rows(Tensor x, Tensor weight, bool turned) -> Tensor");
     m.def("weight_gradients(Tensor grad, Tensor x, Tensor(a!)[] sums, int[] adds) -> ()");
     m.def("panel() -> int");
     m.def("attend_forest(Tensor table, Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)");
@@ -466,11 +495,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tunesmith, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(tunesmith, CompositeExplicitAutograd, m) {
     m.impl("multiplies_narrow", TORCH_BOX(&multiplies_narrow));
+    m.impl("multiplies_many", TORCH_BOX(&multiplies_many));
     m.impl("panel", TORCH_BOX(&panel));
 }
 STABLE_TORCH_LIBRARY_IMPL(tunesmith, CPU, m) {
-#ifdef __AVX512BF16__
+    m.impl("multiply_rows", TORCH_BOX(&multiplied_rows));
     m.impl("weight_gradients", TORCH_BOX(&weight_gradients));
+#ifdef __AVX512BF16__
     m.impl("attention_backward", TORCH_BOX(&attention_backward));
 #endif
     m.impl("attend_forest", TORCH_BOX(&attend_forest));

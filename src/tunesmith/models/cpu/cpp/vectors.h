@@ -137,17 +137,22 @@ static inline Vec exponential(Vec x) {  // error below 2e-7 of the result; NaN s
 static inline Vec hyperbolic_tangent(Vec x) { return 1.f - 2.f / (exponential(2.f * x) + 1.f); }
 
 #if WIDTH == 16
-static inline void transpose(Vec* a) {  // 16 x 16: each round moves a bit of the row's number to the column's
-    for (int round = 0; round < 4; round++) {
+#define LOW_HALVES 0,16,1,17,2,18,3,19,4,20,5,21,6,22,7,23
+#define HIGH_HALVES 8,24,9,25,10,26,11,27,12,28,13,29,14,30,15,31
+#else
+#define LOW_HALVES 0,8,1,9,2,10,3,11
+#define HIGH_HALVES 4,12,5,13,6,14,7,15
+#endif
+static inline void transpose(Vec* a) {  // W x W: each round moves a bit of the row's number to the column's
+    for (int bit = 1; bit < W; bit *= 2) {
         Vec b[W];
-        for (int i = 0; i < 8; i++) {
-            b[2*i] = SHUFFLE(a[i], a[i+8], 0,16,1,17,2,18,3,19,4,20,5,21,6,22,7,23);
-            b[2*i+1] = SHUFFLE(a[i], a[i+8], 8,24,9,25,10,26,11,27,12,28,13,29,14,30,15,31);
+        for (int i = 0; i < W / 2; i++) {
+            b[2*i] = SHUFFLE(a[i], a[i+W/2], LOW_HALVES);
+            b[2*i+1] = SHUFFLE(a[i], a[i+W/2], HIGH_HALVES);
         }
         std::memcpy(a, b, sizeof b);
     }
 }
-#endif
 
 #ifdef __AMX_BF16__
 static bool has_tiles() {  // Linux lets a process use them when it has asked

@@ -1,0 +1,101 @@
+"""Products of many rows of float32 and their gradients, beside float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tunesmith.models.cpu import functions
+from tunesmith.models.head import Head, fused_logprobs
+from tunesmith.models.kernels.lean import Projection
+
+pytestmark = pytest.mark.skipif(not functions.usable(), reason="there is no compiler")
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where these products are faster than PyTorch's."""
+    monkeypatch.setattr(functions, "_many", lambda: True)
+
+
+def _close(found: torch.Tensor | None, exact: torch.Tensor | None) -> None:
+    assert found is not None and exact is not None and found.dtype == torch.float32
+    atol = 3e-6 * float(exact.detach().abs().max())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=atol)
+
+
+def _modules(bias: bool) -> nn.ModuleDict:
+    shapes = {"q": (33, 70), "k": (48, 70)}
+    return nn.ModuleDict({n: nn.Linear(d, o, bias=bias) for n, (o, d) in shapes.items()})
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("names", [("q",), ("q", "k")])
+@pytest.mark.parametrize("rows", [functions.MANY, 701])
+def test_products_and_gradients_are_those_of_float64(
+    rows: int, names: tuple[str, ...], bias: bool
+) -> None:
+    owner = _modules(bias)
+    projection = Projection(owner, *names)
+    wide = torch.randn(rows, 72)
+    x = wide[:, :70].requires_grad_()  # rows that are not side by side
+    exact_x = x.detach().double().requires_grad_()
+    weight = torch.cat([owner[n].weight.detach() for n in names]).double().requires_grad_()
+    y = projection(x)
+    exact = exact_x @ weight.t()
+    if bias:
+        exact = exact + torch.cat([owner[n].bias.detach() for n in names])
+    _close(y, exact)
+    with torch.no_grad():
+        assert torch.equal(projection(x), y)
+    grad = torch.randn_like(y)
+    for again in range(1, 3):  # the second is added
+        projection(x).backward(grad)
+        exact_x.grad = weight.grad = None
+        (exact_x @ weight.t()).backward(again * grad.double())
+        _close(x.grad, exact_x.grad)
+        grads = [owner[n].weight.grad for n in names]
+        assert all(g is not None for g in grads)
+        _close(torch.cat([g for g in grads if g is not None]), weight.grad)
+
+
+def test_sums_depend_neither_on_threads_nor_on_other_rows() -> None:
+    weight = torch.randn(100, 900)
+    x = torch.randn(300, 900)
+    grad = torch.randn(300, 100)
+    threads = torch.get_num_threads()
+    products = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            total = torch.empty_like(weight)
+            functions.FUNCTIONS.add_product(grad, x, [(total, False)])
+            y = functions.FUNCTIONS.product(x, weight, turned=False)
+            back = functions.FUNCTIONS.product(grad, weight, turned=True)
+            products.append((y, back, total))
+            part = functions.FUNCTIONS.product(x[37:137], weight, turned=False)
+            assert torch.equal(part, y[37:137])
+    finally:
+        torch.set_num_threads(threads)
+    for others in products[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(products[0], others, strict=True))
+
+
+def test_no_rows_have_a_gradient_of_zero() -> None:
+    total = torch.full((5, 7), torch.nan)
+    functions.FUNCTIONS.add_product(torch.empty(0, 5), torch.empty(0, 7), [(total, False)])
+    assert not total.any()
+
+
+def test_log_probabilities_of_a_head_and_gradients_are_those_of_float64() -> None:
+    hidden, weight = torch.randn(130, 40), torch.randn(77, 40)
+    tokens = torch.randint(77, (130,))
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        h, w = (t.detach().to(dtype).requires_grad_() for t in (hidden, weight))
+        logprobs = fused_logprobs(h, Head(w, chunk=65), tokens)[0]
+        (logprobs * torch.arange(130)).sum().backward()
+        grads.append((logprobs, h.grad, w.grad))
+    for found, exact in zip(*grads, strict=True):
+        _close(found, exact)
