@@ -26,7 +26,7 @@ from tunesmith.run.specs.trainers import TeacherSpec, TrainerSpec
 from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 from tunesmith.run.weights.files import FILE_BYTES, in_buckets
 from tunesmith.run.weights.spread import put
-from tunesmith.types import Completion, Sampling
+from tunesmith.types import Completion, Sampling, Tokenizer
 
 if TYPE_CHECKING:
     from tunesmith.guide.simulate.device import FakeDevice
@@ -92,7 +92,7 @@ def values_of(spec: Any) -> dict[str, Any]:
 class NamedTeacher(TeacherSpec):
     named_on: FakeDevice
 
-    def build(self, tokenizer: Any) -> CausalLM:
+    def build(self, tokenizer: Tokenizer) -> CausalLM:
         with self.named_on.allocating(FROZEN):
             return TeacherSpec.build(self, tokenizer)
 

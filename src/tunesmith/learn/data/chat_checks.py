@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from tunesmith.errors import ConfigError, boundary, nearest
-from tunesmith.types import Message
+from tunesmith.types import Message, Tokenizer
 
 PROBE = "Zq7Probe"
 TOOL_ROLES = ("tool", "function", "ipython")
@@ -99,7 +99,7 @@ def check_options(
     return options
 
 
-def check_chatml(tokenizer: Any) -> None:
+def check_chatml(tokenizer: Tokenizer) -> None:
     """Raise ConfigError if the tokens that ChatML's turns are made of are not in the vocabulary."""
     known = tokenizer.get_vocab()
     missing = [token for token in CHATML if token not in known]

@@ -29,7 +29,7 @@ from tunesmith.learn.packages.adapter import adapter
 from tunesmith.learn.sandboxes.base import Opener
 from tunesmith.learn.sandboxes.making import make_opener
 from tunesmith.learn.usercode.calls import check_keywords, required_parameters
-from tunesmith.types import Task
+from tunesmith.types import Task, Tokenizer
 
 if TYPE_CHECKING:
     from tunesmith.learn.endpoint.server import Endpoint
@@ -266,7 +266,7 @@ class EnvironmentSet:
             )
         return value
 
-    def template(self, tokenizer: Any, *, chat: bool) -> ChatTemplate | None:
+    def template(self, tokenizer: Tokenizer, *, chat: bool) -> ChatTemplate | None:
         """The chat template, if prompts go through it; a ConfigError if agents or tools need one
         that is missing."""
         template = ChatTemplate.of(tokenizer) if chat else None

@@ -14,6 +14,7 @@ from tunesmith.config.continuing import Content
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.learn.data.prepare import Prepared
 from tunesmith.plan.plan import AnyPlan
+from tunesmith.types import Tokenizer
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 BLOCKS = 64
@@ -28,7 +29,7 @@ _CODE = {
 
 
 def contents_of(
-    plan: AnyPlan, tokenizer: Any, train: Prepared[Any], held_out: Prepared[Any] | None
+    plan: AnyPlan, tokenizer: Tokenizer, train: Prepared[Any], held_out: Prepared[Any] | None
 ) -> dict[str, Content]:
     """The contents of a run's files, by the names in ``config.verdicts.CONTENTS``."""
     config: RunConfig = plan.said

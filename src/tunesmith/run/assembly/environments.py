@@ -7,7 +7,6 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tunesmith.config.objects import parameters_in_source
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
@@ -26,7 +25,7 @@ from tunesmith.learn.rewards.function import INSTANCES, RESERVED
 from tunesmith.learn.rewards.loading import INSTANCES_NEED, check_rewards, load_rewards
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.plan import Plan
-from tunesmith.types import Message, Rollout, Status, Task
+from tunesmith.types import Message, Rollout, Status, Task, Tokenizer
 
 KEEPING = ("trl", "command")
 """The kinds of environments that leave an instance for reward functions."""
@@ -127,7 +126,7 @@ def _has_rewards(config: RLConfig) -> bool:
 
 
 def load_run_tasks(
-    environments: EnvironmentSet, tokenizer: Any, section: DataSection, source: Sources
+    environments: EnvironmentSet, tokenizer: Tokenizer, section: DataSection, source: Sources
 ) -> Prepared[Task]:
     """The tasks of a source, each routed to its environment, whose tools are in its prompt.
 
@@ -148,7 +147,7 @@ def load_run_tasks(
 
 
 def make_environments(
-    plan: Plan[RLConfig], environments: EnvironmentSet, tokenizer: Any, train: Prepared[Task]
+    plan: Plan[RLConfig], environments: EnvironmentSet, tokenizer: Tokenizer, train: Prepared[Task]
 ) -> dict[str, Environment]:
     """Environments by the names to which tasks are routed."""
     said = plan.said
@@ -162,7 +161,7 @@ def make_environments(
 
 def build_environments(
     environments: EnvironmentSet,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompt_of: Callable[[Task], list[Message]],
     *,
     chat: bool,
@@ -212,14 +211,16 @@ def build_environments(
     return by_name
 
 
-def goes_through_template(section: DataSection, tokenizer: Any, tasks: Sequence[Task]) -> bool:
+def goes_through_template(
+    section: DataSection, tokenizer: Tokenizer, tasks: Sequence[Task]
+) -> bool:
     """Whether prompts go through the chat template (as in ``data.prompts``)."""
     wanted = section.chat or (section.chat is None and tokenizer.chat_template)
     return bool(wanted) or any(isinstance(task.prompt, list) for task in tasks)
 
 
 def _prompts(
-    section: DataSection, tokenizer: Any, data: Prepared[Task]
+    section: DataSection, tokenizer: Tokenizer, data: Prepared[Task]
 ) -> tuple[bool, Callable[[Task], list[Message]]]:
     """Whether prompts go through the chat template (as in ``data.prompts``), and a function to a
     task's messages."""

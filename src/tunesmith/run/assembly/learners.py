@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 from tunesmith.config.algorithm import CriticSection
 from tunesmith.config.schema import RLConfig, TrainSection
@@ -23,7 +22,7 @@ from tunesmith.run.specs.base import Report, Trained
 from tunesmith.run.specs.from_plan import critic_spec
 from tunesmith.run.specs.models import TokenizerSpec
 from tunesmith.run.trainers.optimizer import learning_rate
-from tunesmith.types import Sampling
+from tunesmith.types import Sampling, Tokenizer
 
 
 def make_learner(
@@ -85,7 +84,7 @@ def make_critic(
     plan: Plan[RLConfig],
     placement: Placement,
     policy: Learner,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     report: Report,
     size: int,
 ) -> Critic | None:
@@ -120,7 +119,7 @@ def make_critic(
     return Critic(learner, critic.passes, clip)
 
 
-def _check_tokens(path: str, trust_remote_code: bool, tokenizer: Any) -> None:
+def _check_tokens(path: str, trust_remote_code: bool, tokenizer: Tokenizer) -> None:
     key = "critic.path"
     theirs = TokenizerSpec(path, key, trust_remote_code=trust_remote_code).build()
     if theirs.get_vocab() != tokenizer.get_vocab() or not enough_rows(tokenizer, theirs):

@@ -16,7 +16,7 @@ from tunesmith.plan.facts.hardware import usable_cpus
 from tunesmith.plan.length import optimizer_steps
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.facts import RunFacts
-from tunesmith.types import Task
+from tunesmith.types import Task, Tokenizer
 
 LAST = 64
 """The number of an item's last tokens by which it is recognised."""
@@ -25,7 +25,7 @@ LOOKED_AT = 200
 
 
 def learning_facts(
-    plan: AnyPlan, tokenizer: Any, data: Prepared[Any], held_out: Sequence[Any]
+    plan: AnyPlan, tokenizer: Tokenizer, data: Prepared[Any], held_out: Sequence[Any]
 ) -> RunFacts:
     """Facts from a plan, its training data and its evaluation items."""
     items = data.items
@@ -66,7 +66,7 @@ def learning_facts(
     )
 
 
-def unknown_share(tokenizer: Any, items: Iterable[Any]) -> float:
+def unknown_share(tokenizer: Tokenizer, items: Iterable[Any]) -> float:
     """Share of unknown tokens (the tokenizer's unk token) in the first prompts or samples."""
     unknown: int | None = tokenizer.unk_token_id
     tokens = [token for item in islice(items, LOOKED_AT) for token in _tokens(item)]

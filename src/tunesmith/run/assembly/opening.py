@@ -45,6 +45,7 @@ from tunesmith.run.loop.callbacks import Callbacks
 from tunesmith.run.loop.checkpoint import Checkpoints, check_same_model, read_state
 from tunesmith.run.loop.manifest import check_whole
 from tunesmith.run.specs.from_plan import load_tokenizer
+from tunesmith.types import Tokenizer
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
@@ -81,7 +82,7 @@ class OpenRun(Generic[C, T]):
     directory: RunDir
     checkpoint: Path | None
     """The checkpoint to resume from, if any."""
-    tokenizer: Any
+    tokenizer: Tokenizer
     caller: Caller
     train: Prepared[T] = field(init=False, repr=False)
     held_out: Prepared[T] | None = field(init=False, repr=False)

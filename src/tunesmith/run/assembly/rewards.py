@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tunesmith.config.commands import SamplingConfig
 from tunesmith.config.judges import JudgeReward
@@ -19,7 +19,7 @@ from tunesmith.run.assembly.event_loop import run_async
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.specs.base import Report
 from tunesmith.run.specs.from_plan import scorer_spec
-from tunesmith.types import Completion, Sampling
+from tunesmith.types import Completion, Sampling, Tokenizer
 
 if TYPE_CHECKING:
     from tunesmith.learn.rewards.judge_answers import AnswerFile, PolicyJudge, Written
@@ -34,7 +34,7 @@ QUESTION = 2048
 def add_rewards(
     rewards: RewardSet,
     plan: AnyPlan,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     report: Report,
     placement: Placement,
     folder: Path | None,
@@ -87,7 +87,7 @@ def add_rewards(
 def _add_judges(
     rewards: RewardSet,
     config: RLConfig | SamplingConfig,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     folder: Path | None,
     engine: Generate | None,
 ) -> None:
@@ -127,7 +127,7 @@ def _local_judge(entry: JudgeReward, model: ModelSection, kept: AnswerFile) -> P
 
 
 async def _written(
-    tokenizer: Any, generate: Generate, entry: JudgeReward, question: str, seed: int
+    tokenizer: Tokenizer, generate: Generate, entry: JudgeReward, question: str, seed: int
 ) -> Written:
     """A model's answer to a judge's question."""
     from tunesmith.learn.rewards.judge_answers import Written

@@ -16,7 +16,7 @@ from tunesmith.learn.rewards.metrics import mean
 from tunesmith.records.metrics import JsonLines, drop_after, rotated
 from tunesmith.records.tail import json_object
 from tunesmith.records.text import EvalExample, first_and_last, last_message, shown_path
-from tunesmith.types import Record, Rollout, RolloutGroup
+from tunesmith.types import Record, Rollout, RolloutGroup, Tokenizer
 
 Decode = Callable[[Sequence[int]], str]
 Json = dict[str, Any]
@@ -74,7 +74,12 @@ class RolloutLog:
 
     @classmethod
     def of(
-        cls, path: Path, monitor: MonitorSection, tokenizer: Any, groups: int, step: int | None
+        cls,
+        path: Path,
+        monitor: MonitorSection,
+        tokenizer: Tokenizer,
+        groups: int,
+        step: int | None,
     ) -> RolloutLog:
         """The log of a run that goes on after ``step``."""
         decode = partial(tokenizer.decode, skip_special_tokens=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tunesmith.config.commands import RFTConfig
 from tunesmith.config.reading.files import ADAPTER_CONFIG
@@ -20,14 +19,14 @@ from tunesmith.plan.kind import kind_of
 from tunesmith.plan.plan import Plan
 from tunesmith.run.assembly.opening import OpenRun, limited_data
 from tunesmith.run.specs.from_plan import load_tokenizer
-from tunesmith.types import Task
+from tunesmith.types import Task, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
     """Tasks to answer, in the tokens of the model that answers them."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     tasks: Sequence[Task]
     fingerprint: str
     shots: str | None = None

@@ -34,7 +34,7 @@ from tunesmith.run.placement.choosing import on_this_machine
 from tunesmith.run.specs.engines import make_sampling
 from tunesmith.run.specs.from_plan import engine_spec, frozen_source
 from tunesmith.run.specs.models import saved_generation
-from tunesmith.types import RolloutGroup, Task
+from tunesmith.types import RolloutGroup, Task, Tokenizer
 
 C = TypeVar("C", GenerateConfig, RFTConfig)
 _OF_PROMPTS = (
@@ -66,7 +66,7 @@ def longest_prompt(tasks: Sequence[Task]) -> int:
 
 def answer_tasks(
     plan: AnyPlan,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     rewards: RewardSet | None,
     tasks: Sequence[Task],
     writer: LineWriter,
@@ -129,7 +129,9 @@ async def _serving(plan: AnyPlan, engine: RolloutEngine, usage: Usage) -> AsyncG
         await engine.close()
 
 
-def _load(plan: AnyPlan, tokenizer: Any, rewards: RewardSet | None, folder: Path) -> RolloutEngine:
+def _load(
+    plan: AnyPlan, tokenizer: Tokenizer, rewards: RewardSet | None, folder: Path
+) -> RolloutEngine:
     """The engine, with the model that it needs; also loads the reward models."""
     report = partial(print, flush=True)
     placement = on_this_machine(plan)
@@ -139,7 +141,9 @@ def _load(plan: AnyPlan, tokenizer: Any, rewards: RewardSet | None, folder: Path
     return engine
 
 
-def identity(plan: AnyPlan, data: str, tokenizer: Any, *, greedy: bool = False) -> dict[str, Any]:
+def identity(
+    plan: AnyPlan, data: str, tokenizer: Tokenizer, *, greedy: bool = False
+) -> dict[str, Any]:
     """Everything that the lines of an output depend on, by dotted key.
 
     Args:

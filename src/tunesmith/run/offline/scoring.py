@@ -23,12 +23,12 @@ from tunesmith.run.offline.lines import Json, repair, scores_of
 from tunesmith.run.offline.unfinished import Unfinished
 from tunesmith.run.offline.watch import JobWatch
 from tunesmith.run.placement.here import Here
-from tunesmith.types import Completion, Rollout, RolloutGroup, Task
+from tunesmith.types import Completion, Rollout, RolloutGroup, Task, Tokenizer
 
 
 def score(
     plan: Plan[GenerateConfig],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     rewards: RewardSet,
     tasks: Sequence[Task],
     out: Path,

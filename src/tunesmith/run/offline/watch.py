@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tunesmith.config.commands import SamplingConfig
 from tunesmith.learn.rewards.metrics import reward_metrics
@@ -21,7 +21,7 @@ from tunesmith.run.engines.base import EngineStats
 from tunesmith.run.loop.groups import length_metrics
 from tunesmith.run.loop.rollout_log import RolloutLog
 from tunesmith.run.offline.lines import Json, read_lines
-from tunesmith.types import RolloutGroup
+from tunesmith.types import RolloutGroup, Tokenizer
 
 if TYPE_CHECKING:
     from tunesmith.run.offline.unfinished import Unfinished
@@ -86,7 +86,11 @@ class JobWatch:
     _total_tokens: float = field(init=False, default=0.0)
 
     def follow(
-        self, config: SamplingConfig, tokenizer: Any, stats: Callable[[], EngineStats], samples: int
+        self,
+        config: SamplingConfig,
+        tokenizer: Tokenizer,
+        stats: Callable[[], EngineStats],
+        samples: int,
     ) -> None:
         """Set what the sampling is like: an engine's counters, and the number of completions per
         prompt."""

@@ -30,7 +30,7 @@ from tunesmith.run.specs.from_plan import frozen_spec, tokenizer_spec
 from tunesmith.run.specs.models import ModelSpec, TokenizerSpec
 from tunesmith.run.specs.planes import published, read_offer, streams
 from tunesmith.run.weights.base import Offer
-from tunesmith.types import Sampling
+from tunesmith.types import Sampling, Tokenizer
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -351,7 +351,7 @@ def local_gpus(devices: Devices) -> dict[Role, Sequence[Sequence[str]]]:
 
 def make_sampling(
     section: RolloutSection | SamplingSection,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     temperature: float,
     own: GenerationConfig | None,
     stop: tuple[str, ...] = (),

@@ -23,7 +23,7 @@ from tunesmith.plan.facts.experts import ExpertsImplementation
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.records.garbage import collect_as_usual
 from tunesmith.records.waits import long_wait
-from tunesmith.types import VisionTower
+from tunesmith.types import Tokenizer, VisionTower
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,7 +63,7 @@ class TokenizerSpec:
         source = self.directory or self.path
         with about(self.key):
             with long_wait(f"loading the tokenizer of {source}"):
-                tokenizer: Any = load_tokenizer(
+                tokenizer: Tokenizer = load_tokenizer(
                     source,
                     trust_remote_code=self.trust_remote_code,
                     chat_template=template,
@@ -127,7 +127,7 @@ class ModelSpec:
     ends: Ends | None = None
     """Written into the model's generation configuration; None leaves it as it is."""
 
-    def build(self, tokenizer: Any = None) -> Any:
+    def build(self, tokenizer: Tokenizer | None = None) -> Any:
         """Load the model. Args: tokenizer: its tokenizer, if it is loaded already."""
         import torch
 
@@ -167,7 +167,7 @@ class ModelSpec:
         self._set_passes(twin)
         return twin
 
-    def _load(self, tokenizer: Any, like: CausalLM | None = None) -> Any:
+    def _load(self, tokenizer: Tokenizer, like: CausalLM | None = None) -> Any:
         import torch
 
         sharding = (
@@ -229,7 +229,7 @@ class ModelSpec:
         from tunesmith.models.export import read_generation, set_ends
 
         adapter = self.lora.path if self.lora else None
-        tokenizer: Any = model.tokenizer
+        tokenizer: Tokenizer = model.tokenizer
         changes = set_ends(
             model.module,
             tokenizer,
