@@ -159,13 +159,13 @@ class ExpertChoices:
         return len(self.data) // self.width
 
     def then(self, longer: ExpertChoices | None) -> ExpertChoices:
-        """These, and those of later tokens of the same sequence."""
+        """These choices followed by those of later tokens of the same sequence."""
         if longer is None:
             return self
         return ExpertChoices(self.width, self.data + longer.data[len(self.data) :])
 
     def cut(self, length: int) -> ExpertChoices:
-        """Of the first ``length`` tokens."""
+        """The choices of the first ``length`` tokens."""
         return ExpertChoices(self.width, self.data[: length * self.width])
 
 
@@ -178,8 +178,8 @@ class Completion:
     versions: list[int]
     finish_reason: FinishReason
     experts: ExpertChoices | None = None
-    """Of the prompt and all generated tokens but the last, which the model has not read; None: they
-    were not recorded."""
+    """Experts chosen by the prompt's tokens and all generated ones but the last, which the model
+    has not read; None: they were not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,8 @@ class Record:
     versions: list[int] = field(default_factory=list[int])
     turns: list[Turn] = field(default_factory=list[Turn])
     experts: ExpertChoices | None = field(default=None, repr=False)
-    """Of tokens up to the last turn, as each was read first; None: they were not recorded."""
+    """Experts chosen by tokens up to the last turn, when each was first read; None: they were not
+    recorded."""
 
     def observe(self, token_ids: list[int] | tuple[int, ...]) -> None:
         """Append tokens that are not trained on here: a prompt, a tool's answer, a turn of another
@@ -380,7 +381,7 @@ class Sample:
     """Tokens at its end that are not part of the sequence, such as one that stands in for a
     target."""
     experts: ExpertChoices | None = None
-    """Of its first tokens, to be chosen again; None: routers are free."""
+    """Experts that its first tokens have to choose again; None: routers are free."""
 
 
 class Tokenizer(Protocol):
@@ -393,6 +394,8 @@ class Tokenizer(Protocol):
     @property
     def eos_token_id(self) -> Any: ...
     @property
+    def unk_token_id(self) -> int | None: ...
+    @property
     def all_special_tokens(self) -> list[str]: ...
     @property
     def special_tokens_map(self) -> dict[str, Any]: ...
@@ -400,5 +403,6 @@ class Tokenizer(Protocol):
         self, text: Any, *, add_special_tokens: bool = True, return_offsets_mapping: bool = False
     ) -> Any: ...
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any: ...
+    def get_vocab(self) -> dict[str, int]: ...
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str: ...
     def apply_chat_template(self, conversation: Any, tools: Any = None, **kwargs: Any) -> Any: ...

@@ -87,7 +87,7 @@ class Job:
     nodes: int
     gpus: int
     cpus: int
-    """Of each machine."""
+    """CPU cores of each machine."""
     python: Path
     sbatch: Sequence[str]
     """Further options."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import socket
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from tunesmith.config.values import format_size
 from tunesmith.errors import TrainerLostError
 from tunesmith.learn.usercode.far import Far, gather
 from tunesmith.plan.devices import visible_names
-from tunesmith.plan.facts.hardware import read_hardware
+from tunesmith.plan.facts.hardware import nvidia_smi, read_hardware
 from tunesmith.run.placement.host import PartHost, build
 from tunesmith.run.placement.machines import written_probe
 from tunesmith.run.processes.launch import launched_address
@@ -74,15 +73,9 @@ def own_place() -> ProcessPlace:
 
 
 def driver_version() -> str:
-    """Of the first GPU."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()
+    """The version of the first GPU's driver; "unknown" if nvidia-smi does not say."""
+    said = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    return said.strip() or "unknown"
 
 
 def sees(probe: Path, text: str) -> bool:
@@ -162,7 +155,7 @@ class ClusterReport:
 
     @property
     def bandwidth(self) -> float | None:
-        """That of ``bus_rate`` in a large all-reduce; None for a single process."""
+        """``bus_rate`` of a large all-reduce, in bytes per second; None for a single process."""
         return None if self.seconds is None else bus_rate(len(self.places), self.seconds[1])
 
     def lines(self) -> list[str]:

@@ -54,7 +54,7 @@ _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 """Initial values of the matrices (``init_lora_weights``) that leave the base's weights as they
 are."""
 _JOINED = ("gate_proj", "up_proj", "w1", "w3")
-"""Of these peft takes no one without the other."""
+"""Modules that peft adapts only in pairs."""
 _LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "falcon_h1": ("out_proj",),
     "jamba": ("dt_proj", "router"),

@@ -268,8 +268,8 @@ def _sums(z: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def _log_odds(part: Tensor, rest: Tensor) -> Tensor:
-    """Of a part of the vocabulary, from its logsumexp and the rest's, which is -inf before the
-    first part."""
+    """The log-odds of a part of the vocabulary, from its logsumexp and that of the rest, which is
+    -inf before the first part."""
     return (part - rest).clamp_(-100, 100)
 
 

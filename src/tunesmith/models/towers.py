@@ -54,7 +54,7 @@ class Towers:
 
     @classmethod
     def beside(cls, module: PreTrainedModel, path: str | Path, trained: VisionTower) -> Towers:
-        """Those of a module that was made of a model's configuration."""
+        """The towers of a module that was built from a model's configuration."""
         if trained == "frozen":
             return cls.take_out(module, path)
         return cls.keep(module, path, trained)
@@ -140,7 +140,7 @@ class Towers:
 
 
 def _names(module: PreTrainedModel) -> tuple[str, ...]:
-    """Of a module's towers, and of weights of its own that belong to them."""
+    """Names of a module's towers, and of its own weights that belong to them."""
     base = module.base_model
     parts = (*base.named_children(), *base.named_parameters(recurse=False))
     return tuple(name for name, _ in parts if name in TOWERS)

@@ -39,7 +39,7 @@ class Devices:
     """``cpu``, ``cuda`` or ``cuda:1``; empty as long as it is not known."""
     dtype: str = ""
     threads: int = 1
-    """Of each trainer process."""
+    """Threads of each trainer process."""
     compile: bool | str = False
     experts: ExpertsImplementation = "grouped_mm"
     machines: int = 1
@@ -77,7 +77,7 @@ class Devices:
 
     @property
     def bytes_per_number(self) -> int:
-        """Of weights and activations."""
+        """Bytes of a number in weights and activations."""
         return 4 if self.dtype == "float32" else 2
 
     @property

@@ -82,7 +82,7 @@ class Training:
 @dataclass(frozen=True, slots=True)
 class CriticTraining:
     lr: float
-    """Of the critic, or of the head on a shared trunk."""
+    """The learning rate of the critic, or of the value head on a shared trunk."""
     value_coef: float
     """Weight of the value loss on a shared trunk."""
     passes: int
@@ -133,9 +133,9 @@ class Lengths:
 
     prompt: int | None = None
     sample: int | None = None
-    """Of a line of supervised data."""
+    """Maximum tokens of a line of supervised data."""
     episode: int | None = None
-    """Of an environment's conversation."""
+    """Maximum tokens of an environment's conversation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ State = Literal["running", "done", "stopped", "failed"]
 class Standing:
     command: str
     state: State
-    """Of the last call."""
+    """The state of the last call."""
     answered: int
     """Prompts."""
     total: int

@@ -25,7 +25,7 @@ from tunesmith.records.redact import open_private
 
 _LEFTOVER = re.compile(r"(\d+)-[0-9a-f]{8}\.unfinished")
 _MOST_CHARACTERS = 40
-"""Of a file's name, in the temporary one's, which may have 255 bytes."""
+"""How many characters of a file's name the temporary file's name has, which may have 255 bytes."""
 _MARKED_BYTES = 8192
 
 

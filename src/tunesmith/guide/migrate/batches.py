@@ -74,7 +74,7 @@ def prompts(given: Given, there: There) -> Result:
 
 
 def _ahead(there: There) -> tuple[int, int]:
-    """Of verl's asynchronous training: prompts per mini-batch, and mini-batches per step."""
+    """Prompts per mini-batch, and mini-batches per step, of verl's asynchronous training."""
     each = there.number("ppo_mini_batch_size", default=256)
     return each, there.number("async_training.require_batches")
 

@@ -65,7 +65,7 @@ def read_script(text: str, variables: Mapping[str, str], line: int = 1) -> Scrip
     """
     script = Script({"HOME": os.path.expanduser("~"), **variables}, [])
     branches: list[bool | None] = []
-    """Of each open "if", whether a branch was taken; None: this branch is skipped."""
+    """Whether a branch of each open "if" was taken; None: this branch is skipped."""
     for command in _commands(text, line):
         while command and command[0].text in _KEYWORDS:
             keyword = command.pop(0).text

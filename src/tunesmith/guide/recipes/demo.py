@@ -54,7 +54,7 @@ class DemoResult:
     seconds: float
     checkpoint: str
     share: float
-    """Of the steps, which are fewer on a slow or busy machine."""
+    """The share of the steps that are taken: fewer on a slow or busy machine."""
 
 
 @dataclass(frozen=True, slots=True)

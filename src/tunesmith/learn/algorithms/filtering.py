@@ -11,7 +11,7 @@ from tunesmith.config.families import DynamicFilter
 from tunesmith.types import Rollout, RolloutGroup
 
 Weights = Mapping[str, float] | None
-"""Of rewards by name; 1 for one without an entry."""
+"""Weights of rewards by name; a reward without an entry has weight 1."""
 
 
 def is_kept(bounds: DynamicFilter, group: RolloutGroup, weights: Weights = None) -> bool:

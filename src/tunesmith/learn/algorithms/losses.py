@@ -49,7 +49,7 @@ class PolicyBatch:
     sample: Tensor  # [N] int64, the sequence of a token
     num_samples: int
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
-    """Those of ``Loss.columns``, each ``[N]``."""
+    """The columns that ``Loss.columns`` names, each ``[N]``."""
 
     @property
     def log_ratio(self) -> Tensor:

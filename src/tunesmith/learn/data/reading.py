@@ -100,7 +100,7 @@ class Reading:
     template: ChatTemplate | None
     leading: list[int]
     images: Mapping[str, tuple[Image, ...]]
-    """Of the examples that have some, by their ids."""
+    """The images of the examples that have some, by the example's id."""
 
     @classmethod
     def of(cls, section: DataSection, source: Sources, tokenizer: Tokenizer, goal: Goal) -> Reading:

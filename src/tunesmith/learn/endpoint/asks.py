@@ -66,7 +66,7 @@ MOST_PROMPTS = 1024
 
 Json = dict[str, Any]
 Fields = Mapping[str, Any]
-"""Of a request or an answer, by name."""
+"""The fields of a request or an answer, by name."""
 R = TypeVar("R", bound=BaseModel)
 
 

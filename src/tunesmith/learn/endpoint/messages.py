@@ -87,7 +87,7 @@ class MessagesExchange:
         }
         self._verbatim = policy.renderer.verbatim
         self._blocks = 0
-        """That were begun."""
+        """How many blocks were begun."""
 
     def whole(self, answer: Answer) -> Json:
         reply = answer.replies[0]

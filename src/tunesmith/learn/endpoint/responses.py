@@ -32,7 +32,7 @@ LOGPROBS = "message.output_text.logprobs"
 """The entry of ``include`` that asks for log-probabilities."""
 NAMESPACE = "namespace"
 KINDS = ("function", NAMESPACE)
-"""Of tools that the client runs; the others would run at OpenAI, or have a grammar."""
+"""Kinds of tools that the client runs; tools of other kinds run at OpenAI, or have a grammar."""
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 

@@ -1,8 +1,9 @@
 """Agents: a user's loop around the policy, written as one function::
 
     async def agent(client, question, answer):
-        reply = await client.chat.completions.create(messages=[{"role": "user", "content":
-        question}]) return float(answer in reply.choices[0].message.content)
+        messages = [{"role": "user", "content": question}]
+        reply = await client.chat.completions.create(messages=messages)
+        return float(answer in reply.choices[0].message.content)
 
 Its parameters select its arguments: ``client`` (OpenAI's interface, within the process), or
 ``base_url`` and ``api_key`` (the same over HTTP, for an agent with its own client, which may be a

@@ -84,7 +84,8 @@ class Reply:
     prompt_ids: Sequence[int] = ()
     """The prompt, where ``prompt_scores`` were asked for."""
     prompt_scores: Sequence[tuple[float, Mapping[int, float]]] = ()
-    """Of each token but the first: its log-probability, and the likeliest tokens in its place."""
+    """For each prompt token but the first: its log-probability, and the likeliest tokens in its
+    place."""
     scores: Sequence[tuple[float, Mapping[int, float]]] = ()
     """The same of each token of the completion, where the likeliest were asked for."""
 

@@ -41,7 +41,7 @@ def with_images(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Messa
 
 
 def images_of(messages: Sequence[Message]) -> list[Image]:
-    """Those of ``with_images``, in order."""
+    """The images that ``with_images`` has put into messages, in order."""
     return [image for message in messages for image in message.get("images", ())]
 
 

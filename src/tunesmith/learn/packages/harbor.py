@@ -87,7 +87,7 @@ class HarborTask:
 
     folder: Path
     settings: Mapping[str, Foreign]
-    """Of ``task.toml``."""
+    """The contents of ``task.toml``."""
     instruction: str
     workdir: str = APP
     variables: dict[str, str] = field(default_factory=dict[str, str])

@@ -11,7 +11,7 @@ from tunesmith.errors import ConfigError, nearest
 from tunesmith.learn.packages.adapter import Options
 
 SHARES = {"train": range(6), "validation": range(6, 8), "test": range(8, 10)}
-"""Of ten shares of the tasks, those of each split."""
+"""Which of ten equal shares of the tasks belong to each split."""
 MOST = 2**20
 """The largest number of tasks."""
 

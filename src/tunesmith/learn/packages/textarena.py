@@ -27,7 +27,7 @@ SIZE = 200
 OWN_OPTIONS = ("size", "seed", "players", "seat")
 MOST_PLAYERS = 6
 BEGINNINGS = 8
-"""That are tried until the policy's seat has a turn."""
+"""How many games are begun, at most, until the policy's seat has a turn."""
 NOT_ALONE = ("QuantumTicTacToe", "MarketEntryGame", "PublicGoodsGame", "SpiteAndMalice")
 """Games for several players that let one begin."""
 CONTINUE = "It is your turn."

@@ -32,7 +32,7 @@ from tunesmith.types import Rollout, as_messages
 
 PATTERN_SECONDS = 5.0
 SHOWN_CHARACTERS = 2000
-"""Of a judge's answer, from its end, in rollouts.jsonl."""
+"""How many characters of a judge's answer, from its end, are written to rollouts.jsonl."""
 
 
 def judge_reward(entry: JudgeReward, judge: Judge) -> RewardFunction:

@@ -38,7 +38,7 @@ LONGEST_ANSWER = 4 << 20
 
 
 MOST_TOKENS = 2**40
-"""Of a question or an answer; a server that says more is not believed."""
+"""The most tokens of a question or an answer; a server that reports more is not believed."""
 
 
 @dataclass(frozen=True, slots=True)

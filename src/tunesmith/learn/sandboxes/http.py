@@ -57,7 +57,7 @@ class HttpRunner:
             return self._outcome(await self._answer(session, data))
 
     def close(self) -> None:
-        """It has nothing open."""
+        """Does nothing: no connection stays open between programs."""
 
     async def _answer(self, session: aiohttp.ClientSession, data: bytes) -> object:
         most = 16 * parse_size(self._section.output) + 2**16

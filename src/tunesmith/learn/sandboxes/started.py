@@ -62,7 +62,8 @@ class SandboxStart:
     check: tuple[str, ...] = ()
     """Fails where no sandbox can be started."""
     environment: Mapping[str, str] | None = None
-    """Of its command, which what runs inside may see; None: this process's."""
+    """Environment variables of the command, which programs inside may see; None: those of this
+    process."""
     user: int | None = None
     """As which user, if this process is root: limits on processes do not hold for root."""
 

@@ -68,7 +68,7 @@ class Process:
         self._lines: deque[str] = deque(maxlen=40)
         self._reading = threading.Lock()
         self._rest = {pipe.fileno(): b"" for pipe in self._pipes}
-        """Of each pipe that has not ended, the beginning of a line."""
+        """The unfinished line of each pipe that is still open, by file descriptor."""
         threading.Thread(target=self._forward, name="output", daemon=True).start()
 
     def said(self) -> str:

@@ -53,8 +53,8 @@ _SET_FLAGS = 0x8914
 """SIOCSIFFLAGS."""
 _UP = 0x1
 _FIRST_USER = 0x70000000
-"""Of the users as which a root process runs its jails: each has its own, so that its processes are
-counted apart."""
+"""The first user id of jails that a root process starts: each jail has its own user, so that its
+processes are counted apart."""
 _MOST_FILES = 4096
 _MOST_OPEN = 512
 _PRIVATE = 0x44000

@@ -42,8 +42,9 @@ def gradients(logits: Tensor, total: Tensor, of: RowGradient, dtype: torch.dtype
 
 @triton.jit
 def _sums(logits, total, entropy, width, ENTROPY: tl.constexpr, CHUNK: tl.constexpr):
-    """Of one row. The entropy is ``log s`` plus the mean of ``most - z``, with ``s`` the sum of
-    ``exp(z - most)``: both are small where the entropy is."""
+    """The logsumexp and the entropy of one row. The entropy is ``log s`` plus the mean of ``most -
+    z``, with ``s`` the sum of ``exp(z - most)``: both terms are small where the entropy is
+    small."""
     row = tl.program_id(0).to(tl.int64)
     most = tl.full((), float("-inf"), tl.float32)
     weight = tl.zeros((), tl.float32)

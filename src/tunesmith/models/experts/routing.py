@@ -69,7 +69,7 @@ def wanted_experts(routers: Sequence[Router], recorded: Tensor | None) -> Tensor
 
 
 ROUTING = ContextVar[Routing | None]("routing", default=None)
-"""Of the decoder layer that runs in this thread."""
+"""The routing of the decoder layer that runs in this thread."""
 
 
 def watch(routers: Sequence[Router]) -> None:

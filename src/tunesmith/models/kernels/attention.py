@@ -49,7 +49,7 @@ class Attended(NamedTuple):
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of queries, keys and values."""
+"""The gradients of queries, keys and values."""
 
 
 class AttentionContext(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """Of some rows of images; or of one image, with all of its rows."""
+    """Features of some rows of images, or of one image with all of its rows."""
 
     embedded: Tensor
     """``[n, d]``, in the place of embeddings."""

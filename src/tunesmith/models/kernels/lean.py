@@ -260,7 +260,7 @@ class LayerPass(Protocol):
 
     @property
     def operations(self) -> Operations:
-        """Those between products and attention, one by one."""
+        """The plain operations between products and attention, one by one."""
         ...
 
     def __call__(

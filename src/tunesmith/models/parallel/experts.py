@@ -37,7 +37,8 @@ class Journey(NamedTuple):
     taken: list[int]
 
     def turned(self, *, back: bool) -> Journey:
-        """That of the results, or of gradients of what was sent, if ``back``."""
+        """With ``back``, the journey in the other direction: of the results, or of gradients of
+        what was sent."""
         return Journey(self.taken, self.sent) if back else self
 
 
@@ -52,7 +53,7 @@ class ExpertGroup:
         self.mesh = mesh
         self._group = mesh.get_group()
         self._journeys: list[Journey] = []
-        """Of the layers, in the order in which the current pass computes them."""
+        """The journeys of the layers, in the order in which the current pass computes them."""
         self._issued: list[Callable[[], object]] = []
         """Functions that reissue each operation with zeros, in the sizes of the current pass."""
         self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext

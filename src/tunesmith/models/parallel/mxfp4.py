@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of one sign bit, two of the exponent and one of the mantissa."""
+"""The magnitudes of 4-bit floats: one sign bit, two exponent bits and one mantissa bit."""
 _BIAS = 127
 
 

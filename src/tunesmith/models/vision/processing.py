@@ -134,7 +134,7 @@ class ImageVocabulary:
     """What stands in a text for each ``mark``."""
     rows: ImageRows = field(default_factory=ImageRows)
     towers: dict[Hashable, object] = field(default_factory=dict[Hashable, object], repr=False)
-    """Those that see the images; a policy and its reference share one."""
+    """The towers that compute the images' features; a policy and its reference share one."""
     closed: str = "only those of the data are, in this command"
     """Why an image that comes while the run goes on is not seen; empty: it is."""
     kept: KeptImages | None = None

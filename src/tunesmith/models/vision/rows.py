@@ -36,7 +36,7 @@ class Image:
     """For messages: its path, or where its bytes stand."""
     source: Path | bytes
     digest: bytes
-    """Of the file's bytes."""
+    """The digest of the file's bytes."""
     height: int
     width: int
     first: int
@@ -114,7 +114,7 @@ class ImageRows:
         return self._images[bisect_right(self._firsts, token_id) - 1]
 
     def places(self, token_ids: Ints) -> tuple[Ints, Ints, Ints]:
-        """Of ids of rows: each one's place down and across in its image, and the image's height and
+        """For row ids: each row's position down and across in its image, and the image's height and
         width, ``[2, rows]``."""
         index = np.searchsorted(np.array(self._firsts), token_ids, "right") - 1
         seen, inverse = np.unique(index, return_inverse=True)  # a few of all images
@@ -179,7 +179,7 @@ class UnsentImages:
     _sent: int = field(default=0, init=False)
 
     def take(self) -> Sequence[Image]:
-        """Those to send now; they are sent once."""
+        """The images to send now; each is sent once."""
         if self.rows is None:
             return ()
         new = self.rows.all[self._sent :]

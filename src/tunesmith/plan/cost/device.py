@@ -31,7 +31,7 @@ class TrainedTower:
     numbers: int
     """Its parameters."""
     trained: int
-    """Those that are trained: all, or the projector's."""
+    """The parameters that are trained: all, or the projector's."""
     kept: int
     """Bytes that it saves for the backward pass, per token of a micro-batch."""
     again: int
@@ -126,7 +126,7 @@ class Price:
 
     weights: int = 0
     unloaded: int = 0
-    """Of these, what is loaded only after the engines have sampled."""
+    """The part of these bytes that is loaded only after the engines have sampled."""
     gradients: int = 0
     optimizer: int = 0
     """Master weights, AdamW's moments, the moving average of the weights."""

@@ -24,9 +24,9 @@ class Mixtures:
     experts: int = 0
     """Experts of each among which a router chooses."""
     chosen: int = 0
-    """Of these, how many a token passes through."""
+    """How many of these experts a token passes through."""
     parameters: int = 0
-    """Of all these experts."""
+    """The parameters of all these experts."""
     inner: int = 0
     """The feed-forward width that a token passes through, with that of experts that all share."""
 

@@ -37,7 +37,7 @@ class Family:
     """What the layers of a family that is trained do, beside what its configuration says."""
 
     lean: bool = False
-    """They run as a few large operations (``kernels.lean``)."""
+    """Its layers run as a few large operations (``kernels.lean``)."""
     head_norms: bool = False
     """Queries and keys always have norms; in other families ``use_qk_norm`` says so."""
     norm_offset: bool = False
@@ -69,7 +69,7 @@ class Family:
     both_ways: bool = False
     """The tokens of an image see each other, and not only those before them."""
     inner: bool = False
-    """It is only found inside a multimodal model."""
+    """The family exists only inside a multimodal model."""
 
 
 def families() -> dict[str, Family]:

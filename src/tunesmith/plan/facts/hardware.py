@@ -153,12 +153,12 @@ def read_gpus(shared: tuple[int, int] = (0, 0)) -> tuple[Gpu, ...]:
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
     query = "index,uuid,name,memory.total,memory.free,compute_cap,mig.mode.current"
-    listing = _nvidia_smi(f"--query-gpu={query}", "--format=csv,noheader,nounits")
+    listing = nvidia_smi(f"--query-gpu={query}", "--format=csv,noheader,nounits")
     divided = "MIG-" in (visible or "") or DIVIDED in listing
-    return parse_gpus(listing, visible, _nvidia_smi("--list-gpus") if divided else "", shared)
+    return parse_gpus(listing, visible, nvidia_smi("--list-gpus") if divided else "", shared)
 
 
-def _nvidia_smi(*arguments: str) -> str:
+def nvidia_smi(*arguments: str) -> str:
     """The output of ``nvidia-smi``; empty if it fails."""
     program = shutil.which("nvidia-smi") or WINDOWS
     try:

@@ -28,7 +28,7 @@ ROUTER = "ffn_gate_inp"
 FREQUENCIES = "rope_freqs.weight"
 """What the frequencies of the rotary embedding are divided by, in Llama 3's scaling."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""Of all published models with Llama 3's scaling; a file does not say them."""
+"""The same in all published models with Llama 3's scaling; GGUF files do not contain them."""
 _LLAMA3_CONTEXT = 8192
 _YARN = {
     "beta_fast": "rope.scaling.yarn_beta_fast",

@@ -56,7 +56,7 @@ class ModelFacts:
     family: str | None = None
     """The model's ``model_type``."""
     tower_parameters: int = 0
-    """Those of a multimodal model beside its text decoder."""
+    """Parameters of a multimodal model beside its text decoder."""
     tower: TowerSizes | None = None
     """The sizes of the one that sees images; None: there is none, or they are not known."""
     rotates_in_part: bool = False

@@ -22,7 +22,7 @@ Matrix = tuple[int, int]
 
 
 class Sizes(NamedTuple):
-    """Those that ``ModelFacts`` has too."""
+    """The sizes of a decoder that ``ModelFacts`` has too."""
 
     layers: Sequence[str]
     """The kind of each."""
@@ -94,7 +94,8 @@ def _widths(matrices: Iterable[Matrix]) -> int:
 
 
 def _positions(config: Written, sizes: Sizes, family: Family) -> int:
-    """Of embeddings beside the one of tokens: of positions, and of tokens for each layer."""
+    """The parameters of embeddings other than the tokens': of positions, and of tokens for each
+    layer."""
     learned = first(config, "max_position_embeddings", "n_positions")
     positions = learned * sizes.hidden if family.learned_positions else 0
     by_layer = first(config, "hidden_size_per_layer_input") * len(sizes.layers)
@@ -102,7 +103,7 @@ def _positions(config: Written, sizes: Sizes, family: Family) -> int:
 
 
 def _mixing(config: Written, index: int, sizes: Sizes, family: Family) -> Iterator[Matrix]:
-    """Of the attention and of the mixer with a state that a layer has."""
+    """The matrices of a layer's attention, and of its mixer with a state."""
     kind = sizes.layers[index]
     hidden = sizes.hidden
     if kind in CARRYING:
@@ -135,7 +136,8 @@ def _borrows_keys(config: Written, index: int, sizes: Sizes) -> bool:
 
 
 def _global_attention(config: Written, index: int, sizes: Sizes) -> Iterator[Matrix]:
-    """Of heads that are wider than the local layers', whose values may be their keys."""
+    """The matrices of attention with heads that are wider than those of local layers; its values
+    may be its keys."""
     queries = config["num_attention_heads"] * config["global_head_dim"]
     yield sizes.hidden, queries
     if not _borrows_keys(config, index, sizes):
@@ -151,7 +153,8 @@ def global_key_width(config: Written) -> int:
 
 
 def _latent_attention(config: Written, sizes: Sizes) -> Iterator[Matrix]:
-    """Of keys and values, and perhaps queries, that are made of a narrow latent."""
+    """The matrices of attention whose keys and values, and perhaps queries, are made from a narrow
+    latent."""
     hidden = sizes.hidden
     latent = config["kv_lora_rank"]
     rotated = config["qk_rope_head_dim"]

@@ -40,17 +40,17 @@ class Facts:
     longest: int | None = None
     together: int | None = None
     images: int | None = None
-    """Of the data, each counted once; None: it was not read."""
+    """The number of distinct images in the data; None: the data was not read."""
     image_rows: float = 0.0
     """Rows of images' features in a line of the data, on average."""
     rows_of_image: float = 0.0
-    """Those of one image, on average."""
+    """Rows of features of one image, on average."""
     image_share: float = 0.0
     """The largest share of a line's tokens that are rows of images."""
     frozen_parameters: int = 0
     """Total parameters of the run's reward models and teacher."""
     judge_parameters: int = 0
-    """Those of judges that the run loads."""
+    """Parameters of the judges that the run loads."""
     judge_kv: int = 0
     """Bytes of their keys and values."""
     ranks_here: int | None = None

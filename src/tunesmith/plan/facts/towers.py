@@ -18,7 +18,7 @@ class TowerSizes:
     hidden_size: int
     intermediate_size: int
     patches: int
-    """Those that make one row of features."""
+    """How many patches make one row of features."""
     projectors: int = 1
     """How many make features: one, and those for the decoder's first layers (DeepStack)."""
     joins: bool = True
@@ -47,7 +47,7 @@ class TowerSizes:
         return self.projectors * (joined * (joined + width + 1) + width + 2 * self.hidden_size)
 
     def operations(self, rows: float) -> float:
-        """Those of a forward pass over an image, per row of its ``rows`` of features."""
+        """Operations of a forward pass over an image, per row of its ``rows`` of features."""
         seen = self.whole * rows * self.patches + (self.layers - self.whole) * self.window
         return self.patches * (2 * self.layers * self.block + 4 * self.hidden_size * seen)
 

@@ -245,8 +245,8 @@ def _more_gpus(plan: AnyPlan) -> str | None:
 
 
 def _roomiest(choices: Iterable[ProcessLayout]) -> list[ProcessLayout]:
-    """Of layouts that differ only in their numbers of ranks and engines, the one with the most
-    ranks: they share the most."""
+    """Among layouts that differ only in their numbers of ranks and engines, the one with the most
+    ranks, which share the most."""
     most: dict[ProcessLayout, ProcessLayout] = {}
     for each in choices:
         alike = replace(each, trainer_ranks=1, engines=1)

@@ -86,7 +86,7 @@ def fastest_layout(plan: AnyPlan) -> ProcessLayout | None:
 
 
 def on_all_gpus(plan: AnyPlan, choices: Sequence[ProcessLayout]) -> list[ProcessLayout]:
-    """Those of the layouts that use all GPUs, as a run does if it can."""
+    """The layouts that use all GPUs, as a run does if it can."""
     return [each for each in choices if uses_all_gpus(plan, each)]
 
 
@@ -154,7 +154,7 @@ def _nearest_layout(plan: AnyPlan) -> ProcessLayout:
 
 
 def _least_needing(plan: AnyPlan, choices: Sequence[ProcessLayout]) -> list[ProcessLayout]:
-    """Those of the choices that are not refused and need the least share of their memory."""
+    """The choices that are not refused and need the least share of their memory."""
     shares: dict[int, float] = {}
     plans = [layout.of(plan) for layout in choices]
     bounds = [*map(share_at_best, plans)]

@@ -12,7 +12,7 @@ from tunesmith.plan.rules.situation import ENGINE, C, Situation
 
 TOWER = "model.vision_tower"
 COMMANDS = ("sft", "dpo", "kto", "rl")
-"""Those whose models see images."""
+"""The commands whose models see images."""
 
 
 @rule(RunConfig)

@@ -53,8 +53,8 @@ def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
 
 
 def _unused_gpus(machine: Hardware) -> Iterator[str]:
-    """That other programs fill the first GPU, whose free memory is planned for all; and that GPUs
-    of other kinds are idle."""
+    """Notes that other programs fill the first GPU, whose free memory is planned for all, and that
+    GPUs of other kinds are idle."""
     first = machine.gpus[0]
     alike = [gpu.memory_free for gpu in machine.gpus if gpu.name == first.name]
     if first.memory_free < FILLED * max(alike):

@@ -36,7 +36,7 @@ class Unread(Generic[C]):
 
     kind: type[C]
     keys: tuple[str, ...]
-    """One that ends with a dot stands for all that begin with it."""
+    """A key that ends with a dot stands for all keys that begin with it."""
     when: Callable[[Situation[C]], bool | None]
     why: str
     """Completes "KEY has no effect ..."; ``{key}`` is that setting's value."""

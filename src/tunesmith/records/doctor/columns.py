@@ -35,7 +35,7 @@ def ratio(part: float, whole: float) -> Figure:
 
 
 def mean(values: Sequence[float]) -> Figure:
-    """Also of infinities of both signs (NaN), which ``fmean`` refuses."""
+    """The mean; NaN for infinities of both signs, which ``fmean`` refuses."""
     return Figure(sum(values) / len(values)) if values else UNKNOWN
 
 

@@ -87,7 +87,8 @@ class Signs(Columns):
         return ", ".join(sorted(failed, key=lambda kind: -sums[kind]))
 
     def constant_rewards(self, *, zero: bool) -> str:
-        """Those of several rewards in which rollouts never differ, and that are always 0 or not."""
+        """Those among several rewards in which rollouts never differ: the ones that are always 0,
+        or the others."""
         names = self.names("reward/(.+)/std")
         constant = [name for name in names if not any(self[f"reward/{name}/std"].values)]
         those = [name for name in constant if zero != any(self[f"reward/{name}/mean"].values)]

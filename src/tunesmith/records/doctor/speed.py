@@ -20,7 +20,7 @@ LEAST_COMPARED = 3
 
 
 def _share(run: Signs, phase: str) -> Figure:
-    """Of the time; 0 if it does not count."""
+    """A phase's share of the time; 0 if the run is too short for it to matter."""
     seconds = run[f"seconds/{phase}"].sum
     counts = run.steps >= 3 and seconds > LEAST_SECONDS
     return ratio(seconds, run["seconds"].sum) if counts else Figure(0)

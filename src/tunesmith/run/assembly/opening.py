@@ -109,7 +109,7 @@ class OpenRun(Generic[C, T]):
         if check and self.held_out:
             check(self.held_out.items, "data.eval")
 
-    def resolve(self, **known: Any) -> None:
+    def resolve(self, **known: object) -> None:
         """Make the plan; ``known`` are facts about the data."""
         vocabulary = vocabulary_of(self.tokenizer)
         images = len(vocabulary.rows) if vocabulary else 0

@@ -11,9 +11,10 @@ from tunesmith.models.vision.processing import vocabulary_of
 from tunesmith.plan.plan import AnyPlan
 
 FOLDER = "images"
-"""Of a run directory: the images that its clients sent, by a digest of their bytes."""
+"""The folder of a run directory with the images that clients sent, named by a digest of their
+bytes."""
 SERVED_BYTES = 1 << 30
-"""Of the images that a server of a model keeps."""
+"""Bytes of images that a model's server keeps at most."""
 
 
 def see_requests(plan: AnyPlan, tokenizer: object, run_dir: Path | None = None) -> None:

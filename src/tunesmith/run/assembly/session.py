@@ -70,13 +70,13 @@ class RunResult:
 
         return DataFrame(self.metrics)
 
-    def load(self, **options: Any) -> tuple[Any, Any]:
+    def load(self, **options: object) -> tuple[Any, Any]:
         """The trained model and its tokenizer, loaded by transformers; ``options`` go to
         ``from_pretrained``."""
         return load_trained(self.checkpoint, scores=self.scores, **options)
 
 
-def load_trained(path: Path, *, scores: bool = False, **options: Any) -> tuple[Any, Any]:
+def load_trained(path: Path, *, scores: bool = False, **options: object) -> tuple[Any, Any]:
     """A model (or an adapter on its base) and its tokenizer.
 
     transformers gives an adapter its base's generation configuration; here it gets its own.

@@ -45,7 +45,7 @@ from tunesmith.run.specs.base import Report
 from tunesmith.run.specs.from_plan import trainer_spec
 from tunesmith.run.specs.trainers import TrainerSpec
 from tunesmith.run.trainers.base import Metrics
-from tunesmith.types import Sample, Tokenizer
+from tunesmith.types import Sample
 
 T = TypeVar("T")
 
@@ -197,7 +197,7 @@ def _rm(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
     return replace(parts, evaluate=latest, describe=stats)
 
 
-def padding_token(tokenizer: Tokenizer, items: Sequence[Comparison]) -> str | None:
+def padding_token(tokenizer: Any, items: Sequence[Comparison]) -> str | None:
     """A padding token that ends no sequence: transformers reads the score before the padding; None
     if there is none."""
     ends = {sample.token_ids[-1] for item in items for sample in item.samples}

@@ -259,7 +259,7 @@ class Session:
             self._call(self.callbacks.on_checkpoint, path)
         return path
 
-    def _call(self, callback: Callable[[int, Any], bool | None] | None, value: Any) -> None:
+    def _call(self, callback: Callable[[int, Any], bool | None] | None, value: object) -> None:
         if callback is not None and callback(self.step, value) is STOP:
             self.stopped = True
 

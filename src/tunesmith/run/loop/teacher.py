@@ -32,7 +32,7 @@ def _records(rollouts: Sequence[Rollout]) -> Iterator[tuple[Task, Record]]:
 
 @dataclass(frozen=True, slots=True)
 class TeacherOfTokens:
-    """It has the student's tokens: nothing is tokenized again but the prompt."""
+    """A teacher with the student's tokenizer: only the prompt is tokenized again."""
 
     score: Score
     prompt: Callable[[Task], list[int]] | None = None

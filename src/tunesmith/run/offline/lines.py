@@ -108,7 +108,7 @@ def repair(path: Path) -> int:
     return keep_lines(path, _is_object)
 
 
-def _is_object(line: Any) -> bool:
+def _is_object(line: object) -> bool:
     return isinstance(line, dict)
 
 

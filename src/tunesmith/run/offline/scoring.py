@@ -104,7 +104,7 @@ def given_records(task: Task, column: str | None) -> list[Json]:
     return cast("list[Json]", records)
 
 
-def _record(item: Any) -> Json | None:
+def _record(item: object) -> Json | None:
     match item:
         case str():
             return {"completion": item}

@@ -33,7 +33,7 @@ _TAIL = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Of a line's completions: how many are right, and how many are kept to learn from."""
+    """How many completions of a line are right, and how many are kept to learn from."""
 
     right: int
     kept: int

@@ -216,7 +216,7 @@ class AdapterOnBase:
 
     ranks: OneRank | Ranks
     name: str
-    """Of its parts on the ranks."""
+    """The name of its parts on the ranks."""
     cost: CostModel
     sizes: BaseSizes
     max_tokens: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tunesmith.plan.cluster import bundles, processes
 from tunesmith.plan.plan import AnyPlan
@@ -16,7 +17,6 @@ from tunesmith.run.placement.ray import Ray
 from tunesmith.run.processes.local import LocalProcesses
 from tunesmith.run.processes.torchrun import LaunchedProcesses, meeting
 from tunesmith.run.specs.engines import local_gpus
-from tunesmith.types import Tokenizer
 
 
 def open_placement(plan: AnyPlan, tokenizer: object, directory: Path) -> Placement:
@@ -54,7 +54,7 @@ def ranks_without_cluster(plan: AnyPlan, tokenizer: object, directory: Path) -> 
     return Launched(starter, own_gpus=apart, run_dir=directory, tokenizer=tokenizer)
 
 
-def on_this_machine(plan: AnyPlan, tokenizer: Tokenizer | None = None) -> Placement:
+def on_this_machine(plan: AnyPlan, tokenizer: Any = None) -> Placement:
     """The placement of a run with at most one trainer rank, that no cluster shares out."""
     if not (plan.kind.samples and plan.devices.engine_process):
         return Here(tokenizer)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunesmith.records.timeline import Timeline
 from tunesmith.run.placement.port import Placement
 from tunesmith.run.specs.base import EngineSpec, Report, Trained, WeightSource
-from tunesmith.types import Tokenizer
 
 if TYPE_CHECKING:
     from tunesmith.learn.rewards.model import RewardModel
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 class Here(Placement):
     """Args: tokenizer: the run's; None: each model loads its own."""
 
-    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, tokenizer: Any = None) -> None:
         self._tokenizer = tokenizer
 
     def trainer(self, spec: TrainerSpec) -> Trained:

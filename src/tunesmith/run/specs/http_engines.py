@@ -45,7 +45,8 @@ class ServedSpec(EngineSpec):
     """The path of the model that they serve."""
     max_running: int
     directory: Path | None = None
-    """One that trainer and servers see; None: in this machine's memory or on its disk."""
+    """A directory that trainer and servers share; None: one in this machine's memory or on its
+    disk."""
 
     def around(
         self, source: WeightSource, report: Report, timeline: Timeline | None

@@ -23,7 +23,7 @@ from tunesmith.plan.facts.experts import ExpertsImplementation
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.records.garbage import collect_as_usual
 from tunesmith.records.waits import long_wait
-from tunesmith.types import Tokenizer, VisionTower
+from tunesmith.types import VisionTower
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +43,8 @@ class TokenizerSpec:
     key: str = "model.path"
     """The setting that names the model."""
     directory: Path | None = None
-    """Of an adapter on the model, which holds the tokenizer; None: the model's."""
+    """The directory of an adapter on the model, which holds the tokenizer; None: the model's
+    own."""
     chat_template: Literal["hermes"] | Path | None = None
     """Replaces the tokenizer's own."""
     system_prompt: str | None = None
@@ -63,7 +64,7 @@ class TokenizerSpec:
         source = self.directory or self.path
         with about(self.key):
             with long_wait(f"loading the tokenizer of {source}"):
-                tokenizer: Tokenizer = load_tokenizer(
+                tokenizer: Any = load_tokenizer(
                     source,
                     trust_remote_code=self.trust_remote_code,
                     chat_template=template,
@@ -123,11 +124,11 @@ class ModelSpec:
     vision_tower: VisionTower = "frozen"
     """What of its tower is trained along with it, or comes from the trainer."""
     seed: int = 0
-    """Of a new adapter's weights."""
+    """The seed of a new adapter's weights."""
     ends: Ends | None = None
     """Written into the model's generation configuration; None leaves it as it is."""
 
-    def build(self, tokenizer: Tokenizer | None = None) -> Any:
+    def build(self, tokenizer: Any = None) -> Any:
         """Load the model. Args: tokenizer: its tokenizer, if it is loaded already."""
         import torch
 
@@ -167,7 +168,7 @@ class ModelSpec:
         self._set_passes(twin)
         return twin
 
-    def _load(self, tokenizer: Tokenizer, like: CausalLM | None = None) -> Any:
+    def _load(self, tokenizer: Any, like: CausalLM | None = None) -> Any:
         import torch
 
         sharding = (
@@ -229,7 +230,7 @@ class ModelSpec:
         from tunesmith.models.export import read_generation, set_ends
 
         adapter = self.lora.path if self.lora else None
-        tokenizer: Tokenizer = model.tokenizer
+        tokenizer: Any = model.tokenizer
         changes = set_ends(
             model.module,
             tokenizer,

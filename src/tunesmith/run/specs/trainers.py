@@ -18,7 +18,6 @@ from tunesmith.plan.parts import Checkpointing
 from tunesmith.run.specs.base import ALONE, Seat, Trained, WeightSource
 from tunesmith.run.specs.models import ModelSpec, PredictSpec, TokenizerSpec
 from tunesmith.run.specs.planes import PlaneSpec
-from tunesmith.types import Tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -64,7 +63,7 @@ class TeacherSpec:
     temperature: float = 1.0
     offload: bool = False
 
-    def build(self, tokenizer: Tokenizer) -> CausalLM:
+    def build(self, tokenizer: Any) -> CausalLM:
         """Raises ModelError: it cannot be loaded, or is compared token by token with a student of
         another vocabulary."""
         from tunesmith.models.teacher import check_same_vocabulary
@@ -151,7 +150,7 @@ class TrainerSpec:
         model = self.model
         return bool(model.zero_stage) or model.streams or model.sequence.size > 1
 
-    def build(self, seat: Seat = ALONE, tokenizer: Tokenizer | None = None) -> TrainerPart:
+    def build(self, seat: Seat = ALONE, tokenizer: Any = None) -> TrainerPart:
         """Args: tokenizer: the run's, if it is loaded already."""
         from tunesmith.run.trainers.limits import measure_limits
 
@@ -166,13 +165,13 @@ class TrainerSpec:
             backend, None if seat.rank else measure_limits(self.device, dtype), plane
         )
 
-    def train_here(self, tokenizer: Tokenizer) -> Trained:
+    def train_here(self, tokenizer: Any) -> Trained:
         """The trainer in this process."""
         part = self.build(ALONE, tokenizer)
         assert part.limits is not None, "a single process is the first rank"
         return Trained(part.backend, part.limits, WeightSource(part.backend.model, part.plane))
 
-    def _backend(self, tokenizer: Tokenizer) -> TorchBackend[Any]:
+    def _backend(self, tokenizer: Any) -> TorchBackend[Any]:
         from tunesmith.models.score_model import ScoreModel
         from tunesmith.run.trainers.optimizer import AdamWSettings
         from tunesmith.run.trainers.torch import TorchBackend

@@ -131,7 +131,7 @@ class PromptScores:
     length: int
     """Tokens of the prompt."""
     scores: Sequence[TokenScore]
-    """Of the last tokens."""
+    """Scores of the last tokens."""
     top: int = 0
 
 

@@ -12,7 +12,7 @@ from tunesmith.records.foreign import parse_json
 from tunesmith.records.plain import JsonObject
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
-"""Of a checkpoint: it becomes a directory's."""
+"""A checkpoint's name, which becomes a directory's."""
 Number = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -92,7 +92,8 @@ class KeepFor(TinkerRequest):
 
 
 class Load(TinkerRequest):
-    """Of a model (``model_id``), or as the first request of a new one (``session_id``)."""
+    """Load a state into a model (``model_id``), or as the first request of a new one
+    (``session_id``)."""
 
     type: Literal["load_weights"] = "load_weights"
     path: str

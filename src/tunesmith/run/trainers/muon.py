@@ -47,7 +47,7 @@ class ShardedMuon(torch.optim.Muon):
         self._world = mesh.size()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: object = None) -> None:
         assert closure is None
         with_gradient = [master for master in self._masters if master.weight.grad is not None]
         for first in range(0, len(with_gradient), self._world):

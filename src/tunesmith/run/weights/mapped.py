@@ -166,5 +166,5 @@ def _uuid(device: int) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _text(part: Any) -> Any:
+def _text(part: object) -> Any:
     return {"hex": part.hex()} if isinstance(part, bytes) else part

@@ -74,7 +74,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Held]] = {
     },
     "DatasetMixtureConfig": {"datasets": []},
 }  # fmt: skip
-"""Of TRL's classes for data."""
+"""The defaults of TRL's classes that describe data, by class."""
 
 
 def field_of(holder: Object, name: str, options: Mapping[str, Held], unknown: Held) -> Held:

@@ -84,9 +84,11 @@ class _Places:
         self.new = (first + self._heads * block_size).flatten()
         """``[T * K]``: the slots of the new tokens."""
         self.tables: list[Tensor] = []
-        """Of the prompts and of the own tokens, if pieces are together: see ``_of_heads``."""
+        """The block tables of prompts and of own tokens, if pieces are computed together: see
+        ``_of_heads``."""
         self.contexts: list[tuple[Tensor, Tensor]] = []
-        """Of each piece, if they are not: see ``_of_piece``."""
+        """The table and the slots of each piece's context, if pieces are not computed together: see
+        ``_of_piece``."""
         if together:
             spans = [p.prompt.span for p in pieces], [p.owner.span for p in pieces]
             self.tables = [self._of_heads(each) for each in spans]
@@ -126,7 +128,7 @@ class PoolAttention:
         self._masks: dict[tuple[int, int, int | None, int | None], Tensor] = {}
         self._together = all(len(piece) == 1 and piece.prefix for piece in pieces)
         self._whole: ForestAttention | None = None
-        """Of pieces without a context on a GPU, all of which one call of a kernel computes."""
+        """Attention of pieces without a context on a GPU: one kernel call computes all of them."""
         if self._device.type == "cuda" and not any(piece.positions[0] for piece in pieces):
             starts = [0, *accumulate(self._lengths)]
             runs = zip(starts, self._lengths, strict=False)

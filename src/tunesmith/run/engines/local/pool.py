@@ -41,7 +41,7 @@ class KVLayout:
     """The keys and values of one token of a model, and the state of one sequence."""
 
     layers: int
-    """Those that keep keys and values."""
+    """The number of layers that keep keys and values."""
     kv_heads: int
     head_dim: int
     dtype: torch.dtype

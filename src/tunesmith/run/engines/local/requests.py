@@ -55,7 +55,8 @@ class CachedPrompt:
     last_hidden: Tensor | None = None
     """``[d]`` at its last token; every request of the group samples its first token from it."""
     experts: bytearray = field(default_factory=bytearray)
-    """Those that its tokens chose, int16 ``[tokens, routers, chosen]``, where they are recorded."""
+    """The experts that its tokens chose, int16 ``[tokens, routers, chosen]``, where they are
+    recorded."""
 
     @property
     def key(self) -> tuple[tuple[int, ...], int]:
@@ -75,7 +76,7 @@ class LocalRequest(RunningRequest):
     prompt: CachedPrompt | None = None
     """Set while it runs."""
     span: KVSpan = field(default_factory=lambda: KVSpan([]))
-    """Of its generated tokens, while it runs."""
+    """Where the keys and values of its generated tokens are, while it runs."""
     cached: int = 0
     """Generated tokens whose keys and values are in the pool."""
     seen: Tensor | None = None
@@ -112,7 +113,7 @@ class LocalRequest(RunningRequest):
         return self.prompt.shift
 
     def forget(self) -> None:
-        """It no longer runs: its blocks are released."""
+        """Called once it no longer runs and its blocks are released."""
         self.prompt = None
         self.span = KVSpan([])
         self.cached = 0

@@ -38,7 +38,7 @@ class Scheduler:
         self.waiting: deque[LocalRequest] = deque()
         self.running: list[LocalRequest] = []
         self._prompts: dict[tuple[tuple[int, ...], int], CachedPrompt] = {}
-        """Those computed with the current weights, least recently used first."""
+        """Prompts computed with the current weights, least recently used first."""
         self.preemptions = 0
         self.reused_tokens = 0
 

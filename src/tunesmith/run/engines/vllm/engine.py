@@ -99,7 +99,7 @@ class VllmEngine:
         self._keeps_base = settings.adapter_rank > 0
         self._take = take_adapter if self._keeps_base else take_weights
         self._adapter: object = None
-        """Of every request, once there is one."""
+        """The adapter of every request, once there is one."""
         self._thread = StepThread("vllm", self._step, self._fail)
         self._vllm, context = self._thread.run(partial(start, settings))
         self._batches: int = self._vllm.vllm_config.max_concurrent_batches
