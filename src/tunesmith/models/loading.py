@@ -71,7 +71,7 @@ class Loading:
     """Shard the model; each rank reads only its rows, in float32 if the model ``trains``."""
     trains: bool = True
     experts: ExpertsImplementation | None = None
-    """How the experts of a mixture compute; None: as is best for the device."""
+    """How the experts of a mixture compute; None: in the way that is best for the device."""
     tower: VisionTower = "frozen"
     """What of a multimodal model's tower is trained."""
     like: PreTrainedModel | None = None

@@ -39,8 +39,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of a setting that has no line in the run file, and why; ``keys`` are those that
-    it would set."""
+    """What becomes of a setting that has no line in the run file, and why; ``keys`` are the
+    settings that it would set."""
 
     kind: Kind
     why: str

@@ -44,8 +44,8 @@ TensorMetrics = dict[str, "Tensor"]
 Objective = Callable[["Forest", "Predictions"], "tuple[Tensor, TensorMetrics]"]
 
 OWN = "loss."
-"""Before the names of the loss's own columns in a batch, so that none replaces a column of the
-training loop."""
+"""A prefix for the names of the loss's own columns in a batch, so that none replaces a column of
+the training loop."""
 
 
 def prepare_columns(batch: Batch, algorithm: Algorithm, seed: int) -> None:

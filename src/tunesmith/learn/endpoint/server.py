@@ -51,7 +51,7 @@ LIMITS = Limits(connections=4096)
 INTERVAL = 0.02
 """Seconds between looks at what a streamed choice has new; more where a look takes long."""
 LOOKS = 0.1
-"""Largest share of the time that looks may take."""
+"""The largest share of the time that polling may take."""
 
 Read = Callable[[Fields, Policy], Exchange]
 INTERFACES: dict[str, Read] = {

@@ -25,7 +25,7 @@ class TokenGuard:
     """Hides the texts of special tokens: text ``i`` becomes the character ``FIRST + i``."""
 
     texts: tuple[str, ...] = ()
-    """Longest first, so that a text is found before a part of it."""
+    """The longest first, so that a text is found before its parts."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, turns: str = "") -> TokenGuard:

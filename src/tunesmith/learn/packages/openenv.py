@@ -158,7 +158,7 @@ class OpenEnvServer:
         self._server = PackageServer(f"openenv:{name}", command, _schema)
 
     def url(self) -> str:
-        """Its address; an EpisodeError if it does not start."""
+        """The server's address; raises EpisodeError if it does not start."""
         return self._address or self._server.url()
 
 

@@ -36,7 +36,7 @@ class PackageServer:
         self._url = ""
 
     def url(self) -> str:
-        """Its address; an EpisodeError if it does not start."""
+        """The server's address; raises EpisodeError if it does not start."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()

@@ -267,7 +267,7 @@ class _Started:
         raise SandboxError(f"{self.start.command[0]} {self._ending()}")
 
     def _talk(self, message: bytes, seconds: float) -> bytes:
-        """What it answers; ended after so many seconds."""
+        """The program's answer; it is ended after ``seconds``."""
         asked = self._process.stdin
         said = self._process.stdout
         assert asked is not None and said is not None

@@ -72,7 +72,7 @@ class Process:
         threading.Thread(target=self._forward, name="output", daemon=True).start()
 
     def said(self) -> str:
-        """The last lines that it, and the processes that it started, printed before this call."""
+        """The last lines that the process and its children printed before this call."""
         self._read()
         rest = b"".join(self._rest.values()).decode(errors="replace")
         return ("".join(self._lines) + rest)[-2000:].strip()

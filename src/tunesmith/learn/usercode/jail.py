@@ -32,7 +32,7 @@ class Jail(TypedDict):
     names: list[str]
     """Directories whose names can be read."""
     hidden: list[str]
-    """Directories of whose import paths only Python files can be read."""
+    """Directories in which only Python files on import paths can be read."""
     folder: str
     """Where its own file system is mounted, the working directory."""
     files: int
@@ -188,7 +188,7 @@ def _listener(apart: bool) -> int:
 
 
 def end_others() -> None:
-    """In a jail: end every other process of it."""
+    """Called in a jail: end every other process in it."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):

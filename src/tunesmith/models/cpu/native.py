@@ -104,8 +104,8 @@ def _key(command: Sequence[str], source: Path) -> str:
 
 
 def _folder() -> Path | None:
-    """Where libraries are kept; None if it is not writable, or if another user could put a library
-    there."""
+    """The folder of compiled libraries; None if it is not writable, or if another user could put a
+    library there."""
     folder = cache_folder() / "native"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -33,8 +33,8 @@ class AttentionRule(NamedTuple):
     sinks: Tensor | None = None
     """One more logit of each query head's softmax, whose share no token gets, ``[H]``."""
     chunk: int | None = None
-    """A token sees those of its own run of so many positions, counted from the start of its
-    sequence; None: all. ``ForestAttention`` cuts segments there, so kernels do not see it."""
+    """Tokens see only tokens of their own chunk of this many positions, counted from the start of
+    the sequence; None: all. ``ForestAttention`` cuts segments there, so kernels do not see it."""
 
 
 class Attended(NamedTuple):
@@ -129,5 +129,6 @@ def on_gpu(query: Tensor) -> bool:
 
 @cache
 def is_ampere(device: torch.device) -> bool:
-    """Whether a GPU is of Ampere or later; one that is not there is, unless it is simulated."""
+    """Whether a GPU is of the Ampere generation or later; assumed of a GPU that is not there,
+    unless it is simulated."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)

@@ -36,7 +36,8 @@ class HeadShape:
     offset: bool = False
 
     def split(self, product: Tensor, *counts: int) -> tuple[Tensor, ...]:
-        """Parts of so many heads, ``[T, count, D]``, of the joint product ``[T, (H + 2 K) D]``."""
+        """Split the joint product ``[T, (H + 2 K) D]`` into parts with these counts of heads, each
+        ``[T, count, D]``."""
         every = self.heads + 2 * self.kv_heads
         return product.view(len(product), every, product.shape[1] // every).split(counts, 1)
 

@@ -118,7 +118,8 @@ def _same(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def keeping_products() -> Generator[None]:
-    """A context for a layer's forward pass, of which the results of ``again`` are not saved."""
+    """A context for a layer's forward pass in which results of ``again`` are not saved for the
+    backward pass."""
     current = _Pass()
     token = _CURRENT.set(current)
     try:

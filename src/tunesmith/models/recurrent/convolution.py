@@ -59,8 +59,8 @@ def convolve(
 
 
 def _rows(lengths: PackedLengths, past: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of sequences that each come after their windows: which outputs, counted from the first that
-    has a whole window, are of their tokens, and which inputs are the windows at their ends."""
+    """For sequences that each follow their window: the outputs that belong to their tokens, counted
+    from the first output with a whole window, and the inputs that are the windows at their ends."""
     inside: list[int] = []
     ends: list[int] = []
     at = 0

@@ -1,4 +1,4 @@
-"""The files of images that came as bytes, of which the latest are kept up to a size."""
+"""The files of images that came as bytes; the latest are kept, up to a total size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class KeptImages:
             self._total += status.st_size
 
     def has(self, path: object) -> bool:
-        """Whether a path is of one of its files, those included that made room."""
+        """Whether a path is that of one of its files, including files that were removed to make
+        room."""
         return isinstance(path, Path) and path.parent == self.directory
 
     def put(self, digest: bytes, data: bytes) -> Path:

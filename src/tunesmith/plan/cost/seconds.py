@@ -47,7 +47,7 @@ PASS_SECONDS = {"cpu": 2e-5, "cuda": 2e-4}
 """Assumed overhead of each layer's forward pass besides its arithmetic: Python calls, kernel
 launches."""
 NVLINK = 100e9
-"""A link of so many bytes per second, in one direction, is an NVLink, and no PCIe."""
+"""A link with at least this many bytes per second in one direction is NVLink, not PCIe."""
 ALL_REDUCE = {"nvlink": (1.2e-5, 0.8), "pcie": (4e-5, 0.5)}
 """Seconds of an engine's all-reduce besides those of its bytes, and the share of the link's rate at
 which these travel. vLLM's pull requests 24111, 24532, 42324 and 37756 measure 7 to 28 µs for 16 kB

@@ -179,6 +179,7 @@ def _read_again(plan: AnyPlan, model: ModelFacts, micro: int, tokens: float) -> 
 
 
 def _own_share(plan: AnyPlan, model: ModelFacts) -> float:
-    """The share of the weights that a rank computes with: all, but of divided experts its own."""
+    """The share of the weights that a rank computes with: all of them, except that divided experts
+    are its own only."""
     divided = model.mixtures.parameters * (plan.devices.expert_parallel > 1)
     return 1 - divided * (1 - 1 / plan.devices.shards) / max(1, model.parameters or 1)

@@ -98,8 +98,8 @@ def with_capacity(plan: Plan[C], reasons: Reasons, *, turns_open: bool) -> Plan[
 
 
 def faster_than(plan: Plan[C], seconds: float, *, turns_open: bool) -> Plan[C] | None:
-    """The same as ``with_capacity``, for a plan that fits and with which a step takes less than so
-    many seconds; None if there is none."""
+    """The same as ``with_capacity``, for a plan that fits and whose step takes less than
+    ``seconds``; None if there is none."""
     plan = _with_threads(plan, Reasons())
     best = None
     if _saves(plan):

@@ -151,7 +151,7 @@ def _in_turn(plan: AnyPlan, taken: int, processes: int) -> tuple[int, str]:
 
 
 def _room(plan: AnyPlan, processes: int) -> int:
-    """Bytes of a device that all but CUDA's libraries in so many processes may take."""
+    """Bytes of a device that remain beside CUDA's libraries in this many processes."""
     libraries = processes * library_bytes(plan) * plan.devices.on_gpu
     return int(limit(plan) * plan.free_memory) - libraries
 

@@ -12,7 +12,7 @@ from tunesmith.plan.facts.parameters import EXPERTS, Counts, chosen_experts
 ExpertsImplementation = Literal["grouped_mm", "eager"]
 """The values of ``system.experts_implementation``."""
 ROW_BYTES = 16
-"""Rows of a grouped product on a GPU have a multiple of so many bytes."""
+"""Rows of a grouped product on a GPU need a multiple of this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class CppFamily:
     biases: Sequence[str] = ()
     """Parts that may have a bias in llama.cpp, beside queries, keys and values."""
     global_every: int = 0
-    """Every so many layers attend to all tokens, the others within a window; 0: all do."""
+    """Every n-th layer attends to all tokens, the others within a window; 0: all layers do."""
 
 
 def _family(said: JsonObject) -> CppFamily:

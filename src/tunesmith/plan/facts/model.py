@@ -67,8 +67,7 @@ class ModelFacts:
     """Numbers of the keys of one token in all layers, if their widths differ; None:
     ``key_width`` in each."""
     latent: int = 0
-    """Numbers of the latent of one token, of which a layer makes its keys and values; 0: of
-    none."""
+    """The width of a token's latent, from which a layer makes keys and values; 0: there is none."""
     estimated: int = 0
     """Parameters by the formulas of ``facts.parameters``."""
     idle: int = 0

@@ -46,8 +46,8 @@ class Counts(NamedTuple):
     inner: int = 0
     """The feed-forward width of one of them that a token passes through."""
     widths: int = 0
-    """Inputs and outputs of all linear modules within the layers, which an adapter is beside: of
-    these so many numbers for each rank."""
+    """Inputs plus outputs of all linear modules within the layers: the numbers of an adapter per
+    unit of its rank."""
 
 
 def count(config: Written, sizes: Sizes, family: Family) -> Counts:

@@ -15,7 +15,7 @@ from tunesmith.plan.rules.checks import contradictions
 
 MOST = 1 << 24
 FINENESS = 64
-"""A length is found up to this part of it."""
+"""The longest length is found up to this fraction of it."""
 
 
 def longest_that_fits(plan: AnyPlan, most: int = MOST) -> int | None:

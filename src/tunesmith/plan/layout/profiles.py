@@ -37,7 +37,7 @@ class ProfileValue:
     why: str
     when: Callable[[Situation[Any], int], bool]
     where: str = ""
-    """The condition in words, unless it is that the run trains."""
+    """The condition in words; empty if it is only that the run trains."""
     if_fits: bool = False
     """Only where a sample fits the memory with it."""
 

@@ -74,8 +74,8 @@ class SampledRound:
         return f"{self.name}: {right} samples are right, "
 
     def samples_for(self, answers: int) -> str | None:
-        """Samples per question that give so many right answers; None if that is out of reach, or
-        done."""
+        """Samples per question that give this many right answers; None if that is out of reach, or
+        reached already."""
         if not self.counts["correct"]:
             return None
         needed = ceil(answers / self.right[0] / self.counts["questions"])

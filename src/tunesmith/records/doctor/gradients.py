@@ -7,7 +7,7 @@ from tunesmith.records.doctor.rules import Change, Evidence, Rules, explains
 from tunesmith.records.doctor.signs import Signs, times
 
 JUMP = 20
-"""A gradient's norm that is so many times the usual one is a spike."""
+"""A gradient norm this many times the usual one is a spike."""
 RULES = Rules[Signs]()
 twice_the_usual_norm = Change[Signs](
     "train.max_grad_norm", lambda run: f"{run['grad_norm'].median * 2:.2g}"

@@ -13,8 +13,8 @@ from tunesmith.records.doctor.signs import Signs, times
 RULES = Rules[Signs]()
 LEAST_SECONDS = 60
 BUSY = 0.25
-"""Share of the cores that other programs take, and of the run's time in which they do, before it
-is said."""
+"""The share of the cores that other programs take, and of the run's time in which they do, from
+which it is reported."""
 LEAST_COMPARED = 3
 """Steps with other programs, and without, before their times are compared."""
 

@@ -71,7 +71,7 @@ class Tongue:
 
 @dataclass(frozen=True, slots=True)
 class TeacherOfText:
-    """It has other tokens, and scores the answers' text.
+    """A teacher with another tokenizer, which scores the answers' text.
 
     Over the shortest spans of text at whose ends a token of either ends, the log-probabilities of
     each are summed. The difference is shared equally by the student's ``n`` tokens of the span,

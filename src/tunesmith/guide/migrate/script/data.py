@@ -118,7 +118,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """``range`` over rows, of which an end is a share."""
+    """A ``range`` over rows with an end that is a share of their number."""
 
     start: int | Length
     stop: int | Length

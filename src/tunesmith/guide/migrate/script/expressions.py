@@ -110,7 +110,8 @@ class Expressions:
         return Unknown(short(node), getattr(node, "lineno", 0), why)
 
     def merged(self, values: Sequence[Held], why: ast.AST, name: str = "") -> Held:
-        """The value that all alternatives agree on. A data set or nothing is that data set."""
+        """The value that all alternatives agree on. Where they are a data set or nothing, the data
+        set."""
         some = [value for value in values if value is not None]
         first = next(iter(some), None)
         compared = some if isinstance(first, Data | Splits) else values

@@ -171,8 +171,8 @@ class Flow(Calls):
         return result
 
     def _either(self, bodies: Sequence[Sequence[ast.stmt]], why: ast.AST, scope: Scope) -> Held:
-        """Follow each body, of which one runs; afterwards a name has its value if all agree on
-        it."""
+        """Follow each of several bodies, only one of which runs; afterwards a name has a value if
+        all agree on it."""
         before = dict(scope.maps[0])
         ends = list[dict[str, Held]]()
         last = _RAISES
