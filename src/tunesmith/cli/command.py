@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import shlex
-import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
 from tunesmith.errors import closest
+from tunesmith.records.toml import table_beside
 
-_MEANT: Mapping[str, str] = tomllib.loads(
-    Path(__file__).with_name("meant.toml").read_text(encoding="utf-8")
-)
+_MEANT: Mapping[str, str] = table_beside(__file__, "meant.toml")
 """Command → synonyms."""
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from tunesmith.config.reading.answers import answers
 from tunesmith.errors import ConfigError, boundary, nearest
+from tunesmith.records.toml import table_beside
 
 NEEDS: Mapping[str, str] = {
     "group": "several rollouts per prompt",
@@ -42,10 +43,8 @@ def preset_of(name: str, table: Mapping[str, Any]) -> Preset:
     return Preset(name, str(table.get("source", "")), str(table.get("text", "")), settings)
 
 
-_FILE = Path(__file__).with_name("presets.toml")
 PRESETS: Mapping[str, Preset] = {
-    name: preset_of(name, table)
-    for name, table in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()
+    name: preset_of(name, table) for name, table in table_beside(__file__, "presets.toml").items()
 }
 
 

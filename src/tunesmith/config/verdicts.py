@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
+
+from tunesmith.records.toml import table_beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class ContentVerdict:
     refused: bool = False
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("verdicts.toml").read_text(encoding="utf-8"))
+_TABLES = table_beside(__file__, "verdicts.toml")
 SETTINGS = tuple(Verdict(**table) for table in _TABLES["setting"])
 _BY_KEY = {key: verdict for verdict in SETTINGS for key in verdict.keys.split()}
 CONTENTS: Mapping[str, ContentVerdict] = {

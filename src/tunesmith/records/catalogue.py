@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Literal
+
+from tunesmith.records.toml import table_beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,9 @@ class Metric:
         return re.fullmatch(re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.escape(self.name)), name)
 
 
-_TEXT = files("tunesmith.records").joinpath("catalogue.toml").read_text(encoding="utf-8")
 CATALOGUE: Mapping[str, Sequence[Metric]] = {
     kind: [Metric(name, **entry) for name, entry in table.items()]
-    for kind, table in tomllib.loads(_TEXT).items()
+    for kind, table in table_beside(__file__, "catalogue.toml").items()
 }
 """Metrics by kind; each kind is a table in the documentation."""
 _EVERY = [metric for kind in CATALOGUE.values() for metric in kind]

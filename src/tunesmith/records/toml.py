@@ -1,4 +1,4 @@
-"""Formatting of TOML values and keys."""
+"""Formatting of TOML values and keys, and the tables of the package."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.records.redact import redact, redact_values
+
+
+def table_beside(module: str, name: str) -> dict[str, Any]:
+    """The TOML file ``name`` in the folder of a module's file (its ``__file__``)."""
+    return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
 
 
 def toml_data(value: Any) -> Any:

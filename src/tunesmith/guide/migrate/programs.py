@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-MARKS = tomllib.loads(Path(__file__).with_name("marks.toml").read_text(encoding="utf-8"))
+from tunesmith.records.toml import table_beside
+
+MARKS = table_beside(__file__, "marks.toml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class ForeignProgram:
 
 @cache
 def programs() -> tuple[ForeignProgram, ...]:
-    text = Path(__file__).with_name("programs.toml").read_text(encoding="utf-8")
-    return tuple(ForeignProgram(**entry) for entry in tomllib.loads(text)["program"])
+    table = table_beside(__file__, "programs.toml")
+    return tuple(ForeignProgram(**entry) for entry in table["program"])
 
 
 def find_program(name: str) -> ForeignProgram | None:

@@ -6,13 +6,13 @@ The data is in the TOML files next to this module and is read when a name is fir
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from pathlib import Path
 from typing import Any
+
+from tunesmith.records.toml import table_beside
 
 FRAMEWORKS: Mapping[str, str] = {
     "trl": "TRL",
@@ -164,4 +164,4 @@ def _index(frameworks: tuple[str, ...]) -> tuple[tuple[ByName, ByName], tuple[By
 
 @cache
 def _read(file: str) -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name(f"{file}.toml").read_text(encoding="utf-8"))
+    return table_beside(__file__, f"{file}.toml")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tunesmith.config.changing import with_values
@@ -15,6 +13,7 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.length import draws, steps_of_passes
 from tunesmith.plan.plan import MOST_RUNNING, USUAL_RUNNING, C, Plan, Reasons
+from tunesmith.records.toml import table_beside
 
 TEMPLATE = "{prompt} <rm_score>: {reward} "
 SEPARATOR = "\n\n"
@@ -32,8 +31,8 @@ with 134M 32 are 1% faster than 64."""
 
 def profile_values(name: str) -> dict[str, tuple[Any, str]]:
     """The values of an RFT profile, with reasons, by dotted key."""
-    profiles = tomllib.loads(Path(__file__).with_name("profiles.toml").read_text(encoding="utf-8"))
-    return {key: (value, reason) for key, (value, reason) in profiles[name].items()}
+    values = table_beside(__file__, "profiles.toml")[name]
+    return {key: (value, reason) for key, (value, reason) in values.items()}
 
 
 def with_profile(said: C, reasons: Reasons) -> C:

@@ -6,18 +6,15 @@ In an architecture that is not listed there, packed sequences may silently see e
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 from tunesmith.config.doors import Door
 from tunesmith.errors import ModelError, nearest
+from tunesmith.records.toml import table_beside
 
-_TABLES = tomllib.loads(
-    files("tunesmith.plan.facts").joinpath("families.toml").read_text(encoding="utf-8")
-)
+_TABLES = table_beside(__file__, "families.toml")
 OURS: Mapping[str, Mapping[str, bool]] = _TABLES["trained"]
 DOOR = Door[Mapping[str, Mapping[str, bool]]]("families", "tunesmith.plan.facts.families:OURS")
 """Tables of families, each with its fields; other packages add theirs."""

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 import struct
-import tomllib
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tunesmith.errors import ModelError
 from tunesmith.plan.facts.gguf import Header, Value
 from tunesmith.plan.facts.layers import Written
 from tunesmith.records.plain import JsonObject
+from tunesmith.records.toml import table_beside
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES = table_beside(__file__, "llama_cpp.toml")
 TOP: Mapping[str, str] = _TABLES["top"]
 EXPERTS: Mapping[str, str] = _TABLES["parts"]["experts"]
 """Matrices of a layer's experts, which lie in one weight."""

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 from tunesmith.errors import ConfigError, nearest, shortened
 from tunesmith.plan.facts.hardware import Gpu, Hardware, read_hardware
+from tunesmith.records.toml import table_beside
 
 THIS = "this"
 MOST_GPUS = 128
@@ -52,9 +51,8 @@ class GpuKind:
 @cache
 def gpu_kinds() -> Mapping[str, GpuKind]:
     """The table of GPUs, by name."""
-    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     kinds: dict[str, GpuKind] = {}
-    for name, row in tomllib.loads(text).items():
+    for name, row in table_beside(__file__, "machines.toml").items():
         in_units = {key: row[key] * unit for key, unit in _UNITS.items()}
         kinds[name] = GpuKind(name, **row | in_units | {"capability": tuple(row["capability"])})
     return kinds

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 
 from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.config.schema import RLConfig, RunConfig
@@ -19,7 +17,7 @@ from tunesmith.errors import Problem, closest
 from tunesmith.plan.plan import C, Plan, Reasons
 from tunesmith.plan.rules.rule import rule
 from tunesmith.plan.rules.situation import ENGINE, Situation, more
-from tunesmith.records.toml import toml_value
+from tunesmith.records.toml import table_beside, toml_value
 
 # A rule is a condition and a sentence: with an argument on each line there would be twice as many.
 # fmt: off
@@ -28,7 +26,7 @@ OLDEST = (0, 31)
 NEWEST = (0, 33)
 """The minor versions between which the adapter is tested. It steps vLLM in its own process and
 reads some of its internals, which may change with any."""
-_ARGUMENTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_ARGUMENTS = table_beside(__file__, "vllm.toml")
 OWN_ARGUMENTS: Mapping[str, str] = _ARGUMENTS["own"]
 """vLLM's engine arguments that have a key in a run file."""
 FIXED_ARGUMENTS: Mapping[str, str] = _ARGUMENTS["fixed"]
