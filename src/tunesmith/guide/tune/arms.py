@@ -70,9 +70,7 @@ class Arm:
             TrialEnded: the step failed or took too long.
         """
         process = self.start()
-        with suppress(OSError):  # if it died while stopped, _await_step notices
-            process.connection.send(True)
-        self._signal(signal.SIGCONT)
+        self._tell(process, goes_on=True)
         self._await_step(process, patience)
         phases = {name: s for name, s in self.metrics.items() if name.startswith("seconds/")}
         busy = sum(s for name, s in phases.items() if name.removeprefix("seconds/") not in OTHER)
@@ -106,9 +104,7 @@ class Arm:
             TrialEnded: the run failed.
         """
         process = self.start()
-        with suppress(OSError):
-            process.connection.send(False)
-        self._signal(signal.SIGCONT)
+        self._tell(process, goes_on=False)
         with suppress(subprocess.TimeoutExpired):
             process.popen.wait(START_SECONDS)
         if process.popen.poll() != 0:
@@ -126,6 +122,12 @@ class Arm:
             self._signal(signal.SIGKILL)
             self._process.kill()
             self._process = None
+
+    def _tell(self, process: Process, *, goes_on: bool) -> None:
+        """Let the stopped process take another step, or end its run."""
+        with suppress(OSError):  # if it died while stopped, the wait for it notices
+            process.connection.send(goes_on)
+        self._signal(signal.SIGCONT)
 
     def _await_step(self, process: Process, patience: float) -> None:
         if not any(process.connection.poll(SLICE) for _ in range(ceil(patience / SLICE))):

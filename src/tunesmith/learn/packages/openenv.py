@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice
 from urllib.request import urlopen
 
 from tunesmith.errors import ConfigError, EpisodeError
@@ -21,7 +20,7 @@ from tunesmith.learn.environments.conversation import OutOfRoom
 from tunesmith.learn.environments.steps import StepResult
 from tunesmith.learn.packages.adapter import Foreign, Options, TaskRow
 from tunesmith.learn.packages.served import PackageServer
-from tunesmith.learn.packages.splits import check_split, is_of, number
+from tunesmith.learn.packages.splits import seeds_of
 from tunesmith.records.foreign import json_or
 from tunesmith.types import Message
 
@@ -44,11 +43,7 @@ def rows(name: str, split: str, options: Options) -> Iterator[TaskRow]:
     unknown = next((key for key in options if key not in valid), None)
     if unknown is not None:
         raise ConfigError(f"{what} has no option '{unknown}'; valid are {', '.join(valid)}.")
-    check_split(what, split)
-    size = number(what, options, "size", SIZE, 1)
-    seed = number(what, options, "seed", 0, 0)
-    seeds = (each for each in range(seed, seed + 20 * size) if is_of(split, str(each)))
-    drawn = [{"seed": each} for each in islice(seeds, size)]
+    drawn = [{"seed": each} for each in seeds_of(what, split, options, SIZE)]
     resets: Foreign = options.get("resets", drawn)
     for reset in resets:
         yield {"prompt": str(options.get("prompt", PROMPT)), "openenv": json.dumps(reset)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
 
 from tunesmith.errors import ConfigError, nearest
 from tunesmith.learn.packages.adapter import Options
@@ -26,6 +26,23 @@ def check_split(what: str, split: str) -> None:
 def is_of(split: str, task: str) -> bool:
     """Whether a task, as text, belongs to a split."""
     return hashlib.blake2b(task.encode(), digest_size=8).digest()[0] % 10 in SHARES[split]
+
+
+def seeds_of(what: str, split: str, options: Options, size: int) -> Iterator[int]:
+    """The seeds of a split from the option ``seed`` (0) on, as many as the option ``size`` says.
+
+    Args:
+        what: the package and its generator, for messages.
+        size: how many without that option.
+
+    Raises:
+        ConfigError: there is no such split, or an option is no whole number.
+    """
+    check_split(what, split)
+    size = number(what, options, "size", size, 1)
+    seed = number(what, options, "seed", 0, 0)
+    seeds = (each for each in range(seed, seed + 20 * size) if is_of(split, str(each)))
+    return islice(seeds, size)
 
 
 def alike(task: int) -> Iterator[int]:

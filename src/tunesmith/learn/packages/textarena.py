@@ -20,7 +20,7 @@ from tunesmith.learn.endpoint.client import PolicyClient
 from tunesmith.learn.environments.conversation import OutOfRoom
 from tunesmith.learn.environments.steps import StepResult
 from tunesmith.learn.packages.adapter import Foreign, Options, TaskRow
-from tunesmith.learn.packages.splits import alike, check_split, is_of, number
+from tunesmith.learn.packages.splits import alike, number, seeds_of
 from tunesmith.types import Message
 
 SIZE = 200
@@ -43,16 +43,13 @@ def rows(name: str, split: str, options: Options) -> Iterator[TaskRow]:
     options are the game's.
     """
     what = f"textarena:{name}"
-    check_split(what, split)
-    size = number(what, options, "size", SIZE, 1)
-    seed = number(what, options, "seed", 0, 0)
+    seeds = seeds_of(what, split, options, SIZE)
     players = number(what, options, "players", players_of(name), 1)
     seat = number(what, options, "seat", 0, 0)
     if seat >= players:
         raise ConfigError(f"{what}: the option 'seat' must be below {players}, its 'players'.")
     own = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
-    seeds = (each for each in range(seed, seed + 20 * size) if is_of(split, str(each)))
-    for each in islice(seeds, size):
+    for each in seeds:
         task = {"game": name, "seed": each, "players": players, "seat": seat}
         task["options"] = json.dumps(own, sort_keys=True)
         yield {"prompt": GameTable(task).read(seat), "textarena": task}

@@ -76,17 +76,14 @@ class Samplers:
         sampling = sampling_of(ask.sampling_params, self._context - len(prompt))
         wants_prompt = bool(ask.prompt_logprobs) or ask.topk_prompt_logprobs > 0
         async with self.engine(adapter) as engine:
-            seeds = [_seed(sampling, index) for index in range(ask.num_samples)]
+            first = sampling.seed
+            seeds = [None if first is None else first + n for n in range(ask.num_samples)]
             generated = (engine.generate(prompt, replace(sampling, seed=seed)) for seed in seeds)
             completions = await asyncio.gather(*generated)
             top = ask.topk_sample_logprobs
             scored = [(each, await _own_scores(engine, prompt, each, top)) for each in completions]
             scores = await _prompt_scores(engine, prompt, ask) if wants_prompt else None
         return sample_result(scored, top, scores)
-
-
-def _seed(sampling: Sampling, index: int) -> int | None:
-    return None if sampling.seed is None else sampling.seed + index
 
 
 def sampling_of(how: HowToSample, room: int) -> Sampling:
