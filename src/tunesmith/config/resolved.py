@@ -222,7 +222,7 @@ def _by_section(
     return sections
 
 
-def shown_value(value: Any, text: Callable[[str], str] = str) -> str:
+def shown_value(value: object, text: Callable[[str], str] = str) -> str:
     """A value as TOML without secrets; ``text`` formats strings, alone or in a list."""
     if isinstance(value, float):
         return f"{value:.6g}"

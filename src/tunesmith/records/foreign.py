@@ -18,7 +18,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def json_or(text: str | bytes, other: Any) -> Any:
+def json_or(text: str | bytes, other: object) -> Any:
     """The value of a JSON text; ``other`` if it is none."""
     try:
         return parse_json(text)

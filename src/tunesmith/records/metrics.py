@@ -202,7 +202,7 @@ def is_whole(line: bytes, kept: Callable[[Any], bool]) -> bool:
         return False
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     """The value with infinities and NaN, which JSON lacks, as null."""
     match value:
         case float() if not math.isfinite(value):

@@ -19,7 +19,7 @@ LARGEST_INTEGER = 1 << 1023
 """Larger integers are replaced by a description: JSON readers parse them as infinity."""
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def plain(value: object, depth: int = 0) -> Any:
     """The value as None, bool, int, float, str, list and dict with text keys.
 
     Numbers of other kinds (NumPy, ``Fraction``, ``Decimal``) become floats or ints, arrays and
@@ -62,7 +62,7 @@ def _text(value: str) -> str:
     return str(value)
 
 
-def shown(value: Any, most: int = LONGEST_REPR) -> str:
+def shown(value: object, most: int = LONGEST_REPR) -> str:
     """The ``repr`` of any value, cut to ``most`` characters."""
     try:
         return _text(shortened(repr(value), most))

@@ -44,7 +44,7 @@ def _without_secrets(url: re.Match[str]) -> str:
     return _QUERY.sub(rf"\1={HIDDEN}", _BARE_QUERY.sub(HIDDEN, text))
 
 
-def redact_values(value: Any, name: str = "") -> Any:
+def redact_values(value: object, name: str = "") -> Any:
     """``redact`` for settings, also inside mappings and lists.
 
     A text is hidden entirely if its key is named like a secret, or if it is an environment

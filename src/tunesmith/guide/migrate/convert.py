@@ -223,7 +223,7 @@ def _computed(why: str, keys: tuple[str, ...]) -> Fate:
     return Fate("computed", f"{why}; set {keys[0]} yourself", keys)
 
 
-def _without(value: Any, meaning: Meaning, command: str) -> Fate:
+def _without(value: object, meaning: Meaning, command: str) -> Fate:
     """The fate of a setting that has no key in this run file."""
     if is_off(value):
         return Fate("off", f"it is off there{f'; {meaning.why}' if meaning.why else ''}")

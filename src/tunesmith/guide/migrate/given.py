@@ -17,7 +17,7 @@ def is_text(value: str) -> bool:
     return not re.search("[\ud800-\udfff]", value)
 
 
-def count_of(value: Any) -> int:
+def count_of(value: object) -> int:
     """The value, if it is a positive whole number; else 0."""
     return value if isinstance(value, int) and value is not True and value > 0 else 0
 

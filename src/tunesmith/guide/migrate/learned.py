@@ -109,7 +109,7 @@ def pair(given: Given, _there: There) -> Result:
     return Value("algorithm.reward_clip", [*map(float, numbers)]) if numbers else OFF
 
 
-def _pair(value: Any) -> Sequence[Any] | None:
+def _pair(value: object) -> Sequence[Any] | None:
     return value if isinstance(value, list | tuple) and len(value) == 2 else None
 
 

@@ -113,7 +113,9 @@ def _of_python(text: str, path: Path, variables: Mapping[str, str]) -> list[Fore
     return commands or found
 
 
-def _of_tree(tree: Any, text: str, path: Path, variables: Mapping[str, str]) -> list[ForeignLaunch]:
+def _of_tree(
+    tree: object, text: str, path: Path, variables: Mapping[str, str]
+) -> list[ForeignLaunch]:
     if not isinstance(tree, dict):
         return []
     names = set(map(str, cast("dict[Any, Any]", tree)))

@@ -77,7 +77,7 @@ def rows(given: Given, _there: There) -> Result:
     return by_hand(f"{given.text} is not followed: write it as {how} to leave the row out")
 
 
-def _listed(value: Any) -> list[str]:
+def _listed(value: object) -> list[str]:
     """Paths from a list, or from comma-separated text."""
     if value is None or isinstance(value, bool):
         return []

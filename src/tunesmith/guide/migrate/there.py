@@ -64,7 +64,7 @@ def without(why: str) -> Fate:
 OFF = without("it is off there")
 
 
-def is_off(value: Any) -> bool:
+def is_off(value: object) -> bool:
     """Whether a value enables nothing: none, false, zero, minus one, an empty text or list."""
     return value in (None, False, 0, -1, "", "none", "None", "no", "auto", "default", [], {})
 
@@ -97,7 +97,7 @@ class There:
         for name, value in launch.program.defaults.items():
             self._defaults.setdefault(known_as(name, self.framework)[0], value)
 
-    def get(self, *names: str, default: Any = None) -> Any:
+    def get(self, *names: str, default: object = None) -> Any:
         """The value of the first of these names that is given; else the program's default; else
         ``default``.
 

@@ -64,7 +64,7 @@ def _read_json(text: str) -> Any:
         return _bounded(yaml.load(without, _Loader))
 
 
-def _bounded(tree: Any) -> Any:
+def _bounded(tree: object) -> Any:
     """
     Raises:
         ValueError: it has too many values.

@@ -131,7 +131,9 @@ class FakeDevice(TorchDispatchMode):
             place = Path(frame.f_code.co_filename)
         self.waits[f"{place.parent.name}/{place.name}:{frame.f_lineno} {operation}"] += 1
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.prim.device.default:
             return META
         with self._one_at_a_time:

@@ -59,6 +59,6 @@ class _Nccl:
         def __init__(self) -> None:
             self.config = SimpleNamespace()
 
-    def __new__(cls, store: Any, rank: int, world: int, options: Any) -> Any:
+    def __new__(cls, store: object, rank: int, world: int, options: object) -> Any:
         del store, options
         return FakeProcessGroup._create_internal(rank, world)  # pyright: ignore[reportPrivateUsage]

@@ -119,7 +119,7 @@ class NamedLocal(LocalSpec):
         with self.named_on.allocating(ENGINES_WEIGHTS):
             return LocalSpec.load(self)
 
-    def engine(self, model: CausalLM, **options: Any) -> RolloutEngine:
+    def engine(self, model: CausalLM, **options: object) -> RolloutEngine:
         with self.named_on.allocating(KEYS_AND_VALUES):
             return NamedEngine(LocalSpec.engine(self, model, **options), self.named_on)
 

@@ -69,11 +69,11 @@ class _OnThreads(_Inside):
         self._thread = Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def _ask(self, do: str, *given: Any) -> PendingResult:
+    def _ask(self, do: str, *given: object) -> PendingResult:
         self.newest = super()._ask(do, *given)
         return self.newest
 
-    def _send(self, number: int, do: str, *given: Any) -> None:
+    def _send(self, number: int, do: str, *given: object) -> None:
         asked = asyncio.run_coroutine_threadsafe(self._host.ask(do, *given), self._loop)
         asked.add_done_callback(lambda done: self._answer(number, done))
 
@@ -91,7 +91,7 @@ class _LikeAnother(_Inside):
         super().__init__(f"one like {other.name}", lost)
         self._other = other
 
-    def _send(self, number: int, do: str, *given: Any) -> None:
+    def _send(self, number: int, do: str, *given: object) -> None:
         del do, given
         self._other.newest.add_done_callback(lambda done: self._answer(number, done))
 

@@ -167,14 +167,14 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return Tensor.to(tensor, *args, **kwargs)
 
 
-def _grouped(tensors: Any, with_indices: bool = False) -> Any:
+def _grouped(tensors: object, with_indices: bool = False) -> Any:
     """Restore the tensors' device: C++ believes they are on meta, and clipping would move its
     coefficient there."""
     groups = _group(tensors, with_indices).items()
     return {(lists[0][0].device, kind): (lists, more) for (_, kind), (lists, more) in groups}
 
 
-def _as_told(argument: Any) -> Any:
+def _as_told(argument: object) -> Any:
     names_cuda = isinstance(argument, str | torch.device) and str(argument).startswith("cuda")
     return META if names_cuda else argument
 
@@ -187,7 +187,7 @@ class _NoWeakReferences:
         return ()
 
 
-def _always(value: Any) -> Callable[..., Any]:
+def _always(value: object) -> Callable[..., Any]:
     """A function with this result for all arguments."""
 
     def answer(*_: object, **__: object) -> Any:

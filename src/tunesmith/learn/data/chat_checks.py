@@ -55,7 +55,7 @@ def with_probes(
     return probed, probes
 
 
-def _probe_call(call: Any, probe: Callable[[str], str]) -> Any:
+def _probe_call(call: object, probe: Callable[[str], str]) -> Any:
     """A tool call with a probe in its name and, if it has arguments, another in them."""
     outer = call if isinstance(call, Mapping) else {}
     function = outer.get("function")

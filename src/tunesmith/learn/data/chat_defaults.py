@@ -51,12 +51,12 @@ def set_defaults(
         tokenizer.chat_template = with_head(template)
 
 
-def own_part(template: Any) -> Any:
+def own_part(template: object) -> Any:
     """A chat template without the defaults that runs have written before it."""
     return template.rpartition(_END)[2] if isinstance(template, str) else template
 
 
-def _variable(name: str, value: Any) -> str:
+def _variable(name: str, value: object) -> str:
     setting = f"{{% set {name} = {_literal(name, value)} %}}"
     return f"{{%- if {name} is not defined %}}{setting}{{% endif -%}}"
 
@@ -68,7 +68,7 @@ def _system(text: str) -> str:
     return f"{{%- if not ({given}) %}}{added}{{% endif -%}}"
 
 
-def _literal(name: str, value: Any) -> str:
+def _literal(name: str, value: object) -> str:
     """A value in Jinja's syntax."""
     match value:
         case None:

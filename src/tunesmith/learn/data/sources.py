@@ -218,7 +218,7 @@ def read_jsonl(path: Path) -> Rows:
                 yield row.bad(f"not JSON: {error}")
 
 
-def _row_of_object(row: SourceRow, value: Any) -> SourceRow | BadLine:
+def _row_of_object(row: SourceRow, value: object) -> SourceRow | BadLine:
     if isinstance(value, dict):
         return SourceRow(row.file, row.where, value)
     return row.bad(f"holds {_kind(value)}, needs a JSON object with named columns")
@@ -391,12 +391,12 @@ def _rows_of_table(name: str, rows: Iterable[Any], first: int = 1) -> Rows:
         yield SourceRow(name, f"{name}:{number}", kept)
 
 
-def _is_conversation(value: Any) -> bool:
+def _is_conversation(value: object) -> bool:
     items = value if isinstance(value, list) else [None]
     return all(isinstance(m, dict) and ("role" in m or "from" in m) for m in items)
 
 
-def _without_null(value: Any) -> Any:
+def _without_null(value: object) -> Any:
     if isinstance(value, dict):
         return {k: _without_null(v) for k, v in value.items() if v is not None}
     return [_without_null(v) for v in value] if isinstance(value, list) else value

@@ -89,7 +89,7 @@ def read_messages(row: SourceRow, name: str) -> list[Message]:
     return [_message(row, f"{name}[{i}]", item) for i, item in enumerate(value)]
 
 
-def _from_json(row: SourceRow, name: str, value: Any) -> Any:
+def _from_json(row: SourceRow, name: str, value: object) -> Any:
     """The value, parsed if it is JSON text."""
     try:
         return parse_json(value) if isinstance(value, str) else value
@@ -98,7 +98,7 @@ def _from_json(row: SourceRow, name: str, value: Any) -> Any:
         raise row.bad(f"{wrong}; needs a list, or that list as JSON") from error
 
 
-def _message(row: SourceRow, place: str, item: Any) -> Message:
+def _message(row: SourceRow, place: str, item: object) -> Message:
     """A message with a known role and text content; null keys are dropped, because tables use null
     for absent keys."""
     if not isinstance(item, Mapping):
@@ -134,7 +134,7 @@ def _message(row: SourceRow, place: str, item: Any) -> Message:
     return {**message, "content": _encodable(row, f"{place}.content", content)}
 
 
-def _call(row: SourceRow, place: str, call: Any) -> Any:
+def _call(row: SourceRow, place: str, call: object) -> Any:
     """A tool call in OpenAI's form; ``{"name": ..., "arguments": ...}`` alone is put into it."""
     fields = call if isinstance(call, Mapping) else {}
     if "function" not in fields and isinstance(fields.get("name"), str):

@@ -138,7 +138,7 @@ def parse(kind: type[R], request: Fields) -> R:
         raise BadRequest(why, place or None) from None
 
 
-def as_dict(value: Any) -> Any:
+def as_dict(value: object) -> Any:
     """Agents may send back OpenAI's own objects."""
     dump = getattr(value, "model_dump", None)
     return dump(exclude_none=True) if callable(dump) else value
@@ -176,7 +176,7 @@ def _texts_or_ids(value: Any) -> Any:
     return prompts
 
 
-def _as_list(value: Any) -> Any:
+def _as_list(value: object) -> Any:
     return [value] if isinstance(value, str) else value or []
 
 

@@ -54,7 +54,7 @@ class PolicyClient:
             exchange = kind(request, self._policy)
             return exchange.whole(await self._policy.answer(exchange.ask))
 
-        async def create(*, extra_body: Fields | None = None, **request: Any) -> Any:
+        async def create(*, extra_body: Fields | None = None, **request: object) -> Any:
             if request.get("stream"):
                 where = "the HTTP endpoint (an agent that takes 'base_url')"
                 raise BadRequest(f"'stream' is for {where}; leave it out")

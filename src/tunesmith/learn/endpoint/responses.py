@@ -285,7 +285,7 @@ def messages_of(items: Sequence[Fields]) -> list[Message]:
     return messages
 
 
-def _content(content: Any) -> Any:
+def _content(content: object) -> Any:
     """A chat message's content. Both interfaces hold a part's text under ``text``; a refusal counts
     as text."""
     if not isinstance(content, list | tuple):

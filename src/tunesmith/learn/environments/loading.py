@@ -158,7 +158,7 @@ def _load(reference: str, base_dir: Path) -> Any:
     return verifiers.as_agent(code, reference) if verifiers.is_environment(code) else code
 
 
-def _recognise(name: str, reference: str, code: Any, tools: Mapping[str, Tool]) -> Loaded:
+def _recognise(name: str, reference: str, code: object, tools: Mapping[str, Tool]) -> Loaded:
     """Detect the form of the user's code."""
     if isinstance(code, CommandTasks):
         return Loaded(name, reference, "command", code)

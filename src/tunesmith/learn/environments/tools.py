@@ -122,7 +122,7 @@ def parse_mistral(raw: str, text: str) -> tuple[str, Calls]:
     return spoken.rstrip(), [_check(item) for item in items]
 
 
-def _check(value: Any) -> ToolCall | BadCall:
+def _check(value: object) -> ToolCall | BadCall:
     if not isinstance(value, Mapping):
         return BadCall(f"a tool call is an object {EXPECTED}")
     call = value["function"] if isinstance(value.get("function"), Mapping) else value

@@ -36,7 +36,7 @@ def judge(gold: str, text: str) -> dict[str, bool]:
     return {"gold": bool(expected), "answered": bool(answers), "correct": correct}
 
 
-def _equal(gold: Any, answer: Any) -> bool:
+def _equal(gold: object, answer: object) -> bool:
     try:
         return bool(_math_verify.verify(gold, answer, timeout_seconds=None, raise_on_error=True))
     except (MemoryError, RecursionError):

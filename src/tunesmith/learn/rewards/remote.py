@@ -177,7 +177,7 @@ class RewardClient:
         return min(self._servers, key=load)
 
 
-def scores_of(answer: Any, size: int, url: str) -> list[Score]:
+def scores_of(answer: object, size: int, url: str) -> list[Score]:
     """The scores of an answer; an unusable item fails only its own rollout.
 
     Raises:

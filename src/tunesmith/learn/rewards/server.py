@@ -23,13 +23,13 @@ from tunesmith.records.http_server import LIMITS, Limits, bearer_of, guarded, is
 from tunesmith.types import Prompt, Rollout, Status, Task, text_of_content
 
 
-def _text_or_messages(value: Any) -> Prompt:
+def _text_or_messages(value: object) -> Prompt:
     if isinstance(value, str) or (isinstance(value, list) and all(map(_is_message, value))):
         return value
     raise ValueError('must be text, or messages as in [{"role": "user", "content": "text"}]')
 
 
-def _is_message(value: Any) -> bool:
+def _is_message(value: object) -> bool:
     fields: dict[str, Any] = value if isinstance(value, dict) else {}
     try:
         text_of_content(fields.get("content"))

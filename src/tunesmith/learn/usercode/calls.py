@@ -111,7 +111,7 @@ def required_parameters(function: Function) -> list[inspect.Parameter]:
     return [p for p in named if p.default is p.empty]
 
 
-def own_copy(value: Any) -> Any:
+def own_copy(value: object) -> Any:
     """A copy for user code to change; a value nested too deeply to be copied is passed as is."""
     try:
         return deepcopy(value)

@@ -129,7 +129,7 @@ class Far(ABC):
         """Kill the process, if it has not ended; ``how`` it ended is part of later errors."""
         self._lose(how)
 
-    def _ask(self, do: str, *given: Any) -> PendingResult:
+    def _ask(self, do: str, *given: object) -> PendingResult:
         with self._lock:
             answer = PendingResult(next(self._numbers))
             lost = self.lost
@@ -145,7 +145,7 @@ class Far(ABC):
             raise
         return answer
 
-    def _settle(self, number: int, value: Any, error: BaseException | None = None) -> None:
+    def _settle(self, number: int, value: object, error: BaseException | None = None) -> None:
         with self._lock:
             self._answered = True
             answer = self._waiting.pop(number, None)
@@ -189,7 +189,7 @@ class Far(ABC):
                     self._lose(f"did not answer for {seconds:.0f} s and was killed")
 
     @abstractmethod
-    def _send(self, number: int, do: str, *given: Any) -> None:
+    def _send(self, number: int, do: str, *given: object) -> None:
         """Run ``Host.ask(do, *given)`` in the process; ``_settle`` is called with the outcome."""
 
     @abstractmethod
@@ -264,7 +264,7 @@ class ConnectedFar(Far):
         threading.Thread(target=self._transmit, name=self.name, daemon=True).start()
         self._watch()
 
-    def _send(self, number: int, do: str, *given: Any) -> None:
+    def _send(self, number: int, do: str, *given: object) -> None:
         try:
             message = pickle.dumps((number, do, pickle.dumps(given, protocol=5)), protocol=5)
         except Exception as error:

@@ -62,7 +62,7 @@ class Host:
     meanwhile: a process in a long computation still answers.
     """
 
-    def __init__(self, worker: Executor, target: Any = None) -> None:
+    def __init__(self, worker: Executor, target: object = None) -> None:
         self._worker = worker
         self._object = target
 
@@ -106,7 +106,7 @@ def portable(error: BaseException) -> Exception:
     return sent
 
 
-def encode_pickle(number: int, value: Any, error: BaseException | None) -> bytes:
+def encode_pickle(number: int, value: object, error: BaseException | None) -> bytes:
     if error is None:
         return pickle.dumps((number, value, None), protocol=5)
     try:
@@ -119,7 +119,7 @@ def encode_pickle(number: int, value: Any, error: BaseException | None) -> bytes
 
 
 def serve(
-    connection: Connection, target: Any = None, encode: Encode = encode_pickle, lost: int = 0
+    connection: Connection, target: object = None, encode: Encode = encode_pickle, lost: int = 0
 ) -> NoReturn:
     """Answer a ``ConnectedFar`` until the connection is closed; methods run on this thread.
 

@@ -226,7 +226,7 @@ class ForkServer:
                 os.rmdir(self._folder)
 
     def _ask(
-        self, request: Any, seconds: float, late: str, connection: Connection | None = None
+        self, request: object, seconds: float, late: str, connection: Connection | None = None
     ) -> Any:
         """The answer to a request, with which a connection may be sent.
 
@@ -383,7 +383,7 @@ class Pool:
                 self._idle.append(worker)
 
     async def run(
-        self, *arguments: Any, timeout: float | None = None, coroutine: bool = False
+        self, *arguments: object, timeout: float | None = None, coroutine: bool = False
     ) -> Any:
         """The function's result, from a worker with no other call. If the worker was killed from
         outside, the call is repeated once.

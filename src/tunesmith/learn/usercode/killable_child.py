@@ -103,12 +103,12 @@ def _end(worker: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
 
 
-def _encode(number: int, value: Any, error: BaseException | None) -> bytes:
+def _encode(number: int, value: object, error: BaseException | None) -> bytes:
     trace = None if error is None else "".join(traceback.format_exception(error, limit=-5))[-4000:]
     return json.dumps((number, value, trace)).encode()
 
 
-def _send(pipe: Connection, message: Any) -> None:
+def _send(pipe: Connection, message: object) -> None:
     pipe.send_bytes(json.dumps(message).encode())
 
 

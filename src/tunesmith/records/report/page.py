@@ -43,7 +43,7 @@ def page(data: Mapping[str, Any]) -> bytes:
     return head.encode() + json_bytes(data).replace(b"<", b"\\u003c") + tail.encode()
 
 
-def json_bytes(value: Any) -> bytes:
+def json_bytes(value: object) -> bytes:
     """JSON in UTF-8; lone surrogates, which UTF-8 cannot encode, are escaped."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")

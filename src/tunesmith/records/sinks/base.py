@@ -143,7 +143,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
     return "\n\n---\n\n".join(fields)
 
 
-def _field(name: str, value: Any) -> str:
+def _field(name: str, value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     lines = [f"    {line}" for line in text.splitlines() or [""]]
     return "\n".join([f"**{name}**", "", *lines])

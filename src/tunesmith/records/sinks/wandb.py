@@ -56,6 +56,6 @@ class WandB:
         self._run.finish(exit_code=int(failed))
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> Any:
     """A column of a table has one type: numbers stay, all else is text."""
     return value if value is None or isinstance(value, int | float) else str(value)
