@@ -195,6 +195,10 @@ def _hand_out_listener(address: str) -> None:
         socket.send_fds(outlet, [b"."], [listener.fileno()])
 
 
+def _alarmed(*_: object) -> None:
+    os._exit(ALARMED)
+
+
 def _end_with_asker() -> None:
     """End, with all programs, where who asks for them has ended: containers outlive it."""
     asked = select.poll()
@@ -215,7 +219,7 @@ def main(limits: dict[str, int], outlet: str = "") -> None:
         hard = resource.getrlimit(limit)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(limit, (most, most))
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(ALARMED))
+    signal.signal(signal.SIGALRM, _alarmed)
     _end_with_asker()
     if outlet:
         _hand_out_listener(outlet)
