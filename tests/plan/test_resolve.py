@@ -647,7 +647,7 @@ def test_a_gpu_without_memory_of_its_own_takes_most_of_the_machines(
 ) -> None:
     listing = "0, GPU-aa11, NVIDIA GB10, [N/A], [N/A], 12.1, [N/A]\n"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("tunesmith.plan.facts.hardware._nvidia_smi", lambda *_: listing)
+    monkeypatch.setattr("tunesmith.plan.facts.hardware.nvidia_smi", lambda *_: listing)
     monkeypatch.setattr("tunesmith.plan.facts.hardware.memory", lambda: (128 * GB, 100 * GB))
     found = read_hardware()
     assert found.gpus == (Gpu("NVIDIA GB10", 102_400_000_000, 80 * GB, (12, 1)),)
