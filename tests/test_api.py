@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -240,6 +241,8 @@ PROCESS = {"reward": lambda completions: completions, "reward__isolation": "proc
         (ConfigError, "train.lr is of type object", {"reward": "math", "train__lr": object()}),
         (ConfigError, "does not exist", {"reward": "math", "train": "nowhere.jsonl"}),
         (ConfigError, "on_step is of type int", {"reward": share, "on_step": 3}),
+        (ConfigError, "on_step cannot be called", {"reward": share, "on_step": lambda: None}),
+        (ConfigError, "'tools.py:add' does not", {"reward": share, "tools": "tools.py:add"}),
         (ConfigError, "needs functions that another process can import", PROCESS),
     ],
 )
@@ -280,13 +283,15 @@ def test_a_reward_gets_the_values_of_rows_or_their_iso_text(model: Path) -> None
     assert list(map(type, seen[0])) == [type(value) for _, value in columns]
 
 
-@pytest.mark.parametrize("rows_format", [None, "numpy"])
+@pytest.mark.parametrize("rows_format", [None, "numpy", "frame"])
 def test_rows_of_a_dataset_are_its_values(rows_format: str | None, model: Path) -> None:
     rows = [
         line | {"day": datetime(2020, 1, day + 1), "n": [day, 2], "x": 0.5}
         for day, line in enumerate(sums(4))
     ]
-    data = Dataset.from_list(rows).with_format(rows_format)
+    data: Any = pandas.DataFrame(rows)
+    if rows_format != "frame":
+        data = Dataset.from_list(rows).with_format(rows_format)
 
     def reward(completions: Sequence[str], **_: Any) -> list[float]:
         return share(completions)

@@ -9,10 +9,12 @@ def main() -> None:
     """Run the command."""
     report_start()
     collect_rarely()
-    from tunesmith.cli.main import main
-
     try:
+        from tunesmith.cli.main import main
+
         main()
+    except KeyboardInterrupt:  # while packages are imported: a command answers its own
+        raise SystemExit(130) from None
     finally:
         leave_all()
 

@@ -43,7 +43,7 @@ def rl(
     reward: str | Function | Sequence[str | Function] | Mapping[str, Any] | None = None,
     eval: Data | None = None,
     environment: str | type | Function | Mapping[str, Any] | None = None,
-    tools: Sequence[str | Function] = (),
+    tools: str | Function | Sequence[str | Function] = (),
     run_dir: str | Path | None = None,
     resume: Resume = False,
     on_step: OnMetrics | None = None,
@@ -55,8 +55,9 @@ def rl(
 
     Args:
         model: a directory or a hub name.
-        train: a file, a directory or a hub name, or rows: a ``datasets.Dataset`` or any iterable of
-            dicts. Rows are written into the run directory, so that the run can be resumed.
+        train: a file, a directory or a hub name, or rows: a ``datasets.Dataset``, a pandas
+            ``DataFrame`` or any iterable of dicts. Rows are written into the run directory, so that
+            the run can be resumed.
         reward: functions with TRL's signature, built-in rewards (``"math"``), references
             (``"file.py:function"``), or a mapping with the keys of ``[reward]``.
         eval: held-out data, as ``train``.
@@ -82,7 +83,8 @@ def rl(
         environment = {"path": environment}
     given = {"reward": _rewards(reward), "environment": environment}
     given |= {
-        "environment.tools": list(tools) or None,
+        "environment.tools": ([tools] if isinstance(tools, str) or callable(tools) else list(tools))
+        or None,
         "run_dir": run_dir,
         "checkpoint.resume": resume or None,
     }

@@ -68,7 +68,7 @@ def changes(listing: Listing, contents: Mapping[str, Content], directory: Path) 
         if key not in before or same_path(before[key][0]) == same_path(entry["value"]):
             continue
         if key.startswith(tuple(MOVABLE.split())) and (
-            _without_folders(before[key][0]) == _without_folders(entry["value"])
+            without_folders(before[key][0]) == without_folders(entry["value"])
         ):
             continue
         derived = key.startswith("system.") and before[key][1] == entry["source"] == "derived"
@@ -93,6 +93,6 @@ def changes(listing: Listing, contents: Mapping[str, Content], directory: Path) 
     return found
 
 
-def _without_folders(value: object) -> str:
+def without_folders(value: object) -> str:
     """A setting's value as JSON, with the names alone of the files in it."""
     return re.sub(r'"/(?:[^"]*/)?([^"/]+)"', r'"\1"', json.dumps(value))

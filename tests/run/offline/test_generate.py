@@ -33,7 +33,14 @@ from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.run.offline.answering import answer
 from tunesmith.run.offline.generate import Generated, run_generate
-from tunesmith.run.offline.lines import LineWriter, read_lines, repair, unfinished_file
+from tunesmith.run.offline.lines import (
+    CONTENTS,
+    LineWriter,
+    claim,
+    read_lines,
+    repair,
+    unfinished_file,
+)
 from tunesmith.run.offline.scoring import given_records
 from tunesmith.run.offline.selection import OVERWRITTEN
 from tunesmith.run.offline.unfinished import Unfinished
@@ -557,3 +564,25 @@ def test_prompts_may_come_one_by_one(model: Path) -> None:
         CausalLM.load(model), (p for p in PROMPTS[:2]), max_new_tokens=2, chat=False
     )
     assert [generation.prompt for generation in made] == PROMPTS[:2]
+
+
+def test_the_files_that_an_output_depends_on_may_be_moved_but_not_changed(tmp_path: Path) -> None:
+    out = tmp_path / "completions.jsonl"
+    out.touch()
+
+    def begun_in(place: str, model: str = "model", digest: str | None = "1") -> None:
+        said = {"model.path": f"{place}/{model}", "reward.functions": [f"{place}/r.py:f", "math"]}
+        claim(out, said | ({CONTENTS: {"model": digest}} if digest else {}), tmp_path)
+
+    begun_in("/old")
+    begun_in("/new/place")
+    for place, model, digest in (
+        ("/old", "model", "2"),
+        ("/old", "other", "1"),
+        ("/old", "model", None),
+    ):
+        with pytest.raises(ConfigError, match=r"begun with model\.path"):
+            begun_in(place, model, digest)
+    begun_in("/new/place", digest=None)
+    with pytest.raises(ConfigError, match=r"begun with model\.path"):
+        begun_in("/old")

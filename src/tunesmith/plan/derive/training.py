@@ -219,4 +219,4 @@ def _within(steps: int, key: str, every: Every | None, reasons: Reasons, end: st
 
 
 def _shortened(every: int, steps: int) -> str:
-    return f"shortened from {every}: the run has {steps} steps"
+    return f"shortened from {every}: the run has {steps} step{'s' if steps > 1 else ''}"

@@ -16,6 +16,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.records.catalogue import with_aliases
 from tunesmith.records.plain import JsonObject, Row
 from tunesmith.records.storage import read_json, write_json
+from tunesmith.records.waits import long_wait
 
 CLOSE_SECONDS = 60.0
 """Time that a sink has at the end of a run to send its last records."""
@@ -95,7 +96,8 @@ class Background:
             self._calls.put_nowait(None)
         except queue.Full:
             return
-        self._thread.join(CLOSE_SECONDS)
+        with long_wait(f"sending the last records to {self.name} (monitor.sinks)"):
+            self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             self._fail(f"it did not take its last records within {CLOSE_SECONDS:.0f} s")
 

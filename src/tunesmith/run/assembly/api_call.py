@@ -14,6 +14,7 @@ from datetime import date, time
 from decimal import Decimal
 from inspect import isclass, isfunction
 from numbers import Integral, Real
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,7 +96,8 @@ class ApiCall:
             raise ConfigError(
                 f"{key} is of type {type(data).__name__}; give a path, a Dataset or a list of dicts"
             )
-        self._rows[key] = data
+        frame = type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns")
+        self._rows[key] = methodcaller("to_dict", "records")(data) if frame else data
         return ""
 
     @contextmanager

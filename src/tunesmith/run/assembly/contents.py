@@ -33,6 +33,20 @@ def contents_of(
 ) -> dict[str, Content]:
     """The contents of a run's files, by the names in ``config.verdicts.CONTENTS``."""
     config: RunConfig = plan.said
+    found = weights_and_code(plan)
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    text = fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    found["tokenizer"] = Content(config.model.path, _digest([text.encode()]))
+    found["chat_template"] = Content("", _digest([repr(tokenizer.chat_template).encode()]))
+    for name, data in (("train", train), ("eval", held_out)):
+        if data is not None:
+            found[name] = Content(f"data.{name}", data.fingerprint)
+    return found
+
+
+def weights_and_code(plan: AnyPlan) -> dict[str, Content]:
+    """Those of its models and of the user's code."""
+    config: RunConfig = plan.said
     paths: dict[str, list[str | Path | None]] = {
         "model": [config.model.path],
         "adapter": [config.lora.path],
@@ -62,13 +76,6 @@ def contents_of(
             found[name] = Content(
                 " and ".join(map(str, files)), _digest(file.read_bytes() for file in files)
             )
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    text = fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    found["tokenizer"] = Content(config.model.path, _digest([text.encode()]))
-    found["chat_template"] = Content("", _digest([repr(tokenizer.chat_template).encode()]))
-    for name, data in (("train", train), ("eval", held_out)):
-        if data is not None:
-            found[name] = Content(f"data.{name}", data.fingerprint)
     return found
 
 

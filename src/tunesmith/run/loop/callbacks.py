@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,3 +33,21 @@ class Callbacks:
             if callback is not None and not callable(callback):
                 kind = type(callback).__name__
                 raise ConfigError(f"{name} is of type {kind}; give a function of two arguments")
+            if callback is not None and not _takes_two(callback):
+                raise ConfigError(
+                    f"{name} cannot be called with two arguments, the step and its metrics or "
+                    "directory"
+                )
+
+
+def _takes_two(callback: Callable[..., object]) -> bool:
+    """Also where Python does not know."""
+    try:
+        arguments = signature(callback)
+    except (TypeError, ValueError):
+        return True
+    try:
+        arguments.bind(0, None)
+    except TypeError:
+        return False
+    return True

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.commands import GenerateConfig, SamplingSection
+from tunesmith.config.reading.files import find_model
 from tunesmith.config.schema import DataSection, ModelSection, SystemSection
 from tunesmith.errors import UserError, boundary, shortened
 from tunesmith.learn.data.chat_defaults import set_defaults
@@ -108,7 +109,10 @@ def generate(
             chat_template_kwargs=dict(chat_template_kwargs or {}) or None,
         )  # fmt: skip
         system = SystemSection(max_running=max_running, max_prefill_tokens=max_prefill_tokens)
-        path = ModelSection(path=str(model) if isinstance(model, str | Path) else "a loaded model")
+        name = "a loaded model"
+        if isinstance(model, str | Path):
+            name = find_model(str(model), [Path.cwd()])
+        path = ModelSection(path=name)
         config = GenerateConfig(model=path, data=data, sampling=sampling, system=system)
     if not prompts:
         return []

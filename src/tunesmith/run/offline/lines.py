@@ -11,6 +11,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, cast
 
+from tunesmith.config.continuing import without_folders
 from tunesmith.config.reading.files import same_path
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.records.metrics import JsonLines, is_whole, keep_lines
@@ -20,6 +21,8 @@ from tunesmith.types import Rollout, RolloutGroup, Status, Task
 
 Json = dict[str, Any]
 FLAT = ("completion", "finish_reason", "tokens", "reward", "rewards", "metrics", "status", "error")
+CONTENTS = "contents (digests)"
+"""Of models and code, in what ``claim`` compares."""
 LOGPROBS = ("token_ids", "logprobs")
 
 
@@ -152,7 +155,8 @@ def write_whole(path: Path, lines: Iterator[Json]) -> int:
 
 def claim(path: Path, identity: Mapping[str, Any], run_dir: Path) -> None:
     """Record the origin of an output file's lines in a file next to it, or compare with an existing
-    record. ``run_dir`` may have been moved, with a model in it.
+    record. ``run_dir`` may have been moved, with a model in it; if both have ``CONTENTS``, and the
+    same, so may the files that the settings name.
 
     Raises:
         ConfigError: the file was begun with another origin.
@@ -171,8 +175,14 @@ def claim(path: Path, identity: Mapping[str, Any], run_dir: Path) -> None:
     current: Json = {key: kept(value) for key, value in plain.items()}
     if path.exists() and note.exists():
         before = read_json(note)
-        keys = (*before, *current)
-        changed = [key for key in keys if kept(before.get(key)) != current.get(key)]
+        keys = [key for key in {**before, **current} if key != CONTENTS]
+        is_moved = CONTENTS in before and before[CONTENTS] == current.get(CONTENTS)
+
+        def differs(key: str) -> bool:
+            then, now = kept(before.get(key)), current.get(key)
+            return then != now and not (is_moved and without_folders(then) == without_folders(now))
+
+        changed = list(filter(differs, keys))
         if changed:
             raise ConfigError(
                 f"{path} was begun with {changed[0]} = {before.get(changed[0])!r}, and it is now "

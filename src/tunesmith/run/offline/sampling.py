@@ -20,13 +20,14 @@ from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.interrupts import handled, keeping
 from tunesmith.records.run_dir import how_to_continue
+from tunesmith.run.assembly.contents import weights_and_code
 from tunesmith.run.assembly.opening import FROM_A_COMMAND, Caller, OpenRun, open_run
 from tunesmith.run.assembly.rewards import add_rewards
 from tunesmith.run.engines.base import RolloutEngine
 from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.run.offline.answering import answer, window_of
-from tunesmith.run.offline.lines import LineWriter, repair
+from tunesmith.run.offline.lines import CONTENTS, LineWriter, repair
 from tunesmith.run.offline.unfinished import Unfinished
 from tunesmith.run.offline.usage import Usage
 from tunesmith.run.offline.watch import JobWatch
@@ -177,4 +178,5 @@ def identity(
         outcome = {"functions", "weights", "models", "remote", "judge", "answer", "pattern"}
         reward = config.reward.model_dump(mode="json", include=outcome)
         values |= {f"reward.{key}": value for key, value in reward.items()}
+    values[CONTENTS] = {name: found.digest for name, found in weights_and_code(plan).items()}
     return values
