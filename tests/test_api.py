@@ -242,7 +242,7 @@ PROCESS = {"reward": lambda completions: completions, "reward__isolation": "proc
         (ConfigError, "does not exist", {"reward": "math", "train": "nowhere.jsonl"}),
         (ConfigError, "on_step is of type int", {"reward": share, "on_step": 3}),
         (ConfigError, "on_step cannot be called", {"reward": share, "on_step": lambda: None}),
-        (ConfigError, "'tools.py:add' does not", {"reward": share, "tools": "tools.py:add"}),
+        (ConfigError, "tools.py does not exist", {"reward": share, "tools": "tools.py:add"}),
         (ConfigError, "needs functions that another process can import", PROCESS),
     ],
 )
