@@ -179,7 +179,8 @@ def claim(path: Path, identity: Mapping[str, Any], run_dir: Path) -> None:
         is_moved = CONTENTS in before and before[CONTENTS] == current.get(CONTENTS)
 
         def differs(key: str) -> bool:
-            then, now = kept(before.get(key)), current.get(key)
+            then = kept(before.get(key))
+            now = current.get(key)
             return then != now and not (is_moved and without_folders(then) == without_folders(now))
 
         changed = list(filter(differs, keys))
