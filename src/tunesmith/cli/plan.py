@@ -96,7 +96,11 @@ def plan(
 
 
 def _print_tables(planned: AnyPlan, report: Mapping[str, Any]) -> None:
-    """Args: report: of the plan; see ``report_of``."""
+    """Print the layout with its reasons, memory, seconds, limits and the next best layouts.
+
+    Args:
+        report: of the plan; see ``report_of``.
+    """
     from tunesmith.config.resolved import print_resolved
     from tunesmith.plan.report import layout_of_run, memory_rows, other_rows, seconds_rows
     from tunesmith.records.text import aligned

@@ -159,7 +159,7 @@ def _tail(run: RunSummary, last: int, follow: bool) -> None:
         time.sleep(POLL)
 
 
-def _line(metrics: Mapping[str, Any]) -> str:
+def _line(metrics: Mapping[str, object]) -> str:
     from tunesmith.records.progress import COLUMNS, SAMPLING, number
 
     columns = SAMPLING if "completions" in metrics else COLUMNS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from pydantic import BaseModel
 
@@ -13,7 +13,7 @@ from tunesmith.config.schema import RunConfig
 C = TypeVar("C", bound=RunConfig)
 
 
-def with_values(config: C, values: Mapping[str, Any]) -> C:
+def with_values(config: C, values: Mapping[str, object]) -> C:
     """A copy of ``config`` with the values of dotted keys replaced, which count as given."""
     for key, value in values.items():
         *sections, name = key.split(".")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -251,7 +251,7 @@ class OfflineDistillConfig(SFTConfig):
     distill: DistillSection = DistillSection()
 
 
-def distill_kind(data: Mapping[str, Any]) -> type[RunConfig]:
+def distill_kind(data: Mapping[str, object]) -> type[RunConfig]:
     """The configuration class of a run file's tree, by ``distill.mode``; an invalid mode is refused
     later, on load."""
     section = data.get("distill")

@@ -108,7 +108,11 @@ class EngineKind:
     """The command that starts a server of ``{path}`` on ``{port}``."""
 
     def sees(self, family: str | None) -> bool:
-        """Args: family: of a model or of its text decoder."""
+        """Whether such an engine takes images of a family.
+
+        Args:
+            family: of a model or of its text decoder.
+        """
         return not self.third_party or str(family).removesuffix("_text") in self.seeing
 
 

@@ -41,7 +41,7 @@ _objects: dict[str, Any] = {}
 
 
 @contextmanager
-def handed_over(objects: Mapping[str, Any]) -> Generator[None]:
+def handed_over(objects: Mapping[str, object]) -> Generator[None]:
     """Within this context, the references in ``objects`` name these objects of this process.
 
     Raises:

@@ -38,7 +38,7 @@ class Preset:
         return f"preset {self.name} ({self.source})" if self.source else f"preset {self.name}"
 
 
-def preset_of(name: str, table: Mapping[str, Any]) -> Preset:
+def preset_of(name: str, table: Mapping[str, object]) -> Preset:
     settings = {key: value for key, value in table.items() if key not in ("source", "text")}
     return Preset(name, str(table.get("source", "")), str(table.get("text", "")), settings)
 
@@ -85,7 +85,7 @@ def _of_python(reference: str) -> Preset:
     )
 
 
-def _absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _absolute(table: Mapping[str, object], folder: Path) -> dict[str, Any]:
     """The table with absolute references to classes in the preset's directory."""
 
     def located(value: Any) -> Any:

@@ -179,7 +179,7 @@ def save_resolved(
 
 
 def config_text(
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
     derived: Iterable[Derived] = (),
     shown: Callable[[Any], Any] = redact_values,
 ) -> str:

@@ -71,7 +71,11 @@ def sequences_of(said: RunConfig) -> int:
 
 
 def kind_of(said: RunConfig, algorithm: Algorithm | None = None) -> RunKind:
-    """Args: algorithm: what depends on it does not hold without it."""
+    """What a run consists of, by its settings.
+
+    Args:
+        algorithm: what depends on it does not hold without it.
+    """
     adapter = said.lora.on
     teacher: Teaching | None = None
     served = False

@@ -64,7 +64,11 @@ def with_said(plan: Plan[C], values: Mapping[str, Any]) -> Plan[C]:
 
 
 def devices_said(kind: RunKind, said: RunConfig, facts: Facts | None = None) -> Devices:
-    """Args: facts: what a launcher started; None: nothing."""
+    """The processes and devices that were said, with one process where that is open.
+
+    Args:
+        facts: what a launcher started; None: nothing.
+    """
     system = said.system
     machines = 1
     each = 1

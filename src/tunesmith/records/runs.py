@@ -56,7 +56,8 @@ class RunProgress:
 
 
 def progress_of(path: Path, settings: Row, step: int) -> RunProgress:
-    """
+    """How far a run is, and whether it goes on.
+
     Args:
         step: the last one in ``metrics.jsonl``.
     """

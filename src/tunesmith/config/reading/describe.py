@@ -33,7 +33,7 @@ _BOUNDS = (
 )
 
 
-def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+def describe(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
     """``Annotated[int, Field(gt=0)] | None`` → ``"a whole number above 0"``."""
     if get_origin(annotation) is Annotated:
         inner, *notes = get_args(annotation)

@@ -84,7 +84,8 @@ def convert(launch: ForeignLaunch) -> Migration:
 
 
 def _check_held_out(migration: Migration) -> None:
-    """
+    """Check that held-out data is apart from the training data.
+
     Raises:
         ConfigError: the run file would train on rows that it evaluates on.
     """

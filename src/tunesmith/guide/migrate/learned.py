@@ -113,7 +113,7 @@ def _pair(value: object) -> Sequence[Any] | None:
     return value if isinstance(value, list | tuple) and len(value) == 2 else None
 
 
-def _bounds(table: str, numbers: Sequence[Any]) -> list[Value]:
+def _bounds(table: str, numbers: Sequence[object]) -> list[Value]:
     """Two numbers are ``low`` and ``high``; one is ``high``."""
     ends = ("low", "high") if len(numbers) == 2 else ("high",)
     bounds = zip(ends, numbers, strict=False)

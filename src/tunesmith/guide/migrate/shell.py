@@ -126,7 +126,8 @@ def _do(command: list[Word], script: Script, fixed: Mapping[str, str]) -> None:
 
 
 def _check_size(value: Sized) -> None:
-    """
+    """Limit the size of what the words of a command expand to.
+
     Raises:
         ConfigError: variables that contain each other make it too long.
     """

@@ -86,7 +86,7 @@ def _listed(value: object) -> list[str]:
     return [text for text in texts if text and not UNKNOWN.search(text)]
 
 
-def _plain(tables: Sequence[Mapping[str, Any]]) -> Any:
+def _plain(tables: Sequence[Mapping[str, object]]) -> Any:
     """Tables without empty keys and the default split; a table with only a path becomes the path,
     a list of one its element."""
     items: list[Any] = []

@@ -65,7 +65,8 @@ def _read_json(text: str) -> Any:
 
 
 def _bounded(tree: object) -> Any:
-    """
+    """A tree as it is, if it has no more values than any run file needs.
+
     Raises:
         ValueError: it has too many values.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tunesmith.config.commands import KINDS, all_keys, commands_with
 from tunesmith.config.reading.answers import valid_keys
@@ -192,7 +191,7 @@ def _nearest_known(kind: type[RunConfig], leaf: KeyPath, least: int) -> tuple[Ke
     return leaf, None
 
 
-def _leaves(path: KeyPath, table: Mapping[str, Any]) -> Iterator[KeyPath]:
+def _leaves(path: KeyPath, table: Mapping[str, object]) -> Iterator[KeyPath]:
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves((*path, key), value)

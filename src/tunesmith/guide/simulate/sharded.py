@@ -32,7 +32,7 @@ def shards_named(allocating: Callable[[str], AbstractContextManager[None]]) -> G
     """Inside, FSDP's tensors have their purposes; ``allocating(purpose)`` is a context for
     allocations."""
 
-    def named(function: Callable[..., Any], purpose: str) -> Callable[..., Any]:
+    def named(function: Callable[..., object], purpose: str) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             with allocating(purpose):

@@ -72,7 +72,8 @@ def shapes(seed: int) -> Iterator[Work]:
 
 
 def probes(seed: int, count: int) -> list[Probe]:
-    """
+    """Probes of ``count`` shapes, drawn with ``seed``.
+
     Raises:
         CapacityError: memory is too small for their models.
     """

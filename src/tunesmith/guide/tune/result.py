@@ -141,7 +141,7 @@ class Journal:
     trials: list[Trial]
 
     @classmethod
-    def open(cls, file: Path, subject: Mapping[str, Any], *, again: bool) -> Journal:
+    def open(cls, file: Path, subject: Mapping[str, object], *, again: bool) -> Journal:
         known = [] if again else remembered(file).get("trials", [])
         return cls(file, subject, [_trial_of(entry) for entry in known])
 
@@ -154,7 +154,7 @@ class Journal:
         self.trials.append(trial)
         self.write(remembered(self.file).get("best"))
 
-    def write(self, best: Mapping[str, Any] | None) -> None:
+    def write(self, best: Mapping[str, object] | None) -> None:
         """Write the trials and the best settings.
 
         Raises:

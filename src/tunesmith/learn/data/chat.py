@@ -96,7 +96,7 @@ class ChatTemplate:
             return template
         return replace(template, turn_end=text.rsplit(PROBE, 1)[1] if PROBE in text else None)
 
-    def with_options(self, options: Mapping[str, Any]) -> ChatTemplate:
+    def with_options(self, options: Mapping[str, object]) -> ChatTemplate:
         """The template with additional variables; ConfigError for one that it does not read."""
         source = own_part(self.tokenizer.get_chat_template())
         check_options(options, source, self.tokenizer.special_tokens_map)

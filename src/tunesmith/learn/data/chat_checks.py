@@ -73,7 +73,7 @@ def _probe_call(call: object, probe: Callable[[str], str]) -> Any:
 
 
 def check_options(
-    options: Mapping[str, Any], source: str, tokens: Iterable[str]
+    options: Mapping[str, object], source: str, tokens: Iterable[str]
 ) -> Mapping[str, Any]:
     """Return ``options``; ConfigError if the template does not read one of them or the rendering
     itself sets it."""

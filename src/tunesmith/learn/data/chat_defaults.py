@@ -24,7 +24,7 @@ line."""
 
 
 def set_defaults(
-    tokenizer: Tokenizer, system_prompt: str | None, options: Mapping[str, Any] | None
+    tokenizer: Tokenizer, system_prompt: str | None, options: Mapping[str, object] | None
 ) -> None:
     """Write defaults into each chat template of a tokenizer; nothing changes if it has none.
 

@@ -156,7 +156,7 @@ class Loader(Generic[T]):
         self._taken = list(counts)
 
 
-def fingerprint_of(items: Sequence[Any]) -> str:
+def fingerprint_of(items: Sequence[object]) -> str:
     """A short digest of the items in their order: dataclasses and JSON values by content, others by
     ``str``."""
     digest = hashlib.blake2b(digest_size=16)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -110,7 +109,7 @@ def build_nodes(lengths: Sequence[int], prefixes: PrefixOrder) -> tuple[list[Nod
     return nodes, last
 
 
-def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
     """The number of equal leading elements, by bisection on slices (compared in C)."""
     low = 0
     high = min(len(a), len(b))

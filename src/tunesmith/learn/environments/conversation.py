@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile
-from typing import Any
 
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import EpisodeError, shortened
@@ -134,7 +133,7 @@ class Conversation:
         max_new_tokens: int | None = None,
         stop: tuple[str, ...] = (),
         find_calls: bool = True,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         follow: Callable[[Growing], None] | None = None,
     ) -> Reply:
         """The policy's next turn after ``messages``. If it fails or is cancelled, the records are
@@ -195,7 +194,7 @@ class Conversation:
         return Reply({"role": "assistant", "content": text}, text, [], prompt_tokens, completion)
 
     def prompt_length(
-        self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None
+        self, messages: Sequence[Message], tools: Tools, options: Mapping[str, object] | None
     ) -> int:
         """Tokens of a new conversation up to the policy's turn. Raises EpisodeError as ``reply``
         does."""
@@ -311,7 +310,7 @@ class Conversation:
         messages: Sequence[Message],
         tools: Tools,
         renderer: Renderer,
-        options: Mapping[str, Any] | None,
+        options: Mapping[str, object] | None,
     ) -> tuple[Record, tuple[Message, ...]]:
         """The record, continued or new, that ends with ``messages``; and its messages for the chat
         template."""
@@ -406,7 +405,7 @@ def _assistant(content: str, calls: Sequence[ToolCall | BadCall], turn: int) -> 
 
 
 def _key(
-    messages: Sequence[Message], tools: Tools, options: Mapping[str, Any] | None = None
+    messages: Sequence[Message], tools: Tools, options: Mapping[str, object] | None = None
 ) -> tuple[str, ...]:
     """Everything that a rendering depends on, as comparable text; without names and ids, which
     agents may omit."""

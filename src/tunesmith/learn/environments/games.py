@@ -80,7 +80,7 @@ class Game:
         function = getattr(self.it, method)
         return await self.code.run(f"{self.name}.{method}", function, *args, **kwargs)
 
-    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call_tool(self, name: str, arguments: Mapping[str, object]) -> str:
         """The tool's answer for the policy: text unchanged, all else as JSON, or its exception as
         text."""
         function = self.tools[name].function

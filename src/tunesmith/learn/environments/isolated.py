@@ -48,7 +48,7 @@ class FarGame(Game):
             raise EpisodeError(answer["error"])
         return answer["value"]
 
-    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call_tool(self, name: str, arguments: Mapping[str, object]) -> str:
         return await self.ask("call_tool", name, arguments, what=f"the tool '{name}'")
 
     async def reset(self, task: Task, prompt: list[Message]) -> Observation:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice, takewhile
-from typing import Any
 
 from tunesmith.errors import ConfigError, DataError, EpisodeError, boundary
 from tunesmith.learn.data.chat import ChatTemplate
@@ -68,7 +67,7 @@ class Renderer:
         assert not tools, "tools need a chat template"
         return self.raw(_join(messages))
 
-    def with_options(self, options: Mapping[str, Any]) -> Renderer:
+    def with_options(self, options: Mapping[str, object]) -> Renderer:
         """The renderer with further variables of its chat template; an EpisodeError if there is no
         chat template."""
         raise EpisodeError(
@@ -152,7 +151,7 @@ class ChatRenderer(Renderer):
         with _of_episode():
             return vocabulary.expanded(token_ids, images_of(messages))[0]
 
-    def with_options(self, options: Mapping[str, Any]) -> Renderer:
+    def with_options(self, options: Mapping[str, object]) -> Renderer:
         with boundary(EpisodeError, "chat_template_kwargs", Exception):
             try:
                 return ChatRenderer(self.template.with_options(options), self.guard)

@@ -52,7 +52,7 @@ def from_verl(function: Function) -> Function:
     """
 
     def keywords(
-        completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+        completions: Sequence[object], columns: Mapping[str, Sequence[Any]]
     ) -> list[dict[str, Any]]:
         calls: list[dict[str, Any]] = []
         for i, completion in enumerate(completions):
@@ -64,7 +64,7 @@ def from_verl(function: Function) -> Function:
             calls.append(keywords_for(function, {**row, **own, **asked}))
         return calls
 
-    def scores(results: Sequence[Any], log_extra: Callable[[str, list[Any]], None]) -> list[Any]:
+    def scores(results: Sequence[object], log_extra: Callable[[str, list[Any]], None]) -> list[Any]:
         tables = [value if isinstance(value, Mapping) else {"score": value} for value in results]
         for name in dict.fromkeys(name for table in tables for name in table if name != "score"):
             log_extra(name, [table.get(name) for table in tables])
@@ -73,14 +73,14 @@ def from_verl(function: Function) -> Function:
     if is_async(function):
 
         async def reward_async(
-            completions: Sequence[Any], log_extra: Any, **columns: Any
+            completions: Sequence[object], log_extra: Any, **columns: Any
         ) -> list[Any]:
             calls = (function(**call) for call in keywords(completions, columns))
             return scores(await asyncio.gather(*calls), log_extra)
 
         return reward_async
 
-    def reward(completions: Sequence[Any], log_extra: Any, **columns: Any) -> list[Any]:
+    def reward(completions: Sequence[object], log_extra: Any, **columns: Any) -> list[Any]:
         return scores([function(**call) for call in keywords(completions, columns)], log_extra)
 
     return reward

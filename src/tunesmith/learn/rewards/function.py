@@ -92,7 +92,7 @@ class Notes:
     extras: dict[str, list[Any]] = field(default_factory=dict[str, "list[Any]"])
     metrics: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
 
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+    def log_extra(self, column: str, values: Sequence[object]) -> None:
         if len(values) != self.size:
             raise ValueError(
                 f"log_extra('{column}') got {len(values)} values for {self.size} completions"

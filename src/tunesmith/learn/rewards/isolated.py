@@ -112,7 +112,7 @@ class IsolatedRewards:
         self._pool.close()
         self._worker = None
 
-    async def _ask(self, question: tuple[Any, ...], timeout: float, *, coroutine: bool) -> Any:
+    async def _ask(self, question: tuple[object, ...], timeout: float, *, coroutine: bool) -> Any:
         """The worker's answer.
 
         A call is repeated alone, in its own process, if its process was killed from outside or

@@ -89,7 +89,7 @@ def parameters_of(function: Function) -> list[str] | None:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
-def keywords_for(function: Function, available: Mapping[str, Any]) -> Keywords:
+def keywords_for(function: Function, available: Mapping[str, object]) -> Keywords:
     """The entries of ``available`` that the function accepts as keywords."""
     names = parameters_of(function)
     return {name: value for name, value in available.items() if names is None or name in names}

@@ -82,7 +82,7 @@ class Far(ABC):
         """Whether the process has ended or is about to."""
         return self._ending is not None
 
-    def make(self, make: Callable[[], Any]) -> PendingResult:
+    def make(self, make: Callable[[], object]) -> PendingResult:
         """Build the object in the process. Its methods can be called once the answer is there."""
         return self._ask("make", make)
 

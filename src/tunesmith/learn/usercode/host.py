@@ -35,7 +35,7 @@ class OneThread(Executor):
     def __init__(self) -> None:
         self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, fn: Callable[..., object], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self._work.put((future, partial(fn, *args, **kwargs)))
         return future
@@ -85,7 +85,7 @@ class Host:
             case _:
                 raise ValueError(f"no request '{do}' with {len(given)} arguments")
 
-    async def _run(self, work: Callable[[], Any]) -> Any:
+    async def _run(self, work: Callable[[], object]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
 

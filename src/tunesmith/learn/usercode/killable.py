@@ -87,7 +87,7 @@ class UserProgram:
         cls,
         path: Path,
         function: str,
-        arguments: tuple[Any, ...],
+        arguments: tuple[object, ...],
         memory: str | None,
         *,
         alone: bool = False,
@@ -270,7 +270,7 @@ class Worker(ConnectedFar):
 
     async def ask(
         self,
-        arguments: Sequence[Any],
+        arguments: Sequence[object],
         timeout: float,
         *,
         coroutine: bool = False,
@@ -405,7 +405,7 @@ class Pool:
                     raise
                 return await call()
 
-    async def _run(self, arguments: Sequence[Any], timeout: float, coroutine: bool) -> Any:
+    async def _run(self, arguments: Sequence[object], timeout: float, coroutine: bool) -> Any:
         worker = await asyncio.to_thread(self.take)
         try:
             return await worker.ask(arguments, timeout, coroutine=coroutine)

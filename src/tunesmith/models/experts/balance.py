@@ -70,7 +70,11 @@ def steps_of_biases(loads: Tensor) -> Tensor:
 
 
 def load_metrics(loads: Tensor) -> dict[str, float]:
-    """Args: loads: of an optimizer batch, ``[R, E]``."""
+    """How evenly routers spread the tokens over the experts.
+
+    Args:
+        loads: of an optimizer batch, ``[R, E]``.
+    """
     shares = loads.double() / loads.sum(1, keepdim=True).clamp_min(1)
     experts = loads.shape[1]
     entropy = -torch.special.xlogy(shares, shares).sum(1).mean() / math.log(max(2, experts))

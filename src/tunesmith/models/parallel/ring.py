@@ -51,7 +51,11 @@ _INSTEAD = 'set system.sequence_parallel.type = "ulysses"'
 
 
 def check_ring(path: Any, config: Any) -> None:
-    """Raises: ModelError: the model at ``path`` has attention windows, chunks or soft caps."""
+    """Check that the attention of a model can be passed around a ring.
+
+    Raises:
+        ModelError: the model at ``path`` has attention windows, chunks or soft caps.
+    """
     kinds: list[str] = getattr(config, "layer_types", None) or []
     windows = (
         any("sliding" in kind or "chunked" in kind for kind in kinds)

@@ -60,8 +60,12 @@ class SequenceGroup:
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def check(self, path: Any, config: Any) -> None:
-        """Raises: ModelError: the ranks cannot share the attention of the model at ``path``, by its
-        configuration."""
+        """Check that ranks can share the sequences of a model.
+
+        Raises:
+            ModelError: the ranks cannot share the attention of the model at ``path``, by its
+                configuration.
+        """
         heads: int = config.num_attention_heads
         if self.kind == "ring":
             check_ring(path, config)

@@ -8,13 +8,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
 
 MARK = "<title>Tunesmith</title>"
 """In every page, by which a report is known to be one."""
 
 
-def page(data: Mapping[str, Any]) -> bytes:
+def page(data: Mapping[str, object]) -> bytes:
     """The document, in UTF-8.
 
     Its Content-Security-Policy allows only its own style and script, by their hashes; with ``live``

@@ -89,7 +89,8 @@ class RolloutIndex:
     _paths: dict[Identity, Path] = field(default_factory=dict[Identity, Path])
 
     def read_on(self) -> None:
-        """
+        """Read the lines that were written since the last call.
+
         Raises:
             StorageError: a file cannot be read.
         """

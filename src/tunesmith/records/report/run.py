@@ -60,7 +60,8 @@ class GrowingRun:
 
 
 def open_run(path: Path) -> GrowingRun:
-    """
+    """The run in a directory, read as far as it is written.
+
     Raises:
         ConfigError: ``path`` is not a run's directory.
         StorageError: its files cannot be read.

@@ -53,8 +53,8 @@ class ApiCall:
         model: str | Path,
         train: Data,
         held_out: Data | None,
-        given: Mapping[str, Any],
-        settings: Mapping[str, Any],
+        given: Mapping[str, object],
+        settings: Mapping[str, object],
     ) -> None:
         self._command = command
         self._objects: dict[str, Any] = {}
@@ -216,7 +216,7 @@ def _point_back(link: Path, target: Path | None) -> None:
         link.unlink()
 
 
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(settings: Mapping[str, object]) -> dict[str, Any]:
     """Settings by dotted key, without those that are None."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
@@ -237,7 +237,7 @@ def _is_source(value: object) -> bool:
     return type(value) is dict and "path" in value and value.keys() <= Source.model_fields.keys()
 
 
-def _checked(key: str, rows: Iterable[Any]) -> Iterator[dict[str, Any]]:
+def _checked(key: str, rows: Iterable[object]) -> Iterator[dict[str, Any]]:
     """Rows as they are stored in a file of JSON lines.
 
     Raises:

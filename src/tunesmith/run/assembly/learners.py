@@ -60,7 +60,11 @@ def make_learner(
 
 
 def policy_rate(plan: AnyPlan, size: int) -> Callable[[int], float]:
-    """Args: size: the number of items of training data."""
+    """The learning rate of the policy by step.
+
+    Args:
+        size: the number of items of training data.
+    """
     training = plan.training
     steps = optimizer_steps(plan.said, training, size)
     return rate_of(plan.said.train, training.lr, training.warmup, steps)

@@ -25,7 +25,7 @@ LOOKED_AT = 200
 
 
 def learning_facts(
-    plan: AnyPlan, tokenizer: Tokenizer, data: Prepared[Any], held_out: Sequence[Any]
+    plan: AnyPlan, tokenizer: Tokenizer, data: Prepared[Any], held_out: Sequence[object]
 ) -> RunFacts:
     """Facts from a plan, its training data and its evaluation items."""
     items = data.items
@@ -66,14 +66,14 @@ def learning_facts(
     )
 
 
-def unknown_share(tokenizer: Tokenizer, items: Iterable[Any]) -> float:
+def unknown_share(tokenizer: Tokenizer, items: Iterable[object]) -> float:
     """Share of unknown tokens (the tokenizer's unk token) in the first prompts or samples."""
     unknown: int | None = tokenizer.unk_token_id
     tokens = [token for item in islice(items, LOOKED_AT) for token in _tokens(item)]
     return tokens.count(unknown) / len(tokens) if unknown is not None and tokens else 0.0
 
 
-def image_facts(tokenizer: object, items: Sequence[Any]) -> dict[str, float]:
+def image_facts(tokenizer: object, items: Sequence[object]) -> dict[str, float]:
     """Facts about the images of the training data; none without any."""
     rows = image_rows(tokenizer)
     if not rows or not items:

@@ -204,8 +204,10 @@ def _launched(config: RunConfig) -> bool:
 
 
 def _check_room_on_ray(plan: AnyPlan, said: RunConfig) -> None:
-    """Raises:
-    CapacityError: a cluster of these machines has no room for the run's processes.
+    """Check that the planned processes fit a Ray cluster.
+
+    Raises:
+        CapacityError: a cluster of these machines has no room for the run's processes.
     """
     if plan.devices.cluster != "ray" or not plan.kind.rl:
         return

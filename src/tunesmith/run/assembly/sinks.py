@@ -39,7 +39,7 @@ def check_sinks(names: Sequence[str], base_dir: Path) -> None:
 
 def open_sinks(
     monitor: MonitorSection,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     run_dir: RunDir,
     base_dir: Path,
     resume_step: int | None,

@@ -59,7 +59,11 @@ class EngineHost:
         sampling: Sampling,
         images: Sequence[Image] = (),
     ) -> tuple[Completion, EngineStats]:
-        """Args: images: those that earlier requests have not brought."""
+        """Generate as ``RolloutEngine.generate``; what is written so far is kept under ``number``.
+
+        Args:
+            images: those that earlier requests have not brought.
+        """
         self.take_images(images)
         FOLLOWER.set(partial(self.unfinished.__setitem__, number))
         try:

@@ -263,7 +263,7 @@ class EnginePool:
         seats = list(self.roster.seats)
         self._lose(seats, await gather_with_errors(ask(seat.member) for seat in seats))
 
-    def _lose(self, seats: Sequence[EngineSeat], answers: Sequence[Any]) -> None:
+    def _lose(self, seats: Sequence[EngineSeat], answers: Sequence[object]) -> None:
         """Remove engines that failed.
 
         Raises:

@@ -73,7 +73,7 @@ def generate(
     seed: int = 0,
     system_prompt: str | None = None,
     chat: bool | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, object] | None = None,
     max_running: int = 256,
     max_prefill_tokens: int = 8192,
 ) -> list[Generation]:
@@ -119,7 +119,7 @@ def generate(
     return _generate(resolve(config, Facts(read_hardware())), model, prompts)
 
 
-def _checked(prompts: Iterable[Any], stop: object) -> list[Prompt]:
+def _checked(prompts: Iterable[object], stop: object) -> list[Prompt]:
     """Texts and conversations, as from lines of data. UserError for other values, and for a text
     instead of a list."""
     if isinstance(prompts, str):

@@ -88,7 +88,7 @@ def scores_of(rollout: Rollout) -> Json:
     return scores
 
 
-def records_of(line: Mapping[str, Any]) -> list[Json]:
+def records_of(line: Mapping[str, object]) -> list[Json]:
     """The completions of a line: the list ``completions``, or the one in the line itself."""
     return cast("list[Json]", line["completions"]) if "completions" in line else [dict(line)]
 
@@ -153,7 +153,7 @@ def write_whole(path: Path, lines: Iterator[Json]) -> int:
     return count
 
 
-def claim(path: Path, identity: Mapping[str, Any], run_dir: Path) -> None:
+def claim(path: Path, identity: Mapping[str, object], run_dir: Path) -> None:
     """Record the origin of an output file's lines in a file next to it, or compare with an existing
     record. ``run_dir`` may have been moved, with a model in it; if both have ``CONTENTS``, and the
     same, so may the files that the settings name.

@@ -28,12 +28,12 @@ Selected = list[Json] | str
 """The lines selected from a line, or the reason why there are none."""
 
 
-def usable(line: Mapping[str, Any]) -> list[Json]:
+def usable(line: Mapping[str, object]) -> list[Json]:
     """The completions that have a reward."""
     return [record for record in records_of(line) if record.get("reward") is not None]
 
 
-def _columns(line: Mapping[str, Any]) -> Json:
+def _columns(line: Mapping[str, object]) -> Json:
     """The columns of the data."""
     return {k: v for k, v in line.items() if k not in WRITTEN}
 
@@ -101,12 +101,12 @@ def level(reward: float, borders: Sequence[float]) -> int:
     return bisect_left(borders, reward) + 1
 
 
-def right_answers(line: Mapping[str, Any], threshold: float) -> list[Json]:
+def right_answers(line: Mapping[str, object], threshold: float) -> list[Json]:
     """Completions that reach the threshold, also those that were cut off."""
     return [record for record in usable(line) if record["reward"] >= threshold - ROUNDING]
 
 
-def correct_answers(line: Mapping[str, Any], threshold: float) -> list[Json]:
+def correct_answers(line: Mapping[str, object], threshold: float) -> list[Json]:
     """Completions that reach the threshold and are complete."""
     return [r for r in right_answers(line, threshold) if r.get("finish_reason") == "stop"]
 
@@ -172,7 +172,7 @@ class Yield:
     histogram: Counter[int] = field(default_factory=Counter[int])
     """Questions by their number of correct samples."""
 
-    def add(self, line: Mapping[str, Any], correct: int, kept: int) -> Json:
+    def add(self, line: Mapping[str, object], correct: int, kept: int) -> Json:
         """Count the samples of a question. Returns its line of the report."""
         records = records_of(line)
         known = answered_of(records)

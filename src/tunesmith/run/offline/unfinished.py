@@ -87,7 +87,8 @@ class Unfinished:
         self._most_bytes = max(LEAST_BYTES, 4 * self._file.stat().st_size)
 
     def close(self, *, finished: bool) -> None:
-        """
+        """Close the file of unfinished work.
+
         Args:
             finished: the output file is complete, so that nothing here is needed.
         """

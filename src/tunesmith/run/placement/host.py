@@ -23,7 +23,7 @@ class PartHost:
         self.address = own_address()
         self.store: Any = None
 
-    def run(self, work: Callable[[], Any]) -> Any:
+    def run(self, work: Callable[[], object]) -> Any:
         """Call a function in this process."""
         return work()
 

@@ -87,7 +87,11 @@ class Samplers:
 
 
 def sampling_of(how: HowToSample, room: int) -> Sampling:
-    """Args: room: the tokens that fit after the prompt."""
+    """A client's sampling parameters as ours.
+
+    Args:
+        room: the tokens that fit after the prompt.
+    """
     if room < 1:
         raise UserError("the prompt leaves no room in the model's context")
     stop = [how.stop] if isinstance(how.stop, str) else how.stop

@@ -43,7 +43,11 @@ class StoredWeights:
 
     @classmethod
     def of(cls, base_model: str, lora: LoraAsk, ttl: int | None) -> StoredWeights:
-        """Args: ttl: seconds that it is kept; None: as long as the directory."""
+        """Facts about weights that are stored now.
+
+        Args:
+            ttl: seconds that it is kept; None: as long as the directory.
+        """
         now = time.time()
         expires = None if ttl is None else now + ttl
         parts = (lora.rank, lora.train_unembed, lora.train_mlp, lora.train_attn)
