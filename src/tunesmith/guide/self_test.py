@@ -193,7 +193,8 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _shared_memory(machine: Hardware, path: Path = Path("/dev/shm")) -> MachineLine:
+def _shared_memory(machine: Hardware) -> MachineLine:
+    path = Path("/dev/shm")
     if not path.is_dir():
         return MachineLine("shared memory", f"no {path}", f"mount a tmpfs at {path}")
     size = shutil.disk_usage(path).total

@@ -80,9 +80,7 @@ class Pace:
         return max(LEAST, min(1.0, (SECONDS * slowed - spent) / (clock * steps)))
 
 
-def run_demo(
-    directory: Path, seed: int, sft_steps: int = SFT_STEPS, rl_steps: int = RL_STEPS
-) -> DemoResult:
+def run_demo(directory: Path, seed: int) -> DemoResult:
     """Create model and data in ``directory``, run both stages, and print the result.
 
     The machine's speed is measured first, and again by the steps of the first stage; on a slow or
@@ -103,8 +101,8 @@ def run_demo(
     write_tasks(directory / "held_out.jsonl", held_out)
     began = time.perf_counter()
     pace = measure(directory / "model")
-    planned = sft_steps + RL_COST * rl_steps
-    sft_steps = _fewer(sft_steps, pace.share(planned), pace)
+    planned = SFT_STEPS + RL_COST * RL_STEPS
+    sft_steps = _fewer(SFT_STEPS, pace.share(planned), pace)
     values = {
         "directory": directory.resolve(),
         "seed": seed,
@@ -116,8 +114,8 @@ def run_demo(
     examples = run_sft(directory / "sft.toml")
     # Other programs may have come or gone since.
     pace = measure(directory / "model").at(median(row["seconds"] for row in examples.metrics))
-    left = pace.share(RL_COST * rl_steps, time.perf_counter() - began)
-    rl_steps = _fewer(rl_steps, left, pace)
+    left = pace.share(RL_COST * RL_STEPS, time.perf_counter() - began)
+    rl_steps = _fewer(RL_STEPS, left, pace)
     values |= {"rl_steps": rl_steps, "eval_every": max(1, rl_steps // 2)}
     _write_run_file(directory, "rl", values)
     _title(f"2. By reward: {rl_steps} steps of 32 sums, 8 tries each, told only right or wrong")

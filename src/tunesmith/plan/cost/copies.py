@@ -24,7 +24,7 @@ def shared_part(model: ModelFacts, layout: Layout) -> ModelFacts:
     return replace(model, parameters=numbers, mixtures=replace(model.mixtures, parameters=0))
 
 
-def engine_copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = None) -> int:
+def engine_copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None) -> int:
     """Bytes of the weights of an engine of its own, which also holds a multimodal model's
     towers."""
     return copy_bytes(model, bytes_per_number, quantize) + model.tower_parameters * bytes_per_number

@@ -335,7 +335,7 @@ def planned_devices(plan: AnyPlan, *, least: bool = False) -> list[tuple[str, Pr
     return [first, *others]
 
 
-def planned_first(plan: AnyPlan, *, least: bool = False) -> tuple[str, Price, int] | None:
+def planned_first(plan: AnyPlan, *, least: bool) -> tuple[str, Price, int] | None:
     """The first of ``planned_devices``: the trainer's, or the sampler's if nothing is trained."""
     own = planned(plan, least=least)
     if own is None:

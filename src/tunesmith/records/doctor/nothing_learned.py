@@ -26,9 +26,11 @@ class Recent(Columns):
         self.entropy = self["entropy"].mean
         self.loss = self["loss"].mean
 
-    def always(self, name: str, least: float) -> bool:
-        column = self[name]
-        return column.count >= STEPS and column.min >= least
+    @property
+    def groups_are_equal(self) -> bool:
+        """Whether in all of the steps all rewards of each group were equal."""
+        column = self["groups_equal"]
+        return column.count >= STEPS and column.min >= 1
 
     def never(self, name: str) -> bool:
         column = self[name]
@@ -222,7 +224,7 @@ def equal_answers(run: Recent) -> Evidence:
     Sample with rollout.temperature = 1; where the entropy has collapsed, start again with a lower
     train.lr, or with algorithm.loss.clip_high above clip_low.
     """
-    if run.always("groups_equal", 1) and (run.facts.temperature < 0.1 or run.entropy < 0.01):
+    if run.groups_are_equal and (run.facts.temperature < 0.1 or run.entropy < 0.01):
         known = f", entropy {run.entropy:.2g} nats per token" if run["entropy"].count else ""
         sampled = f"rollout.temperature {run.facts.temperature:.3g}{known}"
         yield f"the answers to a prompt are all the same ({sampled})"
@@ -234,7 +236,7 @@ def equal_rewards(run: Recent) -> Evidence:
 
     Raise rollout.group_size, or give a reward that tells the answers to one prompt apart.
     """
-    if run.always("groups_equal", 1):
+    if run.groups_are_equal:
         yield "for every prompt, all answers have the same reward"
 
 

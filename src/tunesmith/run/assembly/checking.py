@@ -132,8 +132,8 @@ def check_inputs(
     model: ModelFacts | None,
     engine: str,
     *,
-    hub: bool = True,
-    imports: bool = False,
+    hub: bool,
+    imports: bool,
 ) -> str | None:
     """The part of ``check_run`` that does not depend on the machine; return a note about code that
     was not checked."""

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError, TaskCancelledError
 
 from tunesmith.errors import ClusterError
-from tunesmith.learn.usercode.far import PATIENCE, Far, Lost
+from tunesmith.learn.usercode.far import Far, Lost
 from tunesmith.learn.usercode.host import Host, portable
 
 
@@ -40,8 +40,8 @@ class RayActor(Far):
     """A far object in a Ray actor. Ray reports a dead process at once, a dead machine after its own
     health checks."""
 
-    def __init__(self, actor: Any, name: str, lost: Lost, patience: float = PATIENCE) -> None:
-        super().__init__(name, lost, patience)
+    def __init__(self, actor: Any, name: str, lost: Lost) -> None:
+        super().__init__(name, lost)
         self._actor = actor
         self._calls: dict[int, Any] = {}
         self._watch()

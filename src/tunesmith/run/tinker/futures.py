@@ -53,12 +53,12 @@ class Futures:
 
 
 class RequestLine:
-    """The requests of one model: numbers from ``first`` on, run in their order, each once."""
+    """The requests of one model, run in the order of their numbers from 0 on, each once."""
 
-    def __init__(self, name: str, futures: Futures, first: int = 0) -> None:
+    def __init__(self, name: str, futures: Futures) -> None:
         self.name = name
         self._futures = futures
-        self._next = first
+        self._next = 0
         self._waiting: dict[int, tuple[asyncio.Future[Result], Work]] = {}
         self._running: asyncio.Task[None] | None = None
 
