@@ -208,7 +208,7 @@ def _shared_memory(machine: Hardware) -> MachineLine:
 
 
 def _locked_memory(limit: int) -> MachineLine:
-    """What NCCL may lock for InfiniBand and RoCE."""
+    """The memory that NCCL may lock for InfiniBand and RoCE."""
     enough = limit == resource.RLIM_INFINITY or limit >= LEAST_LOCKED
     found = "no limit" if limit == resource.RLIM_INFINITY else format_size(limit)
     cure = (

@@ -191,7 +191,7 @@ class ForestLevel(NamedTuple):
     """Segments of the same depth, whose parents are all in the level above."""
 
     rows: Tensor
-    """Their tokens, segment by segment."""
+    """The segments' tokens, one segment after the other."""
     lengths: PackedLengths
     parents: Tensor
     """Each segment's parent, as an index into the level above; empty for roots."""

@@ -45,8 +45,8 @@ class Meaning:
     inverted: bool = False
     why: str = ""
     cases: Sequence[Mapping[str, Any]] = ()
-    """Conversions of a value, of which the first match applies; used instead of ``how`` when a
-    value is converted."""
+    """Conversions of a value, the first of which that matches applies; used instead of ``how`` when
+    a value is converted."""
     convert: str = ""
     """The conversion in ``tunesmith.guide.migrate`` that implements ``how``."""
     commands: str = ""

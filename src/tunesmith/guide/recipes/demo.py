@@ -38,7 +38,7 @@ RL_COST = 7
 SECONDS = 130
 """How long the demo may train on cores of its own."""
 MOST_SLOWED = 2.0
-"""How many times as long beside other programs."""
+"""How many times as long it may train beside other programs."""
 LEAST = 0.4
 """The least share of the steps: with fewer, nothing is learned."""
 

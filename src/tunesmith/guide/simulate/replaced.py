@@ -197,7 +197,7 @@ def _always(value: object) -> Callable[..., Any]:
 
 
 def _is_in_host_memory(tensor: Tensor) -> bool:
-    """What has no numbers there is pinned."""
+    """Whether a tensor is pinned: the simulation keeps no numbers of pinned tensors."""
     return tensor.is_cpu
 
 

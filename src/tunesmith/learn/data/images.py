@@ -85,7 +85,7 @@ def read_image(row: SourceRow, place: str, value: object) -> NamedImage:
 
 
 def bytes_of(url: object) -> bytes:
-    """What is in a data URL.
+    """The bytes in a data URL.
 
     Raises:
         DataError: it is none, or cannot be read.

@@ -13,7 +13,7 @@ from tunesmith.errors import CheckpointError
 
 T = TypeVar("T")
 State = dict[str, Any]
-"""What continues a run, as JSON values."""
+"""The state that continues a run, as JSON values."""
 
 IDENTITY = {
     "fingerprint": "the data set",

@@ -109,7 +109,7 @@ class ResponseExchange:
         self._responses = policy.responses
         self._events = 0
         self._text = ""
-        """What was streamed."""
+        """The text that was streamed so far."""
         self._logprobs: list[Json] = []
         self._is_open = False
         """Whether a message was begun."""

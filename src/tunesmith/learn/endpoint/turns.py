@@ -35,7 +35,7 @@ INCOMPLETE = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What an answer begins with."""
+    """What an answer begins with, before any text is known."""
 
     number: int
     """From 1; ids of answers end with it."""
@@ -56,12 +56,12 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What a choice has new."""
+    """New text or tokens of one choice."""
 
     index: int
     text: str
     tokens: Sequence[TokenText]
-    """Its new tokens; ``text`` may end before or after theirs."""
+    """The choice's new tokens; ``text`` may end before or after their text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class CommandTask:
     setup: tuple[str, ...] = ()
     verify: tuple[str, ...] = ()
     archives: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """What is there before ``setup``, by directory."""
+    """The contents that are there before ``setup``, by directory."""
     hidden: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """What is there for ``verify`` alone."""
     rewards: tuple[str, ...] = ()

@@ -48,7 +48,7 @@ class CppWeight:
     shape: tuple[int, ...]
     form: Form
     read: Callable[[], Tensor]
-    """Its numbers, in float32."""
+    """The weight's numbers, in float32."""
 
 
 def write_file(

@@ -54,9 +54,9 @@ class DecodeRows:
     prompt_lengths: Sequence[int]
     own: Sequence[KVSpan]
     written: Sequence[int]
-    """Its own tokens before this one."""
+    """The sequence's own tokens before this one."""
     positions: Sequence[int]
-    """Its rotary positions."""
+    """The token's rotary positions."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -56,9 +56,9 @@ class Storage:
 
     group: int
     here: Tensor | None
-    """Its bytes on the device; None: they are only in host memory."""
+    """The chunk's bytes on the device; None: they are only in host memory."""
     there: list[Tensor] = field(default_factory=list[Tensor])
-    """Its bytes in host memory, once they have been sent there."""
+    """The chunk's bytes in host memory, once they have been sent there."""
     uses: int = 0
     """The number of its saved tensors that the backward pass has not read yet."""
     shared: bool = False

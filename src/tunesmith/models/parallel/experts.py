@@ -148,8 +148,8 @@ class _Untouched(torch.autograd.Function):
 def divide(
     layers: nn.ModuleList, group: ExpertGroup, dtype: torch.dtype, path: object
 ) -> list[nn.Parameter]:
-    """Give the experts of layers on the meta device to the ranks; their parameters, of which this
-    rank has its experts' rows.
+    """Divide the experts of layers on the meta device among the ranks, and return their parameters,
+    of which this rank holds its own experts' rows.
 
     Args:
         dtype: that of the computation, in which they are kept.

@@ -110,8 +110,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _products(rows: Tensor, columns: Tensor, passed: Tensor) -> Tensor:
-    """``[..., c, c]``: products of each token with the ones up to it, of which the decays between
-    the two leave a part.
+    """``[..., c, c]``: products of each token with the ones up to it, reduced by the decays between
+    the two.
 
     Args:
         rows, columns: ``[..., c, K]``.

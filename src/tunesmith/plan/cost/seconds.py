@@ -111,7 +111,7 @@ def _rates_of_gpu(kind: GpuKind) -> dict[str, float]:
 
 
 def whole_step(plan: AnyPlan, phases: Mapping[str, float]) -> float:
-    """Seconds of a step on GPUs: those of all phases, of which sampling may be concurrent with the
+    """Seconds of a step on GPUs: those of all phases; sampling may be concurrent with the
     others."""
     sampling = phases.get("sampling", 0.0)
     training = sum(seconds for phase, seconds in phases.items() if phase != "sampling")

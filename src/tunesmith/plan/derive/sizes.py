@@ -119,7 +119,7 @@ def _kv_share(plan: AnyPlan, budget: int) -> tuple[int, str]:
 
 
 def _left_alone(plan: AnyPlan, held: int) -> int:
-    """Bytes for keys and values on a GPU that only engines use, of which weights take ``held``."""
+    """Bytes for keys and values on a GPU that only engines use and whose weights take ``held``."""
     each = library_bytes(plan) + _pass_bytes(plan)
     free = int(ALONE * plan.engine_memory)
     return free - held - each * plan.devices.engines_together(plan.gpus)

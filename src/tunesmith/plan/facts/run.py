@@ -17,7 +17,7 @@ class FastEngine:
 
     name: str
     where: str
-    """Where it is installed, or what is missing."""
+    """Where the engine is installed, or what is missing."""
     usable: bool = True
 
 

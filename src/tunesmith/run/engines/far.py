@@ -72,7 +72,7 @@ class EngineHost:
             self.unfinished.pop(number, None)
 
     async def progress(self, known: Mapping[int, int]) -> tuple[dict[int, Tokens], EngineStats]:
-        """The new tokens of unfinished completions, of which so many are known."""
+        """The tokens of unfinished completions beyond the number that is ``known`` of each."""
         new = {
             number: self.unfinished[number].beyond(count)
             for number, count in known.items()

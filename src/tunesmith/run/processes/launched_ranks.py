@@ -52,7 +52,7 @@ def serve_rank(launch: Launch) -> NoReturn:
 
 def _start_role(launch: Launch, role: Role, rendezvous: Rendezvous | None) -> None:
     """Serve a role in a child, once rank 0 asks for it: sharding needs torch.distributed's default
-    group, of which a process has only one."""
+    group, and a process has only one."""
     connection = _connect(launch, role, rendezvous, own_view())
     start = _asked(connection)
     if start:

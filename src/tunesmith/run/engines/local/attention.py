@@ -58,7 +58,7 @@ def _carried(pieces: Sequence[Piece], device: torch.device) -> Iterator[CarriedP
 
 
 class _Places:
-    """Where pieces have their tokens in a plane, of which each block has some number of heads.
+    """Where pieces have their tokens in a plane, whose blocks each have a number of heads.
 
     Args:
         together: each piece is one token, and they attend in one call.
@@ -191,7 +191,7 @@ class PoolAttention:
         self, layer: int, query: Tensor, rows: Tensor, latent: Latent, rule: AttentionRule
     ) -> Tensor:
         """See ``LatentContext``: prompts attend to keys and values, which are soon made; single
-        tokens to latents, of which there are fewer numbers."""
+        tokens to latents, which have fewer numbers."""
         place = self._memory.layout.place(layer)
         plane = self._memory.planes[place]
         where = self._places[1]

@@ -55,7 +55,7 @@ class KVLayout:
     shapes: Sequence[tuple[int, int]] = ()
     """The key/value heads and head size of each layer, where these differ between layers."""
     latent: bool = False
-    """Each token has one row per layer, of which the layer makes its keys and values."""
+    """Each token has one row per layer, from which the layer makes its keys and values."""
 
     @property
     def state_bytes(self) -> int:
