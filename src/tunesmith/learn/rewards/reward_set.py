@@ -70,8 +70,9 @@ class RewardSet:
         assert function.name in self.weights, f"the reward '{function.name}' has no weight"
         self.functions = (*self.functions, function)
 
-    def check_tasks(self, tasks: Iterable[Task]) -> None:
-        """Reject training data that the functions cannot work with.
+    def check_tasks(self, tasks: Iterable[Task], key: str = "data.train") -> None:
+        """Reject data that the functions cannot work with, before training. ``key`` is its key in
+        the run file.
 
         Raises:
             ConfigError: a function needs a column that no task has.
@@ -84,9 +85,9 @@ class RewardSet:
             why = None
             for name in sorted(f.columns - available)[:1]:
                 closest = hint(name) or nearest(name, available)
-                why = f"{needs} the column '{name}', which data.train lacks.{closest}"
+                why = f"{needs} the column '{name}', which {key} lacks.{closest}"
             if not why and f.one_of and not f.one_of & available:
-                names = f"{', '.join(sorted(f.one_of))}, and data.train has none of them"
+                names = f"{', '.join(sorted(f.one_of))}, and {key} has none of them"
                 why = f"{needs} one of the columns {names}.{nearest(min(f.one_of), available)}"
             if why:
                 raise ConfigError(why, keys=("reward.functions",))
@@ -95,7 +96,7 @@ class RewardSet:
         for judge, columns in self.read_by_judges.items():
             for name in sorted(columns - available)[:1]:
                 raise ConfigError(
-                    f"reward.judge: '{judge}' needs the column '{name}', which data.train lacks."
+                    f"reward.judge: '{judge}' needs the column '{name}', which {key} lacks."
                     f"{nearest(name, available)}",
                     keys=("reward.judge",),
                 )
