@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
+from tempfile import gettempdir
 from unittest.mock import Mock
 
 import pytest
@@ -19,6 +21,15 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
     assert cache_folder().is_absolute() and cache_folder().parent.is_dir()
+
+
+def test_a_home_that_cannot_be_written_has_a_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a" / "b"))
+    assert cache_folder() == tmp_path / "a" / "b" / "tunesmith"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # noqa: ARG005
+    assert cache_folder().parent == Path(gettempdir())
 
 
 @pytest.mark.parametrize("durable", [False, True])

@@ -30,11 +30,17 @@ _MARKED_BYTES = 8192
 
 
 def cache_folder() -> Path:
-    """The folder for results that are kept for this machine; it need not exist."""
+    """The folder for results that are kept for this machine; it need not exist.
+
+    A container's user may have no home, or one that cannot be written.
+    """
+    spare = Path(gettempdir()) / f"tunesmith-{os.getuid()}"
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunesmith"
-    except RuntimeError:  # a container's user without a home
-        return Path(gettempdir()) / f"tunesmith-{os.getuid()}"
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tunesmith"
+    except RuntimeError:
+        return spare
+    existing = next(path for path in (folder, *folder.parents, Path()) if os.path.exists(path))
+    return folder if os.access(existing, os.W_OK) else spare
 
 
 def measured_file(kind: str, subject: Row) -> Path:
