@@ -91,6 +91,14 @@ def test_a_refusal_names_the_longest_samples_that_fit() -> None:
     assert resolved(SFTConfig, "H100-80GB", named, *said, host=10**9)
 
 
+def test_a_refusal_names_the_longest_sequences_of_a_pair() -> None:
+    said = ("lora.rank=16", "system.offload_activations=false", "system.device_memory=24GB")
+    with pytest.raises(CapacityError) as error:
+        resolved(DPOConfig, "H100-80GB", 1 << 20, *said, host=10**9)
+    named = str(error.value).partition("What fits: sequences of a pair of at most ")[2]
+    assert resolved(DPOConfig, "H100-80GB", 2 * int(named.split()[0]), *said, host=10**9)
+
+
 def test_a_setting_gives_the_length(tmp_path: Path) -> None:
     game = tmp_path / "env.py"
     game.write_text("class Game: ...")

@@ -157,7 +157,9 @@ def _remedy(plan: Plan[C], free: int, given: C, free_of_layout: Plan[C]) -> str:
         return f"what fits: system.engine = {toml_value(OWN_ENGINE)}{more}"
     shorter = longest_that_fits(reopened(plan, plan.said.system), plan.training.longest or 0)
     if shorter:
-        return f"what fits: samples of at most {shorter} tokens{more}"
+        each = shorter // plan.kind.sequences
+        what = "samples" if each == shorter else "sequences of a pair"
+        return f"what fits: {what} of at most {each} tokens{more}"
     parameters = (plan.facts.model and plan.facts.model.parameters) or 0
     largest = parameters * free / min(peaks, default=1)
     size = "under 1M"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product, takewhile
+from itertools import takewhile
 
 from tunesmith.config.system import SystemSection
 from tunesmith.plan.facts.hardware import Gpu
@@ -35,11 +35,11 @@ def layouts(plan: AnyPlan) -> Iterator[ProcessLayout]:
     several = gpus > 1 or plan.facts.engine_hardware is not None
     if several and plan.devices.cluster == "ray" and plan.kind.rl:
         shapes = ray_shapes(plan, gpus, _tensor_sizes(plan, len(plan.engine_hardware.gpus)))
-    for shape in shapes:
-        whole = shape.trainer_ranks == 1 or not plan.devices.on_gpu
+    for shape, (ranks, size) in ((each, group) for each in shapes for group in _groups(plan, each)):
+        whole = ranks == 1 or not plan.devices.on_gpu
         stages = (0,) if whole and not said["zero_stage"] else (0, 1, 2, 3)
-        for size, stage in product(_sequence_sizes(plan, shape.trainer_ranks), stages):
-            layout = replace(shape, zero_stage=stage, sequence=size)
+        for stage in stages:
+            layout = replace(shape, trainer_ranks=ranks, zero_stage=stage, sequence=size)
             values = {name: getattr(layout, name) for name in said}
             if all(said[name] in (None, v) for name, v in values.items() if v is not None):
                 yield layout
@@ -87,9 +87,7 @@ def _shapes(plan: AnyPlan, gpus: int) -> Iterator[ProcessLayout]:
     devices = plan.devices
     kind = plan.kind
     ranks: int | None = said["trainer_ranks"]
-    size = said["sequence"] or 1
-    most = devices.most_ranks or gpus
-    together = ranks or max(1, min(gpus // size, most // size, plan.training.batch or gpus) * size)
+    together = ranks or _together(plan, gpus, said["sequence"] or 1)
     in_process = devices.engine.served or said["engine_process"] is False
     beside = devices.weight_plane == "ipc"  # engines are on the ranks' GPUs, and take turns
     if not kind.samples:
@@ -173,12 +171,37 @@ def _tensor_sizes(plan: AnyPlan, gpus: int) -> list[int]:
     return [n for n in SIZES if n * plan.devices.pipeline <= gpus] or [1]
 
 
-def _sequence_sizes(plan: AnyPlan, ranks: int) -> list[int]:
-    """Numbers of ranks that may share the tokens of a micro-batch: divisors of the attention heads;
-    one, if layers carry a state from token to token."""
+def _together(plan: AnyPlan, gpus: int, size: int) -> int:
+    """Ranks on all GPUs in groups of ``size``, no more groups than an optimizer batch has
+    samples."""
+    most = min(gpus, plan.devices.most_ranks or gpus)
+    return max(1, min(most // size, plan.training.batch or gpus) * size)
+
+
+def _groups(plan: AnyPlan, shape: ProcessLayout) -> Iterator[tuple[int, int]]:
+    """Numbers of ranks, and how many of them share the tokens of a micro-batch: divisors of the
+    attention heads; one, if layers carry a state from token to token.
+
+    Where a batch has fewer samples than there are GPUs, larger groups have more ranks.
+    """
+    said = said_shape(plan.said.system)
     model = plan.facts.model
+    kind = plan.kind
+    ranks = shape.trainer_ranks
+    gpus = gpus_of_run(plan)
+    # Their engines leave them these ranks, or their numbers depend on each other.
+    bound = kind.samples and (shape.hybrid is False or not shape.engine_process)
+    bound = bound or plan.devices.weight_plane == "ipc" or shape.placement is not None
+    bound = bound or (kind.samples and plan.devices.machines > 1)
+    grows = not (bound or said["trainer_ranks"]) and ranks == _together(plan, gpus, 1) < gpus
+    most = min(gpus, plan.gpus) if grows and kind.trains else ranks
     heads = model.heads if model and not model.carrying else 1
-    wanted: int | None = said_shape(plan.said.system)["sequence"]
+    wanted: int | None = said["sequence"]
     # A teacher may have other heads.
-    alone = ranks == 1 or not plan.devices.on_gpu or plan.kind.teacher is not None
-    return [wanted or 1] if wanted or alone else [n for n in SIZES if ranks % n == heads % n == 0]
+    if wanted or most == 1 or not plan.devices.on_gpu or kind.teacher is not None:
+        yield ranks, wanted or 1
+        return
+    for size in (n for n in SIZES if heads % n == 0 and n <= most):
+        there = _together(plan, gpus, size) if most > ranks else ranks
+        if there % size == 0:
+            yield there, size
