@@ -461,6 +461,13 @@ def test_what_nccl_sends_is_copied_on_the_gpu_where_that_has_room(
         assert said_so.devices.weight_copy == "gpu", "something else goes to the host instead"
 
 
+def test_weights_that_are_in_host_memory_are_sent_from_there() -> None:
+    given = ("system.offload_parameters=true", "system.zero_stage=3", "rollout.max_staleness=1")
+    resolved = plan(RLConfig, "8xH200-141GB", *given)
+    assert resolved.settings["system.weight_plane"] == "nccl"
+    assert resolved.settings["system.weight_copy"] == "host"
+
+
 def test_an_adapter_alone_takes_no_embedding_to_send() -> None:
     said = (
         "lora.rank=8",

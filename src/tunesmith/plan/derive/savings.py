@@ -117,8 +117,8 @@ def with_savings(
         short = "short for both at once" if turns else "enough for both at once"
         why = f"engine and trainer share the GPU, whose memory is {short}"
         reasons.add("system.hybrid", turns, why)
-    if len(_copies(plan)) > 1:
-        copy = chosen.devices.weight_copy
+    copy = chosen.devices.weight_copy
+    if copy is not None and said.weight_copy is None:
         room = "has room for" if copy == "gpu" else "is used better than for"
         why = f"the trainer's GPU {room} a copy of the weights to send"
         reasons.add("system.weight_copy", copy, why)
@@ -378,6 +378,8 @@ def _turns(plan: AnyPlan) -> list[bool]:
 def _copies(plan: AnyPlan) -> list[str | None]:
     """Where the copy of the weights may be that NCCL sends."""
     open_yet = plan.devices.weight_plane == "nccl" and plan.said.system.weight_copy is None
+    if open_yet and plan.said.system.offload_parameters:
+        return ["host"]
     return ["gpu", "host"] if open_yet else [plan.devices.weight_copy]
 
 
