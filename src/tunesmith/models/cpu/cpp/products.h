@@ -5,8 +5,8 @@
 #pragma once
 #include "panels.h"
 
-constexpr int64_t DEEP = 384, LONG = 256;  // inputs, and rows of a gradient, whose products are added up in registers
-constexpr int64_t WIDE = 256, HIGH = 96;   // outputs and rows of a block
+constexpr int64_t DEEP = 384, LONG = 192;  // inputs, and rows of a gradient, whose products are added up in registers
+constexpr int64_t WIDE = 512, HIGH = 96;   // outputs and rows of a block
 constexpr int64_t BLOCK_NUMBERS = DEEP * WIDE + LONG * HIGH;
 
 // out [R, n] = or += the products of R rows and a panel [K, PANEL]. Strips: the rows lie input by input [K, R].
@@ -113,8 +113,11 @@ static void gradient_of_weight(int64_t T, int64_t N, int64_t K, const float* gra
                 for (int64_t n = rows.from; n < rows.to; n += HIGH) {
                     const int64_t high = std::min(HIGH, rows.to - n);
                     by_strips(high, [&](int64_t from, int64_t count) {
-                        for (int64_t i = 0; i < deep; i++)
-                            std::memcpy(strips + from * deep + i * count, grad + (r + i) * grad_step + n + from, count * sizeof(float));
+                        const float* place = grad + r * grad_step + n + from;
+                        float* strip = strips + from * deep;
+                        for (int64_t i = 0; i < deep; i++, place += grad_step, strip += count)
+                            if (count == TALL) std::memcpy(strip, place, TALL * sizeof(float));
+                            else std::copy_n(place, count, strip);
                     });
                     multiply_strips<true>(high, wide, deep, strips, 0, panels, sum + n * K + k, K, adds || r);
                 }
