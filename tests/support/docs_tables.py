@@ -34,6 +34,7 @@ from tunesmith.records.catalogue import CATALOGUE
 from tunesmith.records.doctor.answers import ROUND, RUN
 from tunesmith.records.doctor.findings import RULES
 from tunesmith.records.doctor.rules import Rule
+from tunesmith.run.engines.vllm import KIND as VLLM
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = tuple(
@@ -127,12 +128,13 @@ def families() -> str:
                 "lean" if facts.lean else "modules",
                 "✓" if first(decoder_config(written), *EXPERTS) else "",
                 "" if facts.carrying else "✓",
+                "" if name in (*VLLM.lacks, *VLLM.fixed_families) else "✓",
                 "✓" if family(name).images else "",
                 "" if family(name).multimodal else "✓" if name in SCORED else "here",
             ]
         )
     shared = "shared sequences, draft models"
-    titles = ("`model_type`", "layers", "experts", shared, "images", "score head")
+    titles = ("`model_type`", "layers", "experts", shared, "vLLM", "images", "score head")
     return _table(titles, rows)
 
 

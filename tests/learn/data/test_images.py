@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import random
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +170,8 @@ def animated() -> bytes:
         (asked(TEXT, images=["moving.gif"]), "animated .2 frames"),
         (asked(TEXT, images=["huge.png"]), "5000 × 5000 pixels"),
         (asked(TEXT, images=["long.png"]), "300 × 1"),
+        (asked(TEXT, images=["bomb.png"]), "more pixels than"),
+        (asked(TEXT, images=["deep.png"]), "more than 8 bits"),
         (asked(PART, TEXT, images=["a.png", "b.png"]), "2 images and 1 place"),
         (asked(PART, PART, TEXT, images=["a.png"]), "1 images and 2 places"),
         (asked(PART, TEXT), "0 images and 1 place"),
@@ -187,7 +192,8 @@ def test_what_cannot_be_used_is_refused_by_line(
     (tmp_path / "text.png").write_text("no image")
     (tmp_path / "cut.png").write_bytes(picture(0)[:-40])
     (tmp_path / "moving.gif").write_bytes(animated())
-    for name, size in (("huge", (5000, 5000)), ("long", (300, 1))):
+    Image.new("I;16", (9, 9)).save(tmp_path / "deep.png")
+    for name, size in (("huge", (5000, 5000)), ("long", (300, 1)), ("bomb", (20_000, 10_000))):
         if name in str(line):
             Image.new("1", size).save(tmp_path / f"{name}.png")
     with pytest.raises(DataError, match=reason) as refused:
@@ -196,6 +202,32 @@ def test_what_cannot_be_used_is_refused_by_line(
     data = section(tmp_path, line, asked(PART, TEXT, images=["a.png"]), skip_bad=True)
     loaded = load_tasks(data, data.train, tokenizer)
     assert (len(loaded), loaded.report.counts["bad"]) == (1, 1)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "TGA"])
+def test_damaged_pictures_are_read_or_refused(kind: str) -> None:
+    """Bytes of a file changed by chance, in the formats whose readers are in Python and in C."""
+    draw = random.Random(kind)
+    saved = io.BytesIO()
+    Image.new("RGB", (40, 30), "red").save(saved, kind)
+    for _ in range(200):
+        changed = bytearray(saved.getvalue())
+        for _ in range(draw.choice((1, 4, 16))):
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+        with suppress(DataError), warnings.catch_warnings(action="ignore"):
+            assert processing.picture_of("it", bytes(changed)).mode == "RGB"
+
+
+def test_a_photo_with_its_preview_is_one_picture() -> None:
+    """As phones save them; transparent and printed pictures are read too."""
+    saved = io.BytesIO()
+    photo = Image.new("RGB", (28, 20), (200, 0, 0))
+    photo.save(saved, "MPO", save_all=True, append_images=[photo.resize((14, 10))])
+    assert processing.picture_of("photo.jpg", saved.getvalue()).size == (28, 20)
+    for mode, kind in (("CMYK", "JPEG"), ("P", "GIF"), ("LA", "PNG"), ("1", "PNG")):
+        saved = io.BytesIO()
+        photo.convert(mode).save(saved, kind)
+        assert processing.picture_of("it", saved.getvalue()).mode == "RGB"
 
 
 def test_a_model_of_text_and_steps_are_refused(tmp_path: Path, tokenizer: Any) -> None:

@@ -235,13 +235,17 @@ def picture_of(name: str, data: bytes) -> Picture:
         DataError: it is none, damaged, animated, too large or too long.
     """
     from PIL import Image as pillow
-    from PIL import ImageOps, UnidentifiedImageError
+    from PIL import ImageOps
 
+    many = f"'{name}' has more pixels than the {MOST_PIXELS} that are read; scale it down"
     what = f"'{name}' is not an image that Pillow reads, such as PNG, JPEG or WebP"
-    with boundary(DataError, what, (UnidentifiedImageError, OSError, ValueError, SyntaxError)):
+    # Damaged files let Pillow's readers fail in any way.
+    bomb = pillow.DecompressionBombError
+    with boundary(DataError, what, Exception), boundary(DataError, many, bomb):
         opened = pillow.open(io.BytesIO(data))
+        # Phones save a photo and its preview as MPO.
+        frames = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1)
     width, height = opened.size
-    frames = getattr(opened, "n_frames", 1)
     problem = ""
     if frames > 1:
         problem = f"is animated ({frames} frames); save the frame that is meant as an image"
@@ -249,9 +253,11 @@ def picture_of(name: str, data: bytes) -> Picture:
         problem = f"has {width} × {height} pixels, at most {MOST_PIXELS} are read; scale it down"
     elif max(width, height) > LONGEST * min(width, height):
         problem = f"is {width} × {height}, more than {LONGEST} times as long as wide; crop it"
+    elif opened.mode.startswith(("I", "F")):
+        problem = "has more than 8 bits per channel, which would be cut off; save it with 8 bits"
     if problem:
         raise DataError(f"'{name}' {problem}")
-    with boundary(DataError, f"'{name}' is damaged", (OSError, ValueError, SyntaxError)):
+    with boundary(DataError, f"'{name}' is damaged", Exception):
         upright = ImageOps.exif_transpose(opened)
         return upright.convert("RGB")
 

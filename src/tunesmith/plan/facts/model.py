@@ -213,8 +213,6 @@ def decoder_config(whole: Written) -> Written:
     """The configuration of a model's decoder, with what published ones of its family leave out."""
     config: dict[str, Any] = dict(whole.get("text_config") or whole)
     name = str(config.get("model_type"))
-    if name == "kimi_k2":  # Kimi K2.5's, which transformers reads so
-        config["model_type"] = name = "deepseek_v3"
     if family(name).multimodal:  # sizes beside those of the towers
         config["model_type"] = name = f"{name}_text"
     for layer in (config.get("per_layer_config") or {}).values():  # as transformers saves Gemma 4

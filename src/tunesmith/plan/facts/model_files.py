@@ -29,7 +29,6 @@ TOWERS = (
     "vision_encoder",
     "vision_projection",
     "multi_modal_projector",
-    "mm_projector",
     "merger",
     "connector",
     "image_newline",

@@ -181,6 +181,13 @@ def weights_through_mapped_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 
 @rule(RunConfig)
+def models_that_engines_have(s: Situation[RunConfig]) -> Iterator[Problem]:
+    if s.model and s.model.family in s.engine.lacks:
+        yield s.clash(ENGINE,
+            f"does not have models of '{s.model.family}'. Set {ENGINE} = \"local\"")
+
+
+@rule(RunConfig)
 def weights_as_engines_take_them(s: Situation[RunConfig]) -> Iterator[Problem]:
     alone = s.devices.adapter_sync == "adapter"
     family = s.model.family if s.model else None
