@@ -80,6 +80,15 @@ def test_a_change_of_any_setting_is_refused_told_or_does_not_matter(
     assert all(line.startswith(f'{key}: "before" → ') for line in lines)
 
 
+def test_a_run_is_continued_by_the_command_that_began_it(tmp_path: Path) -> None:
+    kinds = [*KINDS.values()]
+    for begun in kinds:
+        save_resolved(Listing(settings(_config(begun)), {}, ()), tmp_path)
+        for kind in kinds:
+            found = changes(Listing(settings(_config(kind)), {}, ()), {}, tmp_path)
+            assert bool(found.refused) == (kind is not begun), (begun, kind)
+
+
 @pytest.mark.parametrize("key", MOVABLE.replace("algorithm.", "algorithm.loss").split())
 def test_files_whose_contents_are_compared_may_be_moved(tmp_path: Path, key: str) -> None:
     def told(then: str, now: str) -> list[str]:

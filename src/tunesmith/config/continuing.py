@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,9 @@ MOVABLE = (
     "reward.functions reward.models environment.path environment.tools algorithm. teacher.path"
 )
 """Settings with an effect that name files whose contents are compared, wherever they are."""
+
+METHODS = frozenset(["rollout", "dpo", "kto", "rm", "prm", "distill", "rft", "output"])
+"""Sections that some commands have: a run is continued by the command that began it."""
 
 
 class Content(NamedTuple):
@@ -64,7 +67,12 @@ def changes(listing: Listing, contents: Mapping[str, Content], directory: Path) 
             f"{file} is damaged, so that the settings cannot be compared with those of the run "
             f"that is continued: {error}. To continue without comparing, delete it"
         ) from error
-    for key, entry in json.loads(json.dumps(entries(listing))).items():
+    now: dict[str, dict[str, object]] = json.loads(json.dumps(entries(listing)))
+    others = sorted(METHODS & (_sections(before) ^ _sections(now)))
+    if others:
+        sections = " and ".join(f"[{name}]" for name in others)
+        found.refused.append(f"another command began this run; the two differ in {sections}")
+    for key, entry in now.items():
         if key not in before or same_path(before[key][0]) == same_path(entry["value"]):
             continue
         if key.startswith(tuple(MOVABLE.split())) and (
@@ -91,6 +99,10 @@ def changes(listing: Listing, contents: Mapping[str, Content], directory: Path) 
         sentence = f"{of_content.key}: {of_content.text.format(name=content.name)}"
         (found.refused if of_content.refused else found.told).append(sentence)
     return found
+
+
+def _sections(keys: Iterable[str]) -> set[str]:
+    return {key.partition(".")[0] for key in keys}
 
 
 def without_folders(value: object) -> str:
