@@ -181,8 +181,8 @@ def _refuse_another_run(path: Path, resume: bool | Path | Literal["auto"]) -> No
     inside = isinstance(resume, Path) and resume.resolve().is_relative_to(path)
     continued = inside or resume in (True, "auto")
     if not continued and holds_run(path):
-        choices = "Continue it with checkpoint.resume=true, choose another run_dir, or delete it"
-        raise _unusable(f"{path} already holds a run. {choices}")
+        choices = "checkpoint.resume=true and its own command, choose another run_dir, or delete it"
+        raise _unusable(f"{path} already holds a run. Continue it with {choices}")
     if continued or os.path.lexists(path / LOCK):
         return
     there = [name for name in _OURS if os.path.lexists(path / name)]
