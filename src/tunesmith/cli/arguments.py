@@ -39,7 +39,9 @@ DryRun = Annotated[
 ]
 ServedModel = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="A model's directory or hub name.", show_default=False),
+    typer.Argument(
+        metavar="MODEL", help="A model's or a run's directory, or a hub name.", show_default=False
+    ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]

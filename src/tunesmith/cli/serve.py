@@ -1,4 +1,4 @@
-"""``tunesmith serve``; see ``placement/serve.py``."""
+"""``tunesmith serve``; see ``run/assembly/serve.py``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def serve(
 
     Example: tunesmith serve runs/run-1/model sampling.max_new_tokens=1024
     """
+    from tunesmith.config.reading.files import find_model
     from tunesmith.run.assembly.serve import serve_model
 
-    serve_model(model, overrides or (), host, port, token_file)
+    serve_model(find_model(model, [Path.cwd()]), overrides or (), host, port, token_file)

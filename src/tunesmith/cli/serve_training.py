@@ -1,4 +1,4 @@
-"""``tunesmith serve-training``; see ``placement/serve_training.py``."""
+"""``tunesmith serve-training``; see ``run/assembly/serve_training.py``."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ def serve_training(
 
     Example: tunesmith serve-training Qwen/Qwen3-0.6B --port 8000
     """
+    from tunesmith.config.reading.files import find_model
     from tunesmith.run.assembly.serve_training import ServingOptions, serve_training
 
-    serve_training(model, overrides or (), ServingOptions(host, port, name, directory, token_file))
+    options = ServingOptions(host, port, name, directory, token_file)
+    serve_training(find_model(model, [Path.cwd()]), overrides or (), options)

@@ -28,7 +28,9 @@ from tunesmith.learn.environments.base import SingleTurn
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.records.interrupts import Interrupted, handled
+from tunesmith.records.standing import recorded
 from tunesmith.records.toml import toml_value
+from tunesmith.run.assembly.checking import resumes
 from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.seeds import derive_seed
 from tunesmith.run.offline.answering import answer
@@ -586,3 +588,12 @@ def test_the_files_that_an_output_depends_on_may_be_moved_but_not_changed(tmp_pa
     begun_in("/new/place", digest=None)
     with pytest.raises(ConfigError, match=r"begun with model\.path"):
         begun_in("/old")
+
+
+def test_only_its_own_command_goes_on_in_a_directory_of_answers(tmp_path: Path) -> None:
+    with recorded(tmp_path, "generate", lambda: (0, 0)):
+        pass
+    assert resumes("generate", False, tmp_path) == "auto"
+    for command in ("rft", "rl"):
+        with pytest.raises(ConfigError, match="holds a run of tunesmith generate"):
+            resumes(command, "auto", tmp_path)

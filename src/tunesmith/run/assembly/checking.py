@@ -193,9 +193,18 @@ def _check_template(config: RunConfig, examples: Sequence[Example]) -> None:
 
 def resumes(command: str, resume: Resume, run_dir: Path) -> Resume:
     """``checkpoint.resume``; a command that answers prompts always finds the remaining work of its
-    own runs."""
+    own runs.
+
+    Raises:
+        ConfigError: the directory holds the answers of another command.
+    """
     standing = read_standing(run_dir)
-    return "auto" if standing and standing.command == command else resume
+    if standing and standing.command != command:
+        raise ConfigError(
+            f"{run_dir} holds a run of tunesmith {standing.command}; choose another run_dir",
+            keys=("run_dir",),
+        )
+    return "auto" if standing else resume
 
 
 def facts_of_run(
