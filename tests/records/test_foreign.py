@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tunesmith.errors import ModelError
-from tunesmith.records.foreign import json_or, parse_json
+from tunesmith.records.foreign import first_json, json_or, parse_json
 from tunesmith.records.storage import read_json
 
 DEEP = "[" * 200_000
@@ -19,6 +19,7 @@ def test_json_is_parsed() -> None:
     assert parse_json('{"a": [1, 2.5, null]}') == {"a": [1, 2.5, None]}
     assert parse_json(b"true") is True
     assert json_or('"text"', None) == "text"
+    assert first_json('{"a": 1}; {"a": 2}') == ({"a": 1}, 8)
 
 
 @pytest.mark.parametrize("text", ["", "{", "NONE", DEEP, f'{{"a": {DEEP}', DIGITS, b"\xff"])
@@ -31,6 +32,8 @@ def test_what_is_no_json_is_a_value_error(text: str | bytes) -> None:
 def test_the_depth_is_named() -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json(DEEP)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        first_json(DEEP)
 
 
 @pytest.mark.parametrize("text", ["", "[]", DEEP, "\ufeff{}"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+DEEP = "it is nested too deeply"
+
 
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text.
@@ -15,7 +17,19 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError(DEEP) from None
+
+
+def first_json(text: str) -> tuple[Any, int]:
+    """The JSON value at the start of a text, and the index of the character after it.
+
+    Raises:
+        ValueError: as ``parse_json``.
+    """
+    try:
+        return json.JSONDecoder().raw_decode(text)
+    except RecursionError:
+        raise ValueError(DEEP) from None
 
 
 def json_or(text: str | bytes, other: object) -> Any:

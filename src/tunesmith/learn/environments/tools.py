@@ -7,7 +7,6 @@ becomes a ``BadCall``: the policy gets the reason, or the episode ends.
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 from tunesmith.errors import ConfigError, nearest
 from tunesmith.learn.usercode.calls import Function
-from tunesmith.records.foreign import json_or, parse_json
+from tunesmith.records.foreign import first_json, json_or, parse_json
 
 EXPECTED = '{"name": ..., "arguments": {...}}'
 
@@ -101,8 +100,8 @@ def parse_llama(raw: str, text: str) -> tuple[str, Calls]:
     spoken = before.rstrip()
     while body:
         try:
-            value, end = json.JSONDecoder().raw_decode(body)
-        except (ValueError, RecursionError) as error:
+            value, end = first_json(body)
+        except ValueError as error:
             return spoken, [*calls, BadCall(f"the tool call is not valid JSON: {error}")]
         calls.append(_check(value))
         body = body[end:].lstrip().removeprefix(";").lstrip()
@@ -115,8 +114,8 @@ def parse_mistral(raw: str, text: str) -> tuple[str, Calls]:
     if not marker:
         return text, []
     try:
-        value, _ = json.JSONDecoder().raw_decode(body.strip())
-    except (ValueError, RecursionError) as error:
+        value, _ = first_json(body.strip())
+    except ValueError as error:
         return spoken.rstrip(), [BadCall(f"the list of tool calls is not valid JSON: {error}")]
     items = value if isinstance(value, list) else [value]
     return spoken.rstrip(), [_check(item) for item in items]
