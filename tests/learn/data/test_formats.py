@@ -157,6 +157,7 @@ def test_tools_are_read_and_passed_on() -> None:
         ({"prompt": [USER, ASSISTANT]}, "rl", {}, "ends with an assistant turn"),
         ({"messages": [ASSISTANT]}, "rl", {}, "nothing before the assistant's turn"),
         ({"messages": "hello"}, "sft", {}, "'messages' is text but not JSON"),
+        ({"messages": "[" * 200_000}, "sft", {}, "it is nested too deeply"),
         ({"messages": [USER, 3]}, "sft", {}, r"messages\[1\] is int"),
         ({"messages": [{"content": "x"}]}, "sft", {}, r"messages\[0\] has no role, found: content"),
         (
