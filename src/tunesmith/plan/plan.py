@@ -281,10 +281,10 @@ class Plan(Generic[C]):
         """Tokens of a pass on one device beyond which more are no faster."""
         return MOST_TOKENS["cuda" if self.devices.on_gpu else "cpu"]
 
-    def with_devices(self, **changes: Any) -> Plan[C]:
+    def with_devices(self, **changes: object) -> Plan[C]:
         return replace(self, devices=replace(self.devices, **changes))
 
-    def with_memory(self, **changes: Any) -> Plan[C]:
+    def with_memory(self, **changes: object) -> Plan[C]:
         return replace(self, memory=replace(self.memory, **changes))
 
 
@@ -297,7 +297,7 @@ def gpu_of(device: str, facts: Facts) -> Gpu | None:
     return gpus[index] if device.startswith("cuda") and index < len(gpus) else None
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A setting's value as plain JSON."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_unset=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from tunesmith.config.algorithm import Algorithm
 from tunesmith.config.changing import with_values
@@ -50,7 +49,7 @@ def reopened(plan: Plan[C], system: SystemSection) -> Plan[C]:
     )
 
 
-def with_said(plan: Plan[C], values: Mapping[str, Any]) -> Plan[C]:
+def with_said(plan: Plan[C], values: Mapping[str, object]) -> Plan[C]:
     """The plan, if more had been said about its processes, their memory, and what it trains; by
     dotted key."""
     said = with_values(plan.said, values)

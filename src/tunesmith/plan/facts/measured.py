@@ -78,7 +78,7 @@ def remembered(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) and isinstance(found.get("trials", []), list) else {}
 
 
-def remember(file: Path, content: Mapping[str, Any]) -> None:
+def remember(file: Path, content: Mapping[str, object]) -> None:
     """Write a file that ``remembered`` reads.
 
     Raises:

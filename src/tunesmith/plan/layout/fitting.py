@@ -257,7 +257,7 @@ def _roomiest(choices: Iterable[ProcessLayout]) -> list[ProcessLayout]:
     return [*most.values()]
 
 
-def _changes(plan: AnyPlan, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _changes(plan: AnyPlan, layout: Mapping[str, object]) -> Iterator[dict[str, Any]]:
     """Changes that need less memory, the nearest first; ``layout`` is another layout that fits."""
     muon = plan.said.train.optimizer.name == "muon"  # unavailable for adapters and on the host
     memory = plan.said.system.vllm.memory_share
