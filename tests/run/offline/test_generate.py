@@ -23,7 +23,14 @@ from tests.support.fake_engine import FakeEngine, numbers
 from tests.support.tiny_rewards import direct_scores, save_reward_model
 from tests.support.tiny_runs import REWARDS, sums, write_lines
 from tunesmith.config.schema import LoraSection
-from tunesmith.errors import ConfigError, DataError, EngineError, RewardError, UserError
+from tunesmith.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    RewardError,
+    StorageError,
+    UserError,
+)
 from tunesmith.learn.environments.base import SingleTurn
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
@@ -46,7 +53,7 @@ from tunesmith.run.offline.lines import (
 from tunesmith.run.offline.scoring import given_records
 from tunesmith.run.offline.selection import OVERWRITTEN
 from tunesmith.run.offline.unfinished import Unfinished
-from tunesmith.run.offline.usage import seconds_of
+from tunesmith.run.offline.usage import read_report, seconds_of
 from tunesmith.run.offline.watch import JobWatch
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
 
@@ -597,3 +604,9 @@ def test_only_its_own_command_goes_on_in_a_directory_of_answers(tmp_path: Path) 
     for command in ("rft", "rl"):
         with pytest.raises(ConfigError, match="holds a run of tunesmith generate"):
             resumes(command, "auto", tmp_path)
+
+
+def test_a_damaged_report_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text('{"usage": {')
+    with pytest.raises(StorageError, match=r"report\.json: .*\. Delete it"):
+        read_report(tmp_path / "report.json")

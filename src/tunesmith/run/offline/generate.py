@@ -14,7 +14,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.derive.generation import TEMPLATE
 from tunesmith.records.standing import recorded
-from tunesmith.records.storage import read_json, write_json
+from tunesmith.records.storage import write_json
 from tunesmith.run.assembly.opening import OpenRun
 from tunesmith.run.offline.lines import (
     Json,
@@ -36,7 +36,7 @@ from tunesmith.run.offline.selection import (
     pair,
     usable,
 )
-from tunesmith.run.offline.usage import Usage, total_of
+from tunesmith.run.offline.usage import Usage, read_report, total_of
 from tunesmith.run.offline.watch import JobWatch
 from tunesmith.types import Task
 
@@ -77,7 +77,7 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
         file = directory / "report.json"
         done = None
         kept = Json()
-        usage.add_earlier({_PART: read_json(file)["usage"]} if file.exists() else {})
+        usage.add_earlier({_PART: read_report(file)["usage"]} if file.exists() else {})
         title = "lines" if scoring else "completions"
         watch = JobWatch(directory, title, len(tasks), before=count_answered(other))
         count = len(tasks)

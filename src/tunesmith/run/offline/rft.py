@@ -30,7 +30,7 @@ from tunesmith.plan.rules.engines import OF_SAMPLERS
 from tunesmith.records.metrics import MetricsLog, newest_objects, read_metrics
 from tunesmith.records.run_dir import point
 from tunesmith.records.standing import recorded
-from tunesmith.records.storage import read_json, write_json, write_output
+from tunesmith.records.storage import write_json, write_output
 from tunesmith.records.text import EvalExample
 from tunesmith.run.assembly.checking import facts_of_run
 from tunesmith.run.assembly.opening import FROM_A_COMMAND, Caller, OpenRun
@@ -60,7 +60,7 @@ from tunesmith.run.offline.rounds import (
 )
 from tunesmith.run.offline.sampling import answer_tasks, identity, longest_prompt, open_sampling
 from tunesmith.run.offline.selection import accuracy, correct_answers, right_answers, select
-from tunesmith.run.offline.usage import Usage, total_of
+from tunesmith.run.offline.usage import Usage, read_report, total_of
 from tunesmith.run.offline.watch import JobWatch, Judged
 from tunesmith.types import Task
 
@@ -134,7 +134,7 @@ def _begin(run: OpenRun[RFTConfig, Task], rewards: RewardSet, usage: Usage) -> _
     numbers = range(1, run.config.rft.rounds + 1)
     rounds = [RftRound(run_dir / f"round-{number}") for number in numbers]
     report = run_dir / "report.json"
-    earlier: Json = read_json(report).get("usage", {}) if report.exists() else {}
+    earlier: Json = read_report(report).get("usage", {}) if report.exists() else {}
     usage.add_earlier({part: metrics for part, metrics in earlier.items() if part != _TOTAL})
     return _Run(run, said, rewards, threshold, first, RftRound(run_dir / "base"), rounds, usage)
 
@@ -222,12 +222,12 @@ class _Run:
         places = [self.base, *self.rounds]
         report = {
             "evaluations": {
-                r.name: read_json(r.evaluation_report)
+                r.name: read_report(r.evaluation_report)
                 for r in places
                 if r.evaluation_report.exists()
             },
             "yields": {
-                r.name: read_json(r.yield_report) for r in places if r.yield_report.exists()
+                r.name: read_report(r.yield_report) for r in places if r.yield_report.exists()
             },
             "usage": {_TOTAL: total_of(parts.values()), **parts},
         }
@@ -326,7 +326,7 @@ class _Run:
         print(describe(this.name, shares), flush=True)
         self._record(this, evaluation_metrics(shares))
         before = self.base.evaluation_report
-        if model is not None and before.exists() and fallen(read_json(before), shares):
+        if model is not None and before.exists() and fallen(read_report(before), shares):
             print(
                 "warning: the trained model is worse than the model before training, by more than "
                 "chance explains. Try a lower train.lr, fewer train.epochs, or more answers "

@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
+from tunesmith.errors import StorageError
 from tunesmith.records.clock import Clock
 from tunesmith.records.memory import memory_metrics
+from tunesmith.records.plain import JsonObject
+from tunesmith.records.storage import read_json
 from tunesmith.run.engines.base import EngineStats
 
 COMMON = "setup"
@@ -85,3 +89,15 @@ def seconds_of(metrics: Mapping[str, float]) -> dict[str, float]:
     """Seconds by phase."""
     seconds = {name: value for name, value in metrics.items() if name.startswith(_SECONDS)}
     return {name.removeprefix(_SECONDS): value for name, value in seconds.items()}
+
+
+def read_report(path: Path) -> JsonObject:
+    """What an earlier call summed up.
+
+    Raises:
+        StorageError: it is damaged; says that the run does not need it.
+    """
+    try:
+        return read_json(path)
+    except StorageError as error:
+        raise StorageError(f"{error}. Delete it: answers and models are kept elsewhere") from error
