@@ -150,17 +150,19 @@ def test_ranks_share_sequences_that_fit_no_rank_alone() -> None:
     assert (said["system.trainer_ranks"], said["system.sequence_parallel.size"]) == (4, 4)
 
 
-@pytest.mark.parametrize("kind", [SFTConfig, DPOConfig])
-def test_gpus_that_a_small_batch_leaves_over_share_its_sequences(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "on"), [(SFTConfig, "8xH100"), (DPOConfig, "8xH100"), (SFTConfig, "4x8xH100")]
+)
+def test_gpus_that_a_small_batch_leaves_over_share_its_sequences(kind: Any, on: str) -> None:
     said = ("data.max_tokens=16384", "train.batch_size=2", "lora.rank=16")
     changes = {"longest": 16384, "together": 16384 if kind is SFTConfig else 32768}
-    found = resolved(kind, "8xH100", QWEN_7B, *said, **changes)
-    assert found.settings["system.trainer_ranks"] == 8
+    found = resolved(kind, on, QWEN_7B, *said, **changes)
     assert found.settings["system.sequence_parallel.size"] == 4
+    assert found.settings["system.trainer_ranks"] == 8
     seconds = step_seconds(found)["step"]
     for size in (1, 2, 4):
         shared = f"system.sequence_parallel.size={size}"
-        other = resolved(kind, "8xH100", QWEN_7B, *said, shared, **changes)
+        other = resolved(kind, on, QWEN_7B, *said, shared, **changes)
         assert other.settings["system.trainer_ranks"] == 2 * size
         assert step_seconds(other)["step"] >= seconds
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -95,3 +96,14 @@ def test_completions_longer_than_the_context_are_refused_before_layouts_are_trie
     monkeypatch.setattr("tunesmith.plan.resolve.with_layout", Mock(side_effect=AssertionError))
     with pytest.raises(ConfigError, match="leaves no room in the model's context of 4096"):
         resolved(RLConfig, "13B (Llama 2)", "8xH200", "rollout.max_new_tokens=32768")
+
+
+def test_a_refusal_says_that_another_gpu_is_free() -> None:
+    """A colleague's job on the first one."""
+    here = machine("8xH100-80GB")
+    gpus = (replace(here.gpus[0], memory_free=10**9), *here.gpus[1:])
+    facts = Facts(replace(here, gpus=gpus), MODELS["7B (Qwen 2.5)"], train_size=9, longest=1024)
+    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/d", "lora.rank=8"])
+    with pytest.raises(CapacityError, match=r"has 1GB free .* Leave it out with CUDA_VISIBLE_DEV"):
+        resolve(config, facts)
+    assert resolve(config, replace(facts, hardware=replace(here, gpus=gpus[1:])))

@@ -35,6 +35,7 @@ from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout
 from tunesmith.plan.layout.search import fastest_layout
 from tunesmith.plan.plan import AnyPlan, C, Plan, plain
 from tunesmith.plan.rules.checks import contradictions, said_contradictions
+from tunesmith.plan.rules.notes import filled_gpu
 from tunesmith.plan.said import reopened, with_said
 from tunesmith.records.toml import toml_value
 
@@ -113,10 +114,13 @@ def _does_not_fit(plan: AnyPlan, needed: Price, free: int, cure: str, where: str
     listed = ", ".join(
         f"{words} {format_size(n)}" for part, words in PARTS.items() if (n := getattr(needed, part))
     )
+    machine = plan.facts.hardware
+    filled = [*filled_gpu(machine)] if machine.gpus and plan.devices.on_gpu else []
+    cure = ". ".join([*(f"{each[0].upper()}{each[1:]}" for each in (cure, *filled))])
     return (
         f"{plan.said.model.path} does not fit on {where}: it needs at least "
         f"{format_size(needed.peak)} ({listed}), and {format_size(free)} are free, of which "
-        f"{limit(plan):.0%} are planned. {cure[0].upper()}{cure[1:]}. If more can be used than was "
+        f"{limit(plan):.0%} are planned. {cure}. If more can be used than was "
         f'found, set system.device_memory = "{ceil(needed.peak / limit(plan) / 10**9)}GB"'
     )
 

@@ -193,8 +193,9 @@ def _groups(plan: AnyPlan, shape: ProcessLayout) -> Iterator[tuple[int, int]]:
     bound = kind.samples and (shape.hybrid is False or not shape.engine_process)
     bound = bound or plan.devices.weight_plane == "ipc" or shape.placement is not None
     bound = bound or (kind.samples and plan.devices.machines > 1)
-    grows = not (bound or said["trainer_ranks"]) and ranks == _together(plan, gpus, 1) < gpus
-    most = min(gpus, plan.gpus) if grows and kind.trains else ranks
+    grows = kind.trains and not (bound or said["trainer_ranks"])
+    grows = grows and ranks == _together(plan, gpus, 1) < gpus
+    most = gpus if grows else ranks
     heads = model.heads if model and not model.carrying else 1
     wanted: int | None = said["sequence"]
     # A teacher may have other heads.
@@ -202,6 +203,6 @@ def _groups(plan: AnyPlan, shape: ProcessLayout) -> Iterator[tuple[int, int]]:
         yield ranks, wanted or 1
         return
     for size in (n for n in SIZES if heads % n == 0 and n <= most):
-        there = _together(plan, gpus, size) if most > ranks else ranks
+        there = _together(plan, gpus, size) if grows else ranks
         if there % size == 0:
             yield there, size

@@ -52,9 +52,8 @@ def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
         )
 
 
-def _unused_gpus(machine: Hardware) -> Iterator[str]:
-    """Notes that other programs fill the first GPU, whose free memory is planned for all, and that
-    GPUs of other kinds are idle."""
+def filled_gpu(machine: Hardware) -> Iterator[str]:
+    """A note that other programs fill the first GPU, whose free memory is planned for all."""
     first = machine.gpus[0]
     alike = [gpu.memory_free for gpu in machine.gpus if gpu.name == first.name]
     if first.memory_free < FILLED * max(alike):
@@ -63,6 +62,12 @@ def _unused_gpus(machine: Hardware) -> Iterator[str]:
             f"{format_size(max(alike))}: other programs use it, and no more is planned of any GPU. "
             "Leave it out with CUDA_VISIBLE_DEVICES"
         )
+
+
+def _unused_gpus(machine: Hardware) -> Iterator[str]:
+    """Notes on a filled GPU, and that GPUs of other kinds are idle."""
+    yield from filled_gpu(machine)
+    first = machine.gpus[0]
     others = sorted({gpu.name for gpu in machine.gpus} - {first.name})
     if others:
         yield (
