@@ -60,7 +60,7 @@ FACTS = {
     "usual": Facts(CPU, USUAL, train_size=1000, longest=100),
     "launched": Facts(replace(CPU, nodes=2), USUAL, longest=100, ranks_here=1),
     "fixed": Facts(CPU, FIXED, train_size=1000, longest=100),
-    "lacked": Facts(CPU, replace(USUAL, family="nanochat"), train_size=1000, longest=100),
+    "lacked": Facts(CPU, replace(USUAL, family="mimo_v2_flash"), train_size=1000, longest=100),
     "states": Facts(CPU, STATES, train_size=1000, longest=100),
     "experts": Facts(
         CPU, replace(USUAL, expert_widths=(256, 20), mixtures=Mixtures(6, 4, 2, 100_000))

@@ -103,7 +103,7 @@ class EngineKind:
     """Families whose new weights it does not take, each with the reason; it samples them as they
     are published."""
     lacks: tuple[str, ...] = ()
-    """Families that it does not have, or not as they are saved here."""
+    """Families that it cannot read as they are saved here."""
     unaltered_only: str = ""
     """Why sampling must not be altered (``top_p``, ``min_new_tokens``, ...); empty if it may be."""
     launch: str = ""

@@ -181,10 +181,11 @@ def weights_through_mapped_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 
 @rule(RunConfig)
-def models_that_engines_have(s: Situation[RunConfig]) -> Iterator[Problem]:
+def models_that_engines_read(s: Situation[RunConfig]) -> Iterator[Problem]:
     if s.model and s.model.family in s.engine.lacks:
         yield s.clash(ENGINE,
-            f"does not have models of '{s.model.family}'. Set {ENGINE} = \"local\"")
+            f"does not read models of '{s.model.family}' as they are saved here. Set {ENGINE} = "
+            '"local"')
 
 
 @rule(RunConfig)
