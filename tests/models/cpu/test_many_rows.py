@@ -25,9 +25,11 @@ def _close(found: torch.Tensor | None, exact: torch.Tensor | None) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=atol)
 
 
-def _modules(bias: bool) -> nn.ModuleDict:
-    shapes = {"q": (33, 70), "k": (48, 70)}
-    return nn.ModuleDict({n: nn.Linear(d, o, bias=bias) for n, (o, d) in shapes.items()})
+class _Modules(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.q = nn.Linear(70, 33, bias=bias)
+        self.k = nn.Linear(70, 48, bias=bias)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -36,16 +38,17 @@ def _modules(bias: bool) -> nn.ModuleDict:
 def test_products_and_gradients_are_those_of_float64(
     rows: int, names: tuple[str, ...], bias: bool
 ) -> None:
-    owner = _modules(bias)
+    owner = _Modules(bias)
+    modules = [owner.q, owner.k][: len(names)]
     projection = Projection(owner, *names)
     wide = torch.randn(rows, 72)
     x = wide[:, :70].requires_grad_()  # rows that are not side by side
     exact_x = x.detach().double().requires_grad_()
-    weight = torch.cat([owner[n].weight.detach() for n in names]).double().requires_grad_()
+    weight = torch.cat([m.weight.detach() for m in modules]).double().requires_grad_()
     y = projection(x)
     exact = exact_x @ weight.t()
     if bias:
-        exact = exact + torch.cat([owner[n].bias.detach() for n in names])
+        exact = exact + torch.cat([m.bias.detach() for m in modules])
     _close(y, exact)
     with torch.no_grad():
         assert torch.equal(projection(x), y)
@@ -55,7 +58,7 @@ def test_products_and_gradients_are_those_of_float64(
         exact_x.grad = weight.grad = None
         (exact_x @ weight.t()).backward(again * grad.double())
         _close(x.grad, exact_x.grad)
-        grads = [owner[n].weight.grad for n in names]
+        grads = [m.weight.grad for m in modules]
         assert all(g is not None for g in grads)
         _close(torch.cat([g for g in grads if g is not None]), weight.grad)
 
