@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from tunesmith.errors import ModelError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.embedding_rows import enough_rows, rows_of
 from tunesmith.models.forest import Forest, Predictions
 from tunesmith.models.head import Head, fused_logprobs, likeliest
+from tunesmith.types import Tokenizer
 
 TEACHER_TOKENS = "teacher_tokens"
 """Column: the tokens that a teacher finds likeliest, ``[N, k]``; exact in float32 below 2^24."""
@@ -116,9 +116,7 @@ def _rest(logprobs: Tensor) -> Tensor:
     return torch.where(near_one, (-torch.expm1(high)).log(), torch.log1p(-low.exp()))
 
 
-def check_same_vocabulary(
-    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, names: tuple[str, str]
-) -> None:
+def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, names: tuple[str, str]) -> None:
     """Refuse a teacher whose vocabulary differs from the student's.
 
     Args:

@@ -22,7 +22,8 @@ from tunesmith.types import Completion, Rollout, RolloutGroup, Sample, Task
 
 def run_with_data(plan: AnyPlan, items: list[Any]) -> OpenRun[Any, Any]:
     """A planned run with these items as its data."""
-    run = OpenRun(plan.said, Path(), RunDir(Path()), None, NoTokenizer(), FROM_A_COMMAND)
+    nothing: Any = NoTokenizer()
+    run = OpenRun(plan.said, Path(), RunDir(Path()), None, nothing, FROM_A_COMMAND)
     run.train = Prepared(items, (Part("made up", 0, len(items)),), LoadReport(), "")
     run.held_out = None
     run.plan = plan

@@ -32,8 +32,6 @@ from tunesmith.run.specs.models import TokenizerSpec
 from tunesmith.types import Sample, Task, Tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from tunesmith.run.loop.served_teacher import ServedTeacher
 
 DistillRun = OpenRun[RLConfig, Task] | OpenRun[OfflineDistillConfig, Sample]
@@ -121,9 +119,7 @@ def _tokenizer(said: Distilling) -> Any:
     return TokenizerSpec(said.teacher.path, "teacher.path", trust_remote_code=trusts).build()
 
 
-def _check_tokens(
-    said: Distilling, ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase
-) -> None:
+def _check_tokens(said: Distilling, ours: Tokenizer, theirs: Tokenizer) -> None:
     from tunesmith.models.teacher import check_same_vocabulary
 
     with about("teacher.path"):
