@@ -134,7 +134,7 @@ async def test_a_server_that_is_lost_joins_again_when_it_is_back(
     prompts = [[11 + i] * 20 for i in range(6)]
     sampling = Sampling(max_new_tokens=4)
     done = await asyncio.gather(*(pool.generate(prompt, sampling) for prompt in prompts))
-    assert all(completion.versions == [1] * 4 for completion in done)
+    assert all(set(completion.versions) == {1} for completion in done)
     await pool.load_weights(2)
     assert lost.weight_version.endswith("-version-1")
     assert other.weight_version.endswith("-version-2")
