@@ -7,7 +7,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -152,8 +152,15 @@ def measure_step(wanted: Measure) -> Result:
         "step/rollout": [step["seconds/rollout"] for step in steps],
         "step/train": [step["seconds/train"] for step in steps],
     }
-    facts = {"limit_share": median(step["limit_share"] for step in steps)}
+    facts = _limit_share(steps)
     return Result(seconds, sum(lengths), peak_memory_mb(), facts)
+
+
+def _limit_share(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median share of the limit; none where the run left it out, since it had measured the
+    machine while something else ran."""
+    shares = [step["limit_share"] for step in steps if "limit_share" in step]
+    return {"limit_share": median(shares)} if shares else {}
 
 
 def measure_sft(wanted: Measure) -> Result:
@@ -174,7 +181,7 @@ def measure_sft(wanted: Measure) -> Result:
     assert all(step["tokens"] == workload.example_tokens for step in steps), (
         "examples have other lengths"
     )
-    facts = {"limit_share": median(step["limit_share"] for step in steps)}
+    facts = _limit_share(steps)
     return Result(
         {"sft": [step["seconds"] for step in steps]},
         workload.example_tokens,
