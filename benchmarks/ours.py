@@ -82,6 +82,7 @@ async def measure_rollout(wanted: Measure) -> Result:
         max_running=plan.sampling.running,
         max_prefill_tokens=plan.said.system.max_prefill_tokens,
         limits=limits,
+        rounded=plan.devices.engine_weights,
     )
     prompts = _prompts(model, workload)
     lengths = workload.lengths()

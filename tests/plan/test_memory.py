@@ -457,6 +457,38 @@ def test_rounded_weights_of_an_engine_are_counted(
     assert with_copy.engine - own.engine == (4 if dtype == "float32" else 2) * 5_000_000
 
 
+@pytest.mark.parametrize(
+    ("kind", "millions", "said", "weights"),
+    [
+        (RLConfig, 9, "", "float16"),
+        (DistillConfig, 9, "", "float16"),
+        (RLConfig, 8, "", "model"),  # 32 MB
+        (RLConfig, 9, "lora.rank=4", "float16"),
+        (RLConfig, 70, "lora.rank=4", "model"),  # nor is the adapter merged
+        (RLConfig, 1000, "", "float16"),
+        (RLConfig, 9, "model.dtype=bfloat16", "model"),
+        (RLConfig, 9, "system.compile=false", "model"),
+        (RLConfig, 9, "system.engine_weights=model", "model"),
+        (RLConfig, 9, "model.quantize=int8 lora.rank=4", "model"),
+        (GenerateConfig, 9, "", "model"),
+    ],
+)
+def test_a_run_that_trains_samples_with_half_of_the_bytes_that_it_waits_for(
+    kind: Any, millions: int, said: str, weights: str
+) -> None:
+    facts = on(None, replace(SMALL, family="qwen3", parameters=millions * 1_000_000))
+    machine = replace(facts.hardware, compiler="g++", bf16=False, memory_total=128 * 10**9)
+    machine = replace(machine, memory_available=120 * 10**9)
+    plan = resolved(kind, replace(facts, hardware=machine), *said.split())
+    assert plan.devices.engine_weights == weights
+    reasons = [entry.value for entry in plan.reasons if entry.key == "system.engine_weights"]
+    assert reasons == ([] if weights == "model" else ["float16"])
+    if weights == "float16":
+        needed = planned(plan)
+        merged = 4 if "lora" in said else 0
+        assert needed is not None and needed.engine == (2 + merged) * millions * 1_000_000
+
+
 @pytest.mark.parametrize("kind", [RLConfig, DistillConfig])
 def test_int8_is_corrected(kind: Any) -> None:
     facts = on(None, replace(SMALL, family="qwen3"))

@@ -164,9 +164,10 @@ class SystemSection(Section):
     engines then have processes of their own."""
     engines: Open[PositiveInt] = None
     """Number of engine processes, each with ``kv_memory`` and a copy of the weights."""
-    engine_weights: EngineWeights = "model"
+    engine_weights: Open[EngineWeights] = None
     """Weights with which Tunesmith's own engine samples on a CPU: the model's, or copies rounded to
-    ``float16``, or to ``int8`` with a scale for each output. It computes in float32."""
+    ``float16``, or to ``int8`` with a scale for each output. It computes in float32. None:
+    ``float16`` where training samples from a float32 model that no cache holds."""
     engine_restarts: Count = 3
     """How often each engine may be replaced after it dies, counted over all together; the others go
     on."""

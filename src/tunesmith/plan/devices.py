@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from tunesmith.config.engines import EngineKind
+from tunesmith.config.engines import EngineKind, EngineWeights
 from tunesmith.config.system import PlacementSection, Role
 from tunesmith.errors import Problem
 from tunesmith.plan.facts.experts import ExpertsImplementation
@@ -70,6 +70,8 @@ class Devices:
     weight_plane: str | None = None
     weight_copy: str | None = None
     adapter_sync: str | None = None
+    engine_weights: EngineWeights = "model"
+    """The weights with which Tunesmith's own engine samples."""
 
     @property
     def on_gpu(self) -> bool:

@@ -43,6 +43,7 @@ OF_DEVICES = {
     "weight_plane": "weight_plane",
     "weight_copy": "weight_copy",
     "adapter_sync": "adapter_sync",
+    "engine_weights": "engine_weights",
     "device": "device",
     "threads": "threads",
     "compile": "compile",

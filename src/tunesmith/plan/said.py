@@ -100,6 +100,7 @@ def devices_said(kind: RunKind, said: RunConfig, facts: Facts | None = None) -> 
         weight_plane=system.weight_plane,
         weight_copy=system.weight_copy,
         adapter_sync=system.adapter_sync,
+        engine_weights=system.engine_weights or "model",
     )
 
 

@@ -18,6 +18,7 @@ from tunesmith.config.schema import LoraSection
 from tunesmith.errors import UserError
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
+from tunesmith.models.cpu import decoding, products
 from tunesmith.models.cpu.products import ROUNDED, compiled
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.engines.local.runner import probe
@@ -159,6 +160,20 @@ def test_an_adapter_is_merged_before_the_weights_are_rounded(
             assert mine.token_ids == theirs.token_ids
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
     assert model.adapter is not None and not model.lean.plain  # pyright: ignore
+
+
+def test_where_nothing_can_be_compiled_float16_is_the_models_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is derived, and only saves time."""
+    model = CausalLM.load(save_model(tmp_path, "llama"), dtype=torch.float32)
+    wanted = completions(engine_of(model, compiled=False))
+    monkeypatch.setattr(decoding, "compiled", lambda: False)
+    monkeypatch.setattr(products, "compiled", lambda: False)
+    found = completions(engine_of(model, rounded="float16"))
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
 @pytest.mark.parametrize("case", ["uncompiled", "float16", "another shape"])

@@ -10,6 +10,7 @@ from tunesmith.config.values import format_size
 from tunesmith.costs import PeakRates
 from tunesmith.guide.tune.machine import BYTES
 from tunesmith.guide.tune.probes import Probe
+from tunesmith.plan.cost.copies import sampling_weights
 from tunesmith.plan.cost.work import Work, amounts
 from tunesmith.plan.facts.hardware import Hardware, memory
 from tunesmith.plan.facts.model import ModelFacts
@@ -90,7 +91,9 @@ def limit_shares(machine: Hardware) -> Iterator[tuple[str, LimitShare | str]]:
         if needed > free:
             yield name, f"left out: it needs {format_size(needed)} of memory"
             continue
-        yield name, measure(replace(work, bytes_per_number=2 if machine.bf16 else 4), rates)
+        dtype, number = ("bfloat16", 2) if machine.bf16 else ("float32", 4)
+        weights = sampling_weights(work.model.parameters or 0, dtype)
+        yield name, measure(replace(work, bytes_per_number=number, rounded=weights), rates)
 
 
 def measure(work: Work, rates: PeakRates) -> LimitShare:

@@ -89,6 +89,7 @@ class Probe:
             max_running=work.running,
             max_prefill_tokens=work.prompts * work.prompt,
             eos_token_ids=(),
+            rounded=work.rounded,
         )
         with self._timed("sync"):
             await engine.load_weights(self._steps)

@@ -6,12 +6,15 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from tunesmith.config.engines import ROUNDED_BYTES, RoundedWeights
+from tunesmith.config.engines import ROUNDED_BYTES, EngineWeights, RoundedWeights
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.facts.model import ModelFacts
 
 SMALL = 64 << 20
 """Maximum parameters of a model whose adapter a CPU merges into a float32 copy to decode."""
+CACHE = 32 << 20
+"""Bytes of weights up to which the last cache of a CPU holds them from one decode step to the
+next."""
 QUANTISED_BYTES = {"int8": 1.002, "nf4": 0.516}
 """Bytes per weight of a quantised linear module, including its scales (``kernels.quantised``)."""
 
@@ -112,6 +115,12 @@ def prepared_bytes(numbers: int, memory_total: int, copied: int | None = None) -
     """
     needed = (copied or (8 if numbers <= SMALL else 4)) * numbers
     return needed if needed <= memory_total // 8 else 0
+
+
+def sampling_weights(numbers: int, dtype: str) -> EngineWeights:
+    """The weights with which a run that trains samples on a CPU, in compiled functions: where
+    decode steps wait for float32 weights from memory, half of the bytes."""
+    return "float16" if dtype == "float32" and 4 * numbers > CACHE else "model"
 
 
 def rounded_bytes(numbers: int, hidden_size: int, to: RoundedWeights) -> int:

@@ -168,7 +168,7 @@ def _prepared(plan: AnyPlan) -> int:
         or model is None
     ):
         return 0
-    rounded = plan.said.system.engine_weights
+    rounded = plan.devices.engine_weights
     if rounded != "model":
         merged = 4 * (model.parameters or 0) * plan.kind.adapter
         return merged + rounded_bytes(model.parameters or 0, model.hidden_size, rounded)

@@ -102,7 +102,7 @@ def work_of(plan: AnyPlan, longest: int) -> Work:
         micro,
         plan.said.system.share_prompts,
         _running(plan, model, plan.training.samples, longest),
-        plan.said.system.engine_weights,
+        plan.devices.engine_weights,
     )
 
 
@@ -210,7 +210,7 @@ def sampling_work(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float)
     engines = plan.devices.engines
     rl = plan.kind.rl
     new = min(plan.said.rollout.max_new_tokens if rl else plan.said.new_tokens, tokens)
-    rounded = system.engine_weights
+    rounded = plan.devices.engine_weights
     if rounded == "model":
         weights = copy_bytes(model, plan.devices.bytes_per_number, plan.engine_quantize)
     else:

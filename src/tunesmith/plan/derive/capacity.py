@@ -20,6 +20,7 @@ from tunesmith.plan.derive.savings import (
     without_savings,
 )
 from tunesmith.plan.derive.sizes import reserved, with_sizes
+from tunesmith.plan.derive.weights import with_rounding
 from tunesmith.plan.facts.hardware import Gpu, compilers
 from tunesmith.plan.parts import Checkpointing
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, gpu_of
@@ -118,7 +119,7 @@ def _with_threads(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     threads = reasons.fill("system.threads", plan.said.system.threads, *_threads(plan))
     plan = plan.with_devices(threads=threads)
     if not plan.devices.on_gpu:  # on a GPU it depends on how the weights lie
-        plan = _with_compile(plan, reasons)
+        plan = with_rounding(_with_compile(plan, reasons), reasons)
     return plan
 
 

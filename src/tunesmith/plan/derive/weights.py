@@ -1,12 +1,16 @@
-"""How weights reach the engines: whether an adapter alone, where the trainer keeps a copy of them,
-and how it is sent."""
+"""The engines' weights: in which format they are on a CPU, and how they get there: whether an
+adapter alone, where the trainer keeps a copy of them, and how it is sent."""
 
 from __future__ import annotations
 
+from tunesmith.config.engines import EngineWeights
+from tunesmith.config.values import format_size
+from tunesmith.plan.cost.copies import SMALL, sampling_weights
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
 
 PLANE = "system.weight_plane"
 SYNC = "system.adapter_sync"
+WEIGHTS = "system.engine_weights"
 
 
 def with_plane(plan: Plan[C]) -> Plan[C]:
@@ -18,6 +22,30 @@ def with_plane(plan: Plan[C]) -> Plan[C]:
     if system.weight_plane is not None:
         return plan
     return plan.with_devices(weight_plane=_between_gpus(plan))
+
+
+def with_rounding(plan: Plan[C], reasons: Reasons) -> Plan[C]:
+    """The plan with the format of the weights with which Tunesmith's own engine samples on a
+    CPU."""
+    if plan.said.system.engine_weights is not None or _usual_weights(plan) == "model":
+        return plan
+    model = plan.facts.model
+    assert model is not None, "its size is known"
+    size = format_size(4 * (model.parameters or 0))
+    why = f"{size} of float32 weights fit in no cache, and decode steps wait for them"
+    return plan.with_devices(engine_weights=reasons.add(WEIGHTS, "float16", why))
+
+
+def _usual_weights(plan: AnyPlan) -> EngineWeights:
+    """Rounded ones where decode steps of a run that trains wait for memory; merging an adapter into
+    a large base for them would take longer."""
+    model = plan.facts.model
+    if model is None or not (plan.kind.rl and plan.decodes_compiled) or plan.said.model.quantize:
+        return "model"
+    numbers = model.parameters or 0
+    if plan.kind.adapter and numbers > SMALL:
+        return "model"
+    return sampling_weights(numbers, plan.devices.dtype)
 
 
 def _between_gpus(plan: AnyPlan) -> str | None:

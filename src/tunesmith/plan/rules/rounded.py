@@ -19,7 +19,7 @@ WEIGHTS = "system.engine_weights"
 @rule(RunConfig)
 def rounded_weights(s: Situation[RunConfig]) -> Iterator[Problem]:
     said = s.config.system.engine_weights
-    if said == "model" or s.config.supervised:
+    if said in (None, "model") or s.config.supervised:
         return
     if s.engine.third_party and not s.engine_open:
         yield s.clash(WEIGHTS,

@@ -152,6 +152,6 @@ def make_canary(
             return {member.name: member for member in engine.members}
         return {"the engine": engine}
 
-    tolerance = max(TOLERANCES[devices.dtype], OF_WEIGHTS[system.engine_weights])
+    tolerance = max(TOLERANCES[devices.dtype], OF_WEIGHTS[devices.engine_weights])
     quiet = (lambda: engine.moving) if isinstance(engine, EnginePool) else nullcontext
     return Canary(engines, learner, prompt_ids[:40], sampling, tolerance, way, quiet)

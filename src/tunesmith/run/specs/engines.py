@@ -61,7 +61,7 @@ def local_spec(plan: AnyPlan) -> LocalSpec:
         draft=None if draft is None else frozen_spec(plan, draft, "system.draft_model"),
         draft_tokens=said.system.speculative_tokens,
         records_experts=plan.replays_routing,
-        rounded=said.system.engine_weights,
+        rounded=devices.engine_weights,
         pool=_pool(plan),
         python=said.system.engine_python,
     )
@@ -321,7 +321,7 @@ def local_engine_for(model: CausalLM, plan: AnyPlan, longest: int, requests: int
         max_running=running,
         max_prefill_tokens=plan.said.system.max_prefill_tokens,
         compiled=compiled,
-        rounded=plan.said.system.engine_weights,
+        rounded=plan.devices.engine_weights,
     )
 
 

@@ -10,12 +10,11 @@ copy first.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from tunesmith.config.engines import EngineWeights, RoundedWeights
+from tunesmith.config.engines import EngineWeights
 from tunesmith.errors import UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.decoding import DECODING, Decoding, PreparedProducts, float32_head
@@ -36,15 +35,19 @@ class DecodeModel:
     def __init__(
         self, model: CausalLM, *, compiled: bool, weights: EngineWeights = "model"
     ) -> None:
-        """Args: weights: their format in every pass: the model's own, or rounded copies.
+        """Args: weights: their format in every pass: the model's own, or rounded copies; instead of
+            float16 also the model's, if the compiler fails.
 
         Raises:
             UserError: this model's weights cannot be rounded here.
         """
         self._model = model
-        self.weights = weights
         numbers = sum(p.numel() for p in model.module.parameters())
         whole = not is_quantised(model.module)
+        rounded = self._rounded(weights, compiled=compiled and whole)
+        if weights == "float16" and rounded is None and compiled and whole and decoding(model):
+            weights = "model"  # the compiler failed, which was reported
+        self.weights = weights
         # In larger models, the two small products that an adapter adds to each large one matter
         # less.
         adapted = model.device.type == "cpu" and whole and model.adapter is not None
@@ -54,10 +57,8 @@ class DecodeModel:
             room.products(dtype, numbers, model.device, compiled=compiled)
             for room in (DECODING.rooms if whole else ())
         )
-        if weights != "model":
-            products = self._rounded(weights, compiled=compiled and whole)
-        self._products = next(filter(None, products), None)
-        if weights != "model" and (self._products is None or not _plain(model)):
+        self._products = rounded if weights != "model" else next(filter(None, products), None)
+        if weights != "model" and (rounded is None or not _plain(model)):
             raise UserError(
                 f'system.engine_weights = "{weights}" is for plain decoder layers in float32 or '
                 "bfloat16 on a CPU with a C++ compiler: leave it out",
@@ -65,12 +66,12 @@ class DecodeModel:
             )
         self.refresh()
 
-    def _rounded(
-        self, weights: RoundedWeights, *, compiled: bool
-    ) -> Iterator[PreparedProducts | None]:
+    def _rounded(self, weights: EngineWeights, *, compiled: bool) -> PreparedProducts | None:
+        if weights == "model" or not compiled:
+            return None
         model = self._model
-        rooms = DECODING.rooms if compiled else ()
-        return (room.rounded(weights, model.module.dtype, model.device) for room in rooms)
+        found = (room.rounded(weights, model.module.dtype, model.device) for room in DECODING.rooms)
+        return next(filter(None, found), None)
 
     def refresh(self) -> None:
         """Drop prepared weights: the trainer's weights have changed, or the memory is needed
