@@ -89,6 +89,14 @@ def test_a_run_is_continued_by_the_command_that_began_it(tmp_path: Path) -> None
             assert bool(found.refused) == (kind is not begun), (begun, kind)
 
 
+def test_the_command_of_a_run_is_known_by_its_name_where_that_is_recorded(tmp_path: Path) -> None:
+    listing = Listing(settings(_config(RLConfig)), {}, (), command="rl")
+    save_resolved(listing, tmp_path)
+    assert not changes(listing, {}, tmp_path).refused
+    [refused] = changes(replace(listing, command="polish"), {}, tmp_path).refused
+    assert refused.startswith("tunesmith rl began this run")
+
+
 @pytest.mark.parametrize("key", MOVABLE.replace("algorithm.", "algorithm.loss").split())
 def test_files_whose_contents_are_compared_may_be_moved(tmp_path: Path, key: str) -> None:
     def told(then: str, now: str) -> list[str]:

@@ -27,7 +27,7 @@ MOVABLE = (
 """Settings with an effect that name files whose contents are compared, wherever they are."""
 
 METHODS = frozenset(["rollout", "dpo", "kto", "rm", "prm", "distill", "rft", "output"])
-"""Sections that some commands have: a run is continued by the command that began it."""
+"""Sections that some commands have, by which the command of a run without its name is known."""
 
 
 class Content(NamedTuple):
@@ -69,7 +69,10 @@ def changes(listing: Listing, contents: Mapping[str, Content], directory: Path) 
         ) from error
     now: dict[str, dict[str, object]] = json.loads(json.dumps(entries(listing)))
     others = sorted(METHODS & (_sections(before) ^ _sections(now)))
-    if others:
+    command = saved.get("command")
+    if command and listing.command and command != listing.command:
+        found.refused.append(f"tunesmith {command} began this run, and alone can continue it")
+    elif others:
         sections = " and ".join(f"[{name}]" for name in others)
         found.refused.append(f"another command began this run; the two differ in {sections}")
     for key, entry in now.items():

@@ -49,6 +49,8 @@ class Listing:
     """Remarks."""
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
     """Why another command set some of the keys in ``given``."""
+    command: str | None = None
+    """The run's."""
 
 
 def settings(config: RunConfig, *, given_only: bool = False) -> dict[str, Any]:
@@ -169,6 +171,7 @@ def save_resolved(
                 number += 1
             config.rename(old)
         saved = {
+            "command": listing.command,
             "settings": entries(listing),
             "notes": list(listing.notes),
             "contents": dict(contents),

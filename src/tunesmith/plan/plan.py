@@ -116,7 +116,8 @@ class Plan(Generic[C]):
     @property
     def listing(self) -> Listing:
         """The settings as they are printed and saved."""
-        return Listing(self.settings, self.given, self.reasons, self.notes, self.origins)
+        said = self.settings, self.given, self.reasons
+        return Listing(*said, self.notes, self.origins, self.said.command)
 
     @property
     def gpus(self) -> int:

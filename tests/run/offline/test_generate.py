@@ -597,6 +597,42 @@ def test_the_files_that_an_output_depends_on_may_be_moved_but_not_changed(tmp_pa
         begun_in("/old")
 
 
+@pytest.mark.parametrize(("name", "key"), [("model", "model.path"), ("adapter", "lora.path")])
+def test_weights_that_changed_in_their_place_do_not_go_on_with_an_output(
+    tmp_path: Path, name: str, key: str
+) -> None:
+    out = tmp_path / "completions.jsonl"
+    out.touch()
+    said = {"model.path": "/m", "lora.path": "/a"}
+    claim(out, said | {CONTENTS: {name: "1", "reward": "1"}}, tmp_path)
+    claim(out, said | {CONTENTS: {name: "1", "reward": "2"}}, tmp_path)  # which the run tells
+    with pytest.raises(ConfigError, match=f"in /{name[0]} (has|have) changed") as refused:
+        claim(out, said | {CONTENTS: {name: "2", "reward": "2"}}, tmp_path)
+    assert refused.value.keys == (key,)
+
+
+def test_a_reward_that_changed_in_its_place_is_told(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = generate(tmp_path, model).output
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:-1]))
+    (tmp_path / "rewards.py").write_text(REWARDS.replace("sum(", "2 * sum("))
+    capsys.readouterr()
+    generate(tmp_path, model)
+    assert "rewards are given by the new code" in capsys.readouterr().out
+
+
+def test_lines_go_on_only_with_what_their_tests_counted(tmp_path: Path, model: Path) -> None:
+    tests = ["assert True"]
+    write_lines(tmp_path / "in.jsonl", [{"prompt": "1+1=", "tests": tests, "cases": tests}])
+    reward: dict[str, Any] = {"functions": ["code_tests"]}
+    generate(tmp_path, model, reward=reward)
+    for key, value in (("partial_credit", False), ("tests", "cases")):
+        with pytest.raises(ConfigError, match=rf"begun with reward\.{key}"):
+            generate(tmp_path, model, reward=reward | {key: value})
+    assert generate(tmp_path, model, reward=reward).lines == 1
+
+
 def test_only_its_own_command_goes_on_in_a_directory_of_answers(tmp_path: Path) -> None:
     with recorded(tmp_path, "generate", lambda: (0, 0)):
         pass

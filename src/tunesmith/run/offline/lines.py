@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from tunesmith.config.continuing import without_folders
 from tunesmith.config.reading.files import same_path
+from tunesmith.config.verdicts import CONTENTS as VERDICTS
 from tunesmith.errors import ConfigError, DataError, StorageError, boundary
 from tunesmith.records.metrics import JsonLines, is_whole, keep_lines
 from tunesmith.records.redact import redact_values
@@ -159,7 +160,7 @@ def claim(path: Path, identity: Mapping[str, object], run_dir: Path) -> None:
     same, so may the files that the settings name.
 
     Raises:
-        ConfigError: the file was begun with another origin.
+        ConfigError: the file was begun with another origin, or with other weights in its files.
     """
     note = path.with_name(f".{path.stem}.source.json")
     if not path.exists():
@@ -190,4 +191,14 @@ def claim(path: Path, identity: Mapping[str, object], run_dir: Path) -> None:
                 f"{current.get(changed[0])!r}: its lines would not belong together. Set another "
                 f"run_dir, or delete {path}"
             )
+        now: dict[str, str] = current.get(CONTENTS, {})
+        for name, digest in before.get(CONTENTS, {}).items():
+            verdict = VERDICTS[name]
+            if verdict.refused and now.get(name, digest) != digest:
+                changed_text = verdict.text.format(name=current[verdict.key])
+                raise ConfigError(
+                    f"since {path} was begun, {changed_text}: its lines would not belong together. "
+                    f"Set another run_dir, or delete {path}",
+                    keys=(verdict.key,),
+                )
     write_json(note, current)

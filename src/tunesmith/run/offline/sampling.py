@@ -177,6 +177,8 @@ def identity(
     if config.reward is not None:
         outcome = {"functions", "weights", "models", "remote", "judge", "answer", "pattern"}
         reward = config.reward.model_dump(mode="json", include=outcome)
+        of_tests = {"tests", "partial_credit"}
+        reward |= config.reward.model_dump(include=of_tests, exclude_defaults=True)
         values |= {f"reward.{key}": value for key, value in reward.items()}
     values[CONTENTS] = {name: found.digest for name, found in weights_and_code(plan).items()}
     return values
