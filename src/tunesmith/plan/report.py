@@ -25,8 +25,9 @@ LAYOUT = ("model.dtype", *(f"system.{key}" for key in (
     "sequence_parallel.size", "gradient_checkpointing", "offload_activations",
     "offload_reference", "offload_optimizer", "offload_parameters", "max_tokens_per_microbatch",
     "scoring_max_tokens", "critic_max_tokens", "reward_max_tokens", "engine", "engine_process",
-    "engines", "vllm.tensor_parallel_size", "hybrid", "weight_plane", "weight_copy", "kv_memory",
-    "max_running", "threads", "placement", "compile", "experts_implementation",
+    "engines", "engine_weights", "vllm.tensor_parallel_size", "hybrid", "weight_plane",
+    "weight_copy", "kv_memory", "max_running", "threads", "placement", "compile",
+    "experts_implementation",
 )))  # fmt: skip
 """The settings that a plan shows, besides given settings in ``[system]`` and ``[lora]``."""
 

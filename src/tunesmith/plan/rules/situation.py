@@ -167,7 +167,7 @@ class Situation(Generic[C]):
         if self.devices.engine.spans_devices:
             derived |= {TENSOR: self.devices.tensor}
         derived[ENGINE] = self.engine.name
-        names = ("weight_plane", "weight_copy", "adapter_sync", "engine_weights", "engine_process")
+        names = ("weight_plane", "weight_copy", "adapter_sync", "engine_process", "engine_weights")
         derived |= {f"system.{name}": getattr(self.devices, name) for name in names}
         return self.plan.settings | derived
 
