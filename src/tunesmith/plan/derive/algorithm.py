@@ -43,14 +43,7 @@ def resolve_algorithm(
     """
     preset = find_preset(section.name)
     usual = _settings_of(preset)
-    correction = "none"
-    why = "sampler and trainer agree"
-    if max_staleness:
-        correction = "token_truncate"
-        why = "with rollout.max_staleness an older policy may have sampled"
-    elif rounded:
-        correction = "token_truncate"
-        why = "with system.engine_weights the sampler rounds the weights"
+    correction, why = _usual_correction(max_staleness, rounded=rounded)
     defaults: dict[str, tuple[Any, str]] = {
         "kl": (NoKL(), "no KL to a reference"),
         "correction": (CorrectionChoice.typed(correction)(), why),
@@ -87,6 +80,15 @@ def resolve_algorithm(
     algorithm = Algorithm.model_construct(section.model_fields_set, **values)
     _refuse_contradictions(algorithm, altered_by)
     return algorithm, reasons
+
+
+def _usual_correction(max_staleness: int, *, rounded: bool) -> tuple[str, str]:
+    """The default of ``algorithm.correction``, and the reason."""
+    if max_staleness:
+        return "token_truncate", "with rollout.max_staleness an older policy may have sampled"
+    if rounded:
+        return "token_truncate", "with system.engine_weights the sampler rounds the weights"
+    return "none", "sampler and trainer agree"
 
 
 def _settings_of(preset: Preset) -> AlgorithmSection:
@@ -171,8 +173,7 @@ def _refuse_contradictions(algorithm: Algorithm, altered_by: Collection[str]) ->
         text = (
             f"algorithm.correction: '{correction.name}' compares the trainer's log-probabilities "
             "with the sampler's, which are the same with decoupled=false. Leave decoupled out, or "
-            "set "
-            'correction="none".'
+            'set correction="none".'
         )
         raise ConfigError(Problem(("algorithm.correction", decoupled), text))
     why = algorithm.advantage.shaping
@@ -180,8 +181,8 @@ def _refuse_contradictions(algorithm: Algorithm, altered_by: Collection[str]) ->
         shaping = {
             "overlong": algorithm.overlong,
             "stop_properly": algorithm.stop_properly is not None,
+            "reward_clip": algorithm.reward_clip,
         }
-        shaping |= {"reward_clip": algorithm.reward_clip}
         if "reward_weights" in algorithm.needs:
             shaping["kl"] = isinstance(algorithm.kl, KLInReward)
         for key in (f"algorithm.{key}" for key, on in shaping.items() if on):

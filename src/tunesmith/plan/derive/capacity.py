@@ -10,15 +10,9 @@ from tunesmith.config.values import format_size
 from tunesmith.errors import ConfigError
 from tunesmith.plan.cost.memory import bytes_per_token, fits, layout_of, planned, planned_devices
 from tunesmith.plan.cost.seconds import compared_seconds
+from tunesmith.plan.derive.apply_savings import with_savings, with_shards, without_savings
 from tunesmith.plan.derive.caps import with_caps
-from tunesmith.plan.derive.savings import (
-    Saving,
-    best_choice,
-    fits_somehow,
-    with_savings,
-    with_shards,
-    without_savings,
-)
+from tunesmith.plan.derive.savings import Saving, best_choice, fits_somehow
 from tunesmith.plan.derive.sizes import reserved, with_sizes
 from tunesmith.plan.derive.weights import with_rounding
 from tunesmith.plan.facts.hardware import Gpu, compilers

@@ -22,13 +22,8 @@ from tunesmith.plan.cost.memory import (
     planned_devices,
 )
 from tunesmith.plan.cost.price import USUAL_RANK
-from tunesmith.plan.derive.savings import (
-    Saving,
-    fits_somehow,
-    lacking_on_the_host,
-    share_at_best,
-    with_savings_as_said,
-)
+from tunesmith.plan.derive.saving_options import with_savings_as_said
+from tunesmith.plan.derive.savings import Saving, fits_somehow, lacking_on_the_host, share_at_best
 from tunesmith.plan.layout.layouts import layouts, without_layout
 from tunesmith.plan.layout.longest import longest_that_fits
 from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout

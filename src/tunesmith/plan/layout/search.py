@@ -12,12 +12,8 @@ from tunesmith.errors import CapacityError, ConfigError, Problem
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.cost.seconds import compared_seconds
 from tunesmith.plan.derive.capacity import faster_than
-from tunesmith.plan.derive.savings import (
-    least_seconds,
-    least_share,
-    share_at_best,
-    with_savings_as_said,
-)
+from tunesmith.plan.derive.saving_options import with_savings_as_said
+from tunesmith.plan.derive.savings import least_seconds, least_share, share_at_best
 from tunesmith.plan.devices import NOT_PLACED
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
 from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout, said_shape
