@@ -189,7 +189,7 @@ def test_refused_by_name_with_a_reason(model_type: str) -> None:
     [
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
-        ("biogpt", {}, "has not been shown"),
+        ("jetmoe", {}, "has not been shown"),
     ],
 )
 def test_refused_by_setting(model_type: str, setting: dict[str, Any], reason: str) -> None:

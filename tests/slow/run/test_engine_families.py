@@ -18,7 +18,7 @@ from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.engines.local.runner import probe
 from tunesmith.types import Completion, Sampling
 
-UNGROUPED = ("gpt2", "gpt_bigcode", "gpt_neox", "opt")
+UNGROUPED = ("biogpt", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "persimmon")
 """Whose own configurations have no number of key/value heads, as the tiny ones have."""
 PROMPTS = ([5, 6, 7], [8, 9] * 15)
 
