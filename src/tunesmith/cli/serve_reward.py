@@ -49,6 +49,13 @@ Timeout = Annotated[
     float | None,
     typer.Option(min=0.001, help="Of a function: seconds of one call.", show_default="30"),
 ]
+Sandbox = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a function: environment.sandbox, as process or '{ type = \"process\", ... }'.",
+        show_default="process, for programs alone",
+    ),
+]
 
 
 def serve_reward(
@@ -71,6 +78,7 @@ def serve_reward(
     dtype: DType = None,
     device: Device = None,
     timeout: Timeout = None,
+    sandbox: Sandbox = None,
 ) -> None:
     """Serve a reward over HTTP, scoring what concurrent requests ask for together.
 
@@ -81,7 +89,6 @@ def serve_reward(
 
     if device is not None and device.partition(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"--device {device}: it must be cpu or cuda")
-    options = ServeOptions(
-        max_tokens, normalize, chat, dtype, device, timeout, window_ms, max_request_mb, token_file
-    )
+    of_model = max_tokens, normalize, chat, dtype, device
+    options = ServeOptions(*of_model, timeout, sandbox, window_ms, max_request_mb, token_file)
     serve_reward(reward, host, port, options)

@@ -12,7 +12,14 @@ from pydantic import BaseModel, Field
 
 from tunesmith.config.algorithm import AlgorithmSection
 from tunesmith.config.reading.describe import sections_of, tables_of
-from tunesmith.config.schema import RewardSection, RLConfig, RunConfig, SamplingKeys, SFTConfig
+from tunesmith.config.schema import (
+    RewardSection,
+    RLConfig,
+    RunConfig,
+    SamplingKeys,
+    SandboxSection,
+    SFTConfig,
+)
 from tunesmith.config.section import Open, Section
 from tunesmith.config.values import PositiveInt, Share, Text, Url
 
@@ -147,6 +154,7 @@ class GenerateConfig(RunConfig):
     trains = False
     sampling: SamplingSection = SamplingSection()
     reward: RewardSection | None = None
+    environment: SandboxSection = SandboxSection()
     output: OutputSection = OutputSection()
 
     @property
@@ -158,6 +166,7 @@ class RFTConfig(RunConfig):
     command = "rft"
     supervised = False
     reward: RewardSection
+    environment: SandboxSection = SandboxSection()
     sampling: SamplingSection = SamplingSection()
     rft: RFTSection = RFTSection()
 

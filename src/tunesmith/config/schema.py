@@ -204,7 +204,15 @@ class RewardSection(Section):
         return (*self.models, *self.remote, *self.judge)
 
 
-class EnvironmentSection(Section):
+class SandboxSection(Section):
+    """``[environment]`` of commands that reward without playing episodes."""
+
+    sandbox: Sandbox | None = None
+    """Where tools, reward functions and programs of the policy run, and their limits; None: in
+    processes with a time limit, and programs in "process"."""
+
+
+class EnvironmentSection(SandboxSection):
     path: Annotated[
         str | dict[str, str] | None, Field(description="'file.py:name', or a table of such by name")
     ] = None
@@ -237,9 +245,6 @@ class EnvironmentSection(Section):
     thread of the run."""
     memory: Memory | None = None
     """Memory of an episode's process, beyond your files' imports; None: half of the machine's."""
-    sandbox: Sandbox | None = None
-    """Where tools, reward functions and programs of the policy run, and their limits; None: in
-    processes with a time limit, and programs in "process"."""
     host: Text = "127.0.0.1"
     """The address where agents with their own client reach the policy; for agents on other
     machines, this machine's name or address. Each episode has its own token."""

@@ -316,6 +316,13 @@ def test_addresses_that_others_can_reach_are_known() -> None:
         ("rewards.py:f", {"normalize": True}, "--normalize has no meaning for a reward function"),
         ("rewards.py:f", {"max_tokens": 5}, "--max-tokens has no meaning"),
         ("regex_format", {}, "reward.pattern is missing"),
+        ("rewards.py:f", {"sandbox": "procss"}, "procss"),
+        (
+            "code_tests",
+            {"sandbox": '{ type = "http", url = "http://h", token_env = "NO_TOKEN" }'},
+            "NO_TOKEN",
+        ),
+        ("rm", {"sandbox": "process"}, "--sandbox has no meaning for a reward model"),
         ("rm", {"timeout": 3.0}, "--timeout has no meaning for a reward model"),
         ("plain", {"normalize": True}, "reward_stats.json, which does not exist"),
         ("./gone", {}, "there is no model directory './gone'"),

@@ -32,6 +32,7 @@ from tunesmith.errors import (
     UserError,
 )
 from tunesmith.learn.environments.base import SingleTurn
+from tunesmith.learn.usercode.jail import missing
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.records.interrupts import Interrupted, handled
@@ -56,6 +57,8 @@ from tunesmith.run.offline.unfinished import Unfinished
 from tunesmith.run.offline.usage import read_report, seconds_of
 from tunesmith.run.offline.watch import JobWatch
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Task
+
+CONFINED = pytest.mark.skipif(bool(missing()), reason=missing() or "it can")
 
 
 def generate(folder: Path, model: Path, *overrides: str, **sections: dict[str, Any]) -> Generated:
@@ -622,6 +625,26 @@ def test_a_reward_that_changed_in_its_place_is_told(
     assert "rewards are given by the new code" in capsys.readouterr().out
 
 
+@CONFINED
+def test_rewards_run_in_the_sandbox_that_was_chosen(tmp_path: Path, model: Path) -> None:
+    tests = [{"input": "", "output": "yes\n"}]
+    code = "```python\nimport os\nprint('yes' if os.environ.get('KEPT_HERE') else 'no')\n```"
+    line = {"prompt": "p", "completion": code, "tests": tests}
+    write_lines(tmp_path / "in.jsonl", [line])
+    reward: dict[str, Any] = {"functions": ["code_tests"]}
+    scored = {"reward": reward, "output": {"kind": "score"}, "sampling": {}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KEPT_HERE", "1")
+        for name, kept, score in (("in", ["KEPT_HERE"], 1.0), ("out", [], 0.0)):
+            sandbox = {"type": "process", "env": kept}
+            folder = f"run_dir={tmp_path / name}"
+            done = generate(tmp_path, model, folder, environment={"sandbox": sandbox}, **scored)
+            assert lines_of(done.output)[0]["reward"] == score
+    with pytest.raises(ConfigError, match="there are none; leave it out"):
+        generate(tmp_path, model, environment={"sandbox": "docker"}, reward={"functions": ["math"]})
+
+
+@CONFINED
 def test_lines_go_on_only_with_what_their_tests_counted(tmp_path: Path, model: Path) -> None:
     tests = ["assert True"]
     write_lines(tmp_path / "in.jsonl", [{"prompt": "1+1=", "tests": tests, "cases": tests}])

@@ -9,7 +9,7 @@ from tunesmith.config.commands import DistillConfig, OfflineDistillConfig
 from tunesmith.config.judges import POLICY
 from tunesmith.config.reading.packages import PACKAGES, package_name
 from tunesmith.config.sandboxes import LocalSandbox
-from tunesmith.config.schema import RLConfig, RunConfig
+from tunesmith.config.schema import EnvironmentSection, RLConfig, RunConfig
 from tunesmith.errors import Problem
 from tunesmith.plan.rules.rule import rule, unread
 from tunesmith.plan.rules.situation import Situation, at_least, more
@@ -155,7 +155,7 @@ def isolation(s: Situation[RunConfig]) -> Iterator[Problem]:
     reference = s.facts and s.facts.instances_for
     for name in ("reward", "environment"):
         section = getattr(s.config, name, None)
-        if reference and section is not None and section.isolation == "process":
+        if reference and getattr(section, "isolation", None) == "process":
             yield s.clash(f"{name}.isolation",
                 f"does not go with {reference}, which takes `environments`: those instances cannot "
                 f"leave the process of the run; leave {name}.isolation out", "reward.functions")
@@ -234,19 +234,34 @@ def _tells_solved(config: RLConfig) -> bool:
     return any(weight > 0 for weight in (*weights, *apart))
 
 
+@rule(RunConfig)
+def sandbox(s: Situation[RunConfig]) -> Iterator[Problem]:
+    environment = getattr(s.config, "environment", None)
+    chosen = environment and environment.sandbox
+    key = "environment.sandbox"
+    if environment is None or chosen is None:
+        return
+    functions = s.reward.functions if s.reward else ()
+    own = chosen.for_python and any(":" in reference for reference in functions)
+    used = isinstance(environment, EnvironmentSection) and environment.used
+    if not used and not own and "code_tests" not in functions:
+        yield s.clash(key,
+            "is for tools, environments, your own reward functions (with 'process') and "
+            "code_tests, and there are none; leave it out")
+    for name, section in (("environment", environment), ("reward", s.reward)):
+        if getattr(section, "isolation", None) == "thread" and chosen.for_python:
+            yield Problem((key, f"{name}.isolation"),
+                f"{key} confines processes, and {name}.isolation = 'thread' runs your code in "
+                "the run's own; leave one of them out")
+
+
 @rule(RLConfig)
-def sandbox(s: Situation[RLConfig]) -> Iterator[Problem]:
+def sandbox_of_episodes(s: Situation[RLConfig]) -> Iterator[Problem]:
     environment = s.config.environment
     chosen = environment.sandbox
     key = "environment.sandbox"
     if chosen is None:
         return
-    functions = s.config.reward.functions
-    own = chosen.for_python and any(":" in reference for reference in functions)
-    if not environment.used and not own and "code_tests" not in functions:
-        yield s.clash(key,
-            "is for tools, environments, your own reward functions (with 'process') and "
-            "code_tests, and there are none; leave it out")
     if environment.command is not None:
         if not isinstance(chosen, LocalSandbox):
             yield s.clash(key,
@@ -257,11 +272,6 @@ def sandbox(s: Situation[RLConfig]) -> Iterator[Problem]:
         yield Problem((key,),
             f"{key} = '{chosen.name}' runs programs, and tools and environments are Python objects "
             "of this machine; use 'process'")
-    for section, value in (("environment", environment), ("reward", s.config.reward)):
-        if value.isolation == "thread" and chosen.for_python:
-            yield Problem((key, f"{section}.isolation"),
-                f"{key} confines processes, and {section}.isolation = 'thread' runs your code in "
-                "the run's own; leave one of them out")
 
 
 @rule(RLConfig)

@@ -139,7 +139,8 @@ def _examine(config: RunConfig, base_dir: Path, examples: Sequence[Example]) -> 
         examples = first_lines(config, hub=False, maps=True)
     tasks = [Task(e.id, e.prompt, (1,), e.columns) for e in examples if e.prompt is not None][:1]
     if isinstance(config, SamplingConfig) and config.reward is not None:
-        with closing(load_rewards(_here(config.reward), base_dir)) as rewards:
+        sandbox = config.environment.sandbox
+        with closing(load_rewards(_here(config.reward), base_dir, sandbox=sandbox)) as rewards:
             rewards.check_tasks(tasks)
     if isinstance(config, RLConfig):
         given = {"reward": _here(config.reward), "environment": _here(config.environment)}

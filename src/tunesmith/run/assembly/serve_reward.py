@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunesmith.config.commands import GenerateConfig
+from tunesmith.config.load import load_config
+from tunesmith.config.sandboxes import Sandbox
 from tunesmith.config.schema import ModelReward, RewardSection
 from tunesmith.errors import ConfigError, boundary, nearest
 from tunesmith.learn.rewards.loading import NAMES, load_rewards
@@ -25,7 +28,7 @@ TOKEN_ENV = "TUNESMITH_REWARD_TOKEN"
 class ServeOptions:
     """Options of the command; None means the default.
 
-    The first five apply to reward models, ``timeout`` to functions.
+    The first five apply to reward models, ``timeout`` and ``sandbox`` to functions.
     """
 
     max_tokens: int | None = None
@@ -34,6 +37,8 @@ class ServeOptions:
     dtype: str | None = None
     device: str | None = None
     timeout: float | None = None
+    sandbox: str | None = None
+    """As ``environment.sandbox`` on a command line."""
     window_ms: float = 5.0
     max_request_mb: float = 16.0
     token_file: Path | None = None
@@ -68,7 +73,8 @@ def serve_reward(target: str, host: str, port: int, options: ServeOptions) -> No
 def _function(target: str, options: ServeOptions) -> RewardSet:
     _refuse(options, ("max_tokens", "normalize", "chat", "dtype", "device"), "a reward function")
     section = RewardSection(functions=(target,), timeout=options.timeout or FUNCTION_SECONDS)
-    rewards = load_rewards(section, Path.cwd())
+    sandbox = _sandbox(options.sandbox) if options.sandbox else None
+    rewards = load_rewards(section, Path.cwd(), sandbox=sandbox)
     (function,) = rewards.functions
     if "completion_ids" in (parameters_of(function.function) or ()):
         raise ConfigError(
@@ -77,8 +83,14 @@ def _function(target: str, options: ServeOptions) -> RewardSet:
     return rewards
 
 
+def _sandbox(text: str) -> Sandbox | None:
+    needed = "model.path=unread", "data.train=unread"
+    said = f"environment.sandbox={text}"
+    return load_config(GenerateConfig, None, [*needed, said], files=False).environment.sandbox
+
+
 def _model(target: str, options: ServeOptions) -> RewardSet:
-    _refuse(options, ("timeout",), "a reward model")
+    _refuse(options, ("timeout", "sandbox"), "a reward model")
     if "/" not in target and not Path(target).exists():
         close = nearest(target, [*NAMES, *(path.name for path in Path.cwd().iterdir())])
         raise ConfigError(

@@ -52,10 +52,13 @@ def open_sampling(
     """Like ``open_run``; also load the rewards, if any, and read the data."""
     with handled(), open_run(kind, path, overrides, caller) as run:
         section = run.config.reward
+        sandbox = run.config.environment.sandbox
         run_dir = run.directory.path
         with (
             keeping(lambda: how_to_continue(run_dir)),
-            closing(load_rewards(section, run.base_dir)) if section else nullcontext() as rewards,
+            closing(load_rewards(section, run.base_dir, sandbox=sandbox))
+            if section
+            else nullcontext() as rewards,
         ):
             run.read(partial(load_tasks, tokenizer=run.tokenizer), rewards and rewards.check_tasks)
             yield run, rewards
