@@ -32,6 +32,7 @@ from tunesmith.guide.names import foreign
 from tunesmith.guide.names.foreign import meanings_of, synonyms
 from tunesmith.guide.names.unknown import explain_unknown
 from tunesmith.plan.rules.checks import check
+from tunesmith.records.text import shown_from, shown_path
 from tunesmith.records.toml import toml_key, toml_value
 
 NESTED: list[Any] = []
@@ -677,3 +678,24 @@ def test_what_may_be_meant_to_leave_a_key_out_is_answered_with_how(
     with pytest.raises(ConfigError) as refused:
         load_config(SFTConfig, None, ["model.path=o/m", "data.train=o/d", override])
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "file"),
+    [
+        ("algorithm.loss=mine.py:Mine", "class Mine(PPO): pass"),
+        ("algorithm.name=mine.py:MINE", "MINE = {'loss': 'ppo', 'advantage': 'grpo'}"),
+    ],
+)
+def test_user_code_that_changes_the_directory_moves_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, file: str
+) -> None:
+    head = "import os\nos.chdir('/')\nfrom tunesmith.learn.algorithms.losses import PPO\n"
+    (tmp_path / "mine.py").write_text(head + file)
+    monkeypatch.chdir(tmp_path)
+    load_config(RLConfig, None, ["model.path=o/m", "data.train=o/d", setting])
+    assert Path.cwd() == tmp_path
+    with shown_from(str(tmp_path)):
+        monkeypatch.chdir("/")
+        assert shown_path(tmp_path / "runs") == "runs"
+    assert shown_path(tmp_path / "runs") == str(tmp_path / "runs")

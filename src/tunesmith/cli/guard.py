@@ -17,7 +17,7 @@ from tunesmith.cli.standard_output import lasting_output
 from tunesmith.errors import StorageError, TunesmithError, boundary, shortened
 from tunesmith.records.interrupts import Interrupted, handled
 from tunesmith.records.redact import redact
-from tunesmith.records.text import printable
+from tunesmith.records.text import printable, shown_from
 
 P = ParamSpec("P")
 _OF_THE_SYSTEM = {
@@ -46,8 +46,9 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
                 with boundary(
                     StorageError, "the working directory cannot be read; change to another", OSError
                 ):
-                    os.getcwd()
-                command(*args, **kwargs)
+                    here = os.getcwd()
+                with shown_from(here):
+                    command(*args, **kwargs)
         except TunesmithError as error:
             _report(f"error: {shortage(error) or error}", error)
             raise typer.Exit(error.exit_code) from None

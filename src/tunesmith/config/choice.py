@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -130,7 +131,9 @@ class Choice(Section):
     def _loaded(cls, reference: str) -> type[Self]:
         from tunesmith.config.objects import load_object
 
-        kind = load_object(reference, Path.cwd())
+        here = Path.cwd()
+        kind = load_object(reference, here)
+        os.chdir(here)  # the settings have paths that are relative to it
         base = cls.base()
         name = f"{base.__module__}.{base.__name__}"
         if not isinstance(kind, type):

@@ -6,7 +6,8 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +23,24 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda mark: mark[0].encode("unicode_escape").decode(), text)
 
 
+_begun_in: list[str] = []
+"""The working directories of the commands that this process runs, before user code changes it."""
+
+
+@contextmanager
+def shown_from(here: str) -> Generator[None]:
+    """Paths are shown relative to a directory, wherever user code goes meanwhile."""
+    _begun_in.append(here)
+    try:
+        yield
+    finally:
+        _begun_in.pop()
+
+
 def shown_path(path: Path | str) -> str:
     """Relative to the working directory if it is below it, else unchanged."""
     text = str(path)
-    here = os.getcwd()
+    here = _begun_in[-1] if _begun_in else os.getcwd()
     return text[len(here) + 1 :] if here != "/" and text.startswith(here + "/") else text
 
 

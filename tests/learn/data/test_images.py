@@ -8,6 +8,7 @@ import json
 import random
 import warnings
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -228,6 +229,21 @@ def test_a_photo_with_its_preview_is_one_picture() -> None:
         saved = io.BytesIO()
         photo.convert(mode).save(saved, kind)
         assert processing.picture_of("it", saved.getvalue()).mode == "RGB"
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_what_is_transparent_has_the_colour_under_it_as_in_the_familys_own_processor(
+    family: str,
+) -> None:
+    module = import_module(f"transformers.models.{family}.image_processing_pil_{family}")
+    [kind] = [each for name, each in vars(module).items() if name.endswith("ImageProcessorPil")]
+    seen = Image.new("RGBA", (2, 1), (10, 200, 30, 0))
+    seen.putpixel((1, 0), (10, 200, 30, 128))
+    saved = io.BytesIO()
+    seen.save(saved, "PNG")
+    read = processing.picture_of("it", saved.getvalue())
+    assert [read.getpixel((x, 0)) for x in (0, 1)] == [(10, 200, 30)] * 2
+    assert read.tobytes() == kind().convert_to_rgb(seen).tobytes()
 
 
 def test_a_model_of_text_and_steps_are_refused(tmp_path: Path, tokenizer: Any) -> None:
