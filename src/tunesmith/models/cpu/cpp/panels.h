@@ -10,6 +10,9 @@ constexpr int TALL = W == 16 ? 12 : 6;  // rows whose sums of a panel fit into t
 constexpr int64_t AHEAD = 2048;         // bytes of a panel that are asked for before they are used
 template <class T> constexpr bool ASKS = W == 8 || sizeof(T) < sizeof(float);  // faster where a step computes more than it reads
 
+// A step with one block of rows computes about as long as it reads these: that block, too, asks for the next panel.
+template <class X, class T> constexpr bool BALANCED = W == 8 && std::is_same_v<X, float> && sizeof(T) == sizeof(float16);
+
 // Rows above which a panel is widened once: converting it again for each block of rows is more work then.
 template <class T> constexpr int64_t WIDENS = std::is_same_v<T, bfloat16> ? 2 * TALL : 48;
 
@@ -75,12 +78,12 @@ static PanelProduct<X, T, Y> panel_product(int64_t rows, std::integer_sequence<i
 // are a few, each asks for its share of the next panel: then reading does not add to computing. With more, computing is most.
 template <class X, class T, class Y>
 static void multiply_rows(int64_t rows, int64_t K, const T* panel, Ends ends, const X* x, Y* out, int64_t out_step, int64_t n) {
-    const int64_t blocks = (rows + TALL - 1) / TALL, input = PANEL * sizeof(T);
-    const bool shares = blocks > 1 && blocks <= 4;
+    const int64_t blocks = (rows + TALL - 1) / TALL, input = PANEL * sizeof(T), share = (input + blocks - 1) / blocks;
+    const bool shares = blocks <= 4 && (blocks > 1 || BALANCED<X, T>);
     const std::make_integer_sequence<int, TALL> sizes;
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t row = b * rows / blocks, count = (b + 1) * rows / blocks - row;
-        const Ahead ahead = shares ? Ahead{(const char*)panel + (blocks + b) * K * input / blocks, input / blocks}
+        const Ahead ahead = shares ? Ahead{(const char*)panel + K * (input + b * share), share}
                                    : Ahead{(const char*)panel + AHEAD, input};
         const auto product = shares ? panel_product<LATER, X, T, Y>(count, sizes)
                              : b || !ASKS<T> ? panel_product<NOTHING, X, T, Y>(count, sizes)
