@@ -117,6 +117,29 @@ def no_wait_for_disks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def configs_are_not_written_out() -> Iterator[None]:
+    """Transformers composes a line of its log with all of a configuration for each that it loads,
+    though nobody reads it: a tenth of the time of tests of models."""
+    with pytest.MonkeyPatch.context() as patched:
+        if "transformers" in sys.modules:
+            config = sys.modules["transformers"].PreTrainedConfig
+            patched.setattr(config, "__repr__", object.__repr__)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_built_once() -> Iterator[None]:
+    """A process that runs one command builds all of them once, and so do tests that run many."""
+    from typer import main, testing
+
+    with pytest.MonkeyPatch.context() as patched:
+        built = cache(main.get_command)
+        patched.setattr(main, "get_command", built)
+        patched.setattr(testing, "_get_command", built)
+        yield
+
+
 @cache
 def in_catalogue(name: str) -> bool:
     from tunesmith.records.catalogue import find

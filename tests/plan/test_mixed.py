@@ -32,6 +32,8 @@ BASE = ["model.path=org/m", "data.train=org/d", 'reward.functions=["math"]']
 AHEAD = "rollout.max_staleness=1"
 MANY = ["rollout.prompts_per_step=256", "rollout.max_new_tokens=4096"]
 RAY = ["system.cluster=ray", "system.engine=vllm"]
+SHARDED = ["system.trainer_ranks=16", "system.zero_stage=3"]
+KEPT = "system.gradient_checkpointing=true"
 
 
 def facts(on: str, model: str = "7B (Qwen 2.5)", **changes: Any) -> Facts:
@@ -157,7 +159,7 @@ def test_machines_that_do_not_differ_are_not_joined(spec: str) -> None:
 
 def test_two_kinds_have_no_single_price() -> None:
     with pytest.raises(ConfigError, match="two kinds"):
-        cost(resolved(BOTH, *MANY, AHEAD), 2.5)
+        cost(resolved(BOTH, *MANY, AHEAD, *SHARDED), 2.5)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +175,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert done.exit_code == 0, done.output
         return " ".join(done.output.split())
 
-    shown = plan("run.toml", "--on", BOTH, *MANY, AHEAD)
+    shown = plan("run.toml", "--on", BOTH, *MANY, AHEAD, *SHARDED, KEPT)
     assert 'system.cluster = "ray"' in shown and "on 4x1xH100-80GB" in shown
     assert 'rollout = {accelerator = "H100"}' in shown
     shown = plan("run.toml", "--on", "H100-80GB+T4")
