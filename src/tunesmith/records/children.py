@@ -106,6 +106,18 @@ def _started(process: int) -> str:
     return text.rpartition(")")[2].split()[19]
 
 
+def kill_descendants(process: int) -> None:
+    """Kill (SIGKILL) a process's children and theirs; on Linux only."""
+    found: list[int] = []
+    with suppress(OSError):  # it has ended, or the kernel lists no children
+        for task in Path(f"/proc/{process}/task").iterdir():
+            found += map(int, (task / "children").read_text("ascii").split())
+    for child in found:
+        kill_descendants(child)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
 def is_alive(process: int) -> bool:
     """Whether there is a process of this number."""
     try:

@@ -127,6 +127,9 @@ def test_csv_cut_off_inside_quotes(tmp_path: Path) -> None:
 def test_csv_with_a_column_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="'a' stands twice"):
         lines(tmp_path / "a.csv", "a,b,a\n1,2,3\n")
+    for mark in ";\t|":
+        with pytest.raises(DataError, match=r"a\.csv:1: columns are separated by .*commas"):
+            lines(tmp_path / "a.csv", f"a{mark}b\n1{mark}2\n")
 
 
 def test_parquet_rows_and_a_damaged_file(tmp_path: Path) -> None:

@@ -276,6 +276,9 @@ def read_csv(path: Path) -> Rows:
         header = next(reader, None)
     if header is None:
         return
+    mark = next((mark for mark in ";\t|" if len(header) == 1 and mark in header[0]), "")
+    if mark:
+        raise DataError(f"{path}:1: columns are separated by {mark!r}; save it with commas.")
     name, times = Counter(header).most_common(1)[0] if header else ("", 0)
     if times > 1:
         raise DataError(f"{path}:1: the column '{name}' stands twice in the header.")

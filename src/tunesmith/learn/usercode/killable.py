@@ -34,7 +34,7 @@ from tunesmith.learn.usercode.calls import ANSWER_SECONDS, PerLoop, done_within
 from tunesmith.learn.usercode.child import Process, ending
 from tunesmith.learn.usercode.far import ConnectedFar
 from tunesmith.learn.usercode.jail import Jail
-from tunesmith.records.children import remove_at_end
+from tunesmith.records.children import kill_descendants, remove_at_end
 from tunesmith.records.foreign import parse_json
 
 STARTUP_SECONDS = 60.0
@@ -195,7 +195,7 @@ class ForkServer:
     def end(self, number: int) -> int:
         """Kill a worker, if it has not ended. Returns its exit code."""
         if number == self.pid:
-            return self._process.kill()
+            return self._kill()
         with self._lock:
             code = self._codes[number]
             if code is None:
@@ -215,15 +215,21 @@ class ForkServer:
         if self._lock.acquire(timeout=ENDING_SECONDS):
             self._lock.release()
         else:
-            self._process.kill()  # the request in progress fails, and frees the lock
+            self._kill()  # the request in progress fails, and frees the lock
         for number in list(self._codes):
             self.end(number)
         with self._lock:
-            self._process.kill()
+            self._kill()
             self._pipe.close()
         if self._folder:
             with suppress(OSError):
                 os.rmdir(self._folder)
+
+    def _kill(self) -> int:
+        """Kill the server, with what the user's file started. Returns its exit code."""
+        if self.alive:
+            kill_descendants(self.pid)
+        return self._process.kill()
 
     def _ask(
         self, request: object, seconds: float, late: str, connection: Connection | None = None

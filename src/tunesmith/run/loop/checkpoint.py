@@ -68,7 +68,8 @@ class Checkpoints:
                 raise
             kept = self.newest()
             safe = f"the last good checkpoint is {kept}" if kept else NONE_YET
-            why = f"cannot write checkpoint {target}: {error}; {safe}. Free space and resume."
+            then = "resume" if kept else "start again"
+            why = f"cannot write checkpoint {target}: {error}; {safe}. Free space and {then}."
             failed = StorageError(why)
             failed.names_checkpoint = True
             raise failed from error
