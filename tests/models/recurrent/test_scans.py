@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.live_bytes import LiveBytes
 from tunesmith.models.forest import PackedLengths
 from tunesmith.models.recurrent import delta_rule, selective_scan, state_space
 from tunesmith.models.recurrent.chunks import Chunks
@@ -26,6 +27,7 @@ def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_rule, "CHUNK_BY_CHANNEL", 3)
     monkeypatch.setattr(state_space, "CHUNK", 4)
     monkeypatch.setattr(selective_scan, "CHUNK", 4)
+    monkeypatch.setattr(selective_scan, "MOST", 16)
 
 
 def draw(*shape: int) -> Tensor:
@@ -201,6 +203,21 @@ def test_the_convolution(lengths: list[int], continues: bool, width: int) -> Non
     same(convolve, convolve_by_token, inputs, lengths, window)
 
 
+def test_many_short_sequences_need_few_states_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are kept for a block of channels alone, in the backward pass too."""
+    lengths = [4] * 32
+    inputs = (draw(128, 64), draw(128, 64), draw(64, 16), draw(128, 16), draw(128, 16), draw(64))
+    peaks: list[int] = []
+    for most in (1 << 22, 1 << 13):
+        monkeypatch.setattr(selective_scan, "MOST", most)
+        with LiveBytes() as live:
+            out, _ = selective_scan.selective_scan(*inputs, PackedLengths(lengths), None)
+            before = live.now
+            torch.autograd.grad(out.sum(), inputs)
+        peaks.append(live.most - before)
+    assert peaks[1] < peaks[0] / 4
+
+
 def test_chunks_by_hand() -> None:
     """Sequences of 3, 5 and 1 tokens: steps have 3, then 2, then 1 chunks."""
     chunks = Chunks([3, 5, 1], 2, torch.device("cpu"))
@@ -208,7 +225,7 @@ def test_chunks_by_hand() -> None:
     assert cells.tolist() == [[4, 5], [1, 2], [9, 0], [6, 7], [3, 0], [8, 0]]
     assert chunks.join(cells).tolist() == list(range(1, 10))
     out, end = chunks.scan(
-        torch.tensor([100, 200, 300]), lambda at, state: (state, state + cells[at].sum(1))
+        torch.tensor([100, 200, 300]), lambda state, own: (state, state + own.sum(1)), cells
     )
     assert out.tolist() == [200, 100, 300, 209, 103, 222]
     assert end.tolist() == [106, 230, 309]

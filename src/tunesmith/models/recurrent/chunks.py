@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Advance = Callable[[slice, Tensor], tuple[Tensor, Tensor]]
-"""Outputs of the chunks of a step, and the states after it, from the states before it."""
+Advance = Callable[..., tuple[Tensor, Tensor]]
+"""Outputs of the chunks of a step, and the states after it, from the states before it and the
+operands of these chunks."""
 
 
 class Chunks:
@@ -57,8 +58,11 @@ class Chunks:
         """``[N, c, ...]`` to ``[T, ...]``."""
         return cells.flatten(0, 1).index_select(0, self._slots)
 
-    def scan(self, start: Tensor, advance: Advance) -> tuple[Tensor, Tensor]:
+    def scan(self, start: Tensor, advance: Advance, *operands: Tensor) -> tuple[Tensor, Tensor]:
         """Carry the states ``[S, ...]`` through all steps.
+
+        Operands of all chunks, ``[N, ...]`` each, are split once: the gradient of a slice would
+        fill a tensor of the whole size in each step.
 
         Returns:
             The outputs of all chunks ``[N, ...]``, and the states at the ends of the sequences.
@@ -66,12 +70,11 @@ class Chunks:
         state = start.index_select(0, self._sequences)
         outputs: list[Tensor] = []
         ends: list[Tensor] = []
-        at = 0
-        for active in self._active:
+        pieces = (operand.split(self._active) for operand in operands)
+        for active, *own in zip(self._active, *pieces, strict=True):
             ends.append(state[active:])
-            out, state = advance(slice(at, at + active), state[:active])
+            out, state = advance(state[:active], *own)
             outputs.append(out)
-            at += active
         # Sequences end in the reverse of the order of their lengths.
         ended = torch.cat([state, *reversed(ends)])
         return torch.cat(outputs), ended.index_select(0, self._places)

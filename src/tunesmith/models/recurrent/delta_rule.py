@@ -95,14 +95,24 @@ def gated_delta_rule(
     writing = (k * (passed[..., -1:, :] - passed).exp()).transpose(-1, -2)
     remaining = passed[..., -1, :].exp().unsqueeze(-1)
 
-    def advance(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
-        update = new[at] - seen[at] @ state
-        out = reading[at] @ state + within[at] @ update
-        return out, state * remaining[at] + writing[at] @ update
-
     zero = q.new_zeros(len(lengths), q.shape[1], k.shape[-1], v.shape[-1])
-    out, end = chunks.scan(zero if start is None else start.to(wide), advance)
+    operands = (new, seen, reading, within, remaining, writing)
+    out, end = chunks.scan(zero if start is None else start.to(wide), _advance, *operands)
     return chunks.join(out.transpose(1, 2)).to(value.dtype), end
+
+
+def _advance(
+    state: Tensor,
+    new: Tensor,
+    seen: Tensor,
+    reading: Tensor,
+    within: Tensor,
+    remaining: Tensor,
+    writing: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The answers of one chunk of each sequence, and the states after it."""
+    update = new - seen @ state
+    return reading @ state + within @ update, state * remaining + writing @ update
 
 
 def _unit(x: Tensor) -> Tensor:

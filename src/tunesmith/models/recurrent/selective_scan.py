@@ -18,6 +18,8 @@ from tunesmith.models.forest import PackedLengths
 from tunesmith.models.recurrent.chunks import Chunks
 
 CHUNK = 32
+MOST = 1 << 22
+"""The most states that are in memory at once, times the tensors of their doublings."""
 
 
 def selective_scan(
@@ -47,17 +49,26 @@ def selective_scan(
     chunks = lengths.derive(Chunks, CHUNK, x.device)
     inputs, steps, b, c = (chunks.cut(t) for t in (x * delta, delta, write, read))
 
-    def advance(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
-        # The states of one step at a time are in memory, in the backward pass too.
-        return checkpoint(
-            _chunk,
-            *(inputs[at], steps[at], rate, b[at], c[at], state),
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
+    def advance(
+        state: Tensor, inputs: Tensor, steps: Tensor, b: Tensor, c: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        # The states of a few channels in one step are in memory, in the backward pass too.
+        channels = max(1, MOST // (inputs.shape[0] * inputs.shape[1] * rate.shape[1]))
+        blocks = (inputs.split(channels, 2), steps.split(channels, 2), rate.split(channels))
+        done = [
+            checkpoint(
+                _chunk,
+                *(own, step, decay, b, c, before),
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for own, step, decay, before in zip(*blocks, state.split(channels, 1), strict=True)
+        ]
+        outputs, states = zip(*done, strict=True)
+        return torch.cat(outputs, 2), torch.cat(states, 1)
 
     zero = x.new_zeros(len(lengths), *rate.shape)
-    out, end = chunks.scan(zero if start is None else start.to(wide), advance)
+    out, end = chunks.scan(zero if start is None else start.to(wide), advance, inputs, steps, b, c)
     return chunks.join(out) + skip.to(wide) * x, end
 
 

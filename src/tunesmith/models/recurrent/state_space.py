@@ -56,10 +56,14 @@ def state_space(
     written = inputs.transpose(-1, -2) @ writing  # [chunks, H, P, N]
     remaining = passed[..., -1].exp()[..., None, None]
 
-    def advance(at: slice, state: Tensor) -> tuple[Tensor, Tensor]:
-        out = within[at] + reading[at] @ state.transpose(-1, -2)
-        return out, state * remaining[at] + written[at]
-
     zero = x.new_zeros(len(lengths), *x.shape[1:], write.shape[-1])
-    out, end = chunks.scan(zero if start is None else start.to(wide), advance)
+    operands = (within, reading, remaining, written)
+    out, end = chunks.scan(zero if start is None else start.to(wide), _advance, *operands)
     return chunks.join(out.transpose(1, 2)) + skip.to(wide).unsqueeze(-1) * x, end
+
+
+def _advance(
+    state: Tensor, within: Tensor, reading: Tensor, remaining: Tensor, written: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The outputs of one chunk of each sequence, and the states after it."""
+    return within + reading @ state.transpose(-1, -2), state * remaining + written
