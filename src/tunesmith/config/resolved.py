@@ -75,11 +75,9 @@ def _by_key(
         value = held[key]
         name = prefix + key
         left_out = given_only and key not in said
-        table = (
-            value
-            if isinstance(value, BaseModel) and not (prefix and _holds_tables(value))
-            else None
-        )
+        table = value if isinstance(value, BaseModel) else None
+        if table and prefix and any(isinstance(each, BaseModel) for each in vars(table).values()):
+            table = None
         if isinstance(value, Choice):
             if not (left_out or (given_only and "type" not in value.model_fields_set)):
                 values[name] = value.name
@@ -102,10 +100,6 @@ def _keys(section: type[BaseModel]) -> list[tuple[str, bool]]:
         (key, Literal[False] in alternatives(info.annotation))
         for key, info in section.model_fields.items()
     ]
-
-
-def _holds_tables(section: BaseModel) -> bool:
-    return any(isinstance(value, BaseModel) for value in vars(section).values())
 
 
 def print_resolved(listing: Listing, *, all_of_it: bool) -> None:

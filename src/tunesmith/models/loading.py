@@ -137,7 +137,8 @@ def _with_weights(
     load = partial(auto.from_pretrained, files, dtype=how.dtype, **options)
     read = partial(_read, files, load, differences)
     trains = how.trains and how.quantize is None
-    if how.sharding is not None or how.quantize is not None or _in_pieces(files):
+    packed = not detect_fake_mode() and is_packed(directory_of(files))  # transformers keeps it so
+    if how.sharding is not None or how.quantize is not None or packed:
         in_float32 = how.sharding and trains and how.dtype.itemsize == 2
         stored = torch.float32 if in_float32 else how.dtype
         with boundary(ModelError, f"cannot make model '{files}' without its weights", ANY_ERROR):
@@ -180,11 +181,6 @@ def _experts_of(config: PreTrainedConfig, how: Loading) -> ExpertsImplementation
         return how.experts or "grouped_mm"
     on_gpu = torch.device(how.device).type == "cuda"
     return implementation(widths, how.dtype.itemsize, on_gpu=on_gpu)[0]
-
-
-def _in_pieces(path: str | Path) -> bool:
-    """Whether a model's weights are read one by one because transformers would keep them packed."""
-    return not detect_fake_mode() and is_packed(directory_of(path))
 
 
 def auto_class(config: Any, auto: Any = AutoModelForCausalLM) -> Any:

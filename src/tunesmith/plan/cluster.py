@@ -197,16 +197,11 @@ def _check_scoring(devices: Devices) -> Iterator[Problem]:
         )
 
 
-def _scores_apart(devices: Devices, role: Role) -> bool:
-    """Whether ``system.placement`` sets a role's number of processes."""
-    return role == "reward" or (role == "ref" and not devices.placed_together("actor", "ref"))
-
-
 def _side_by_side(devices: Devices, role: Role) -> int:
     """The number of places that hold a process of this role, or one of each reward model."""
     if role == "rollout":
         return devices.engines
-    if _scores_apart(devices, role):
+    if role == "reward" or (role == "ref" and not devices.placed_together("actor", "ref")):
         return devices.scoring_processes(role)
     return devices.trainer_ranks
 

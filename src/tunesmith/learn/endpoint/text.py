@@ -26,7 +26,7 @@ class TextExchange(CompletionExchange):
         if request.get(NUMBERED):
             if self.streamed:
                 raise BadRequest(f"'{NUMBERED}' is of whole answers; leave 'stream' out", "stream")
-            self._decode = _numbered
+            self._decode = lambda ids: " ".join(f"token_id:{token}" for token in ids)
         prompts = [self.ask.prompt(choice) for choice in range(self.ask.choices)]
         shown = self.ask.echo
         self._echoes = [text if shown and isinstance(text, str) else "" for text in prompts]
@@ -70,10 +70,6 @@ class TextExchange(CompletionExchange):
             {self._decode([token]): logprob for token, logprob in scores.items()}
             for _, scores in reply.prompt_scores
         ]
-
-
-def _numbered(token_ids: Sequence[int]) -> str:
-    return " ".join(f"token_id:{token}" for token in token_ids)
 
 
 def _logprobs(tokens: Sequence[TokenText], start: int) -> Json:

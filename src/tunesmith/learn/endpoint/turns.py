@@ -172,7 +172,6 @@ class Spoken:
         self._growing: Growing | None = None
         self._ids: list[int] = []
         self._sent = ""
-        self._tokens_sent = 0
 
     def follow(self, growing: Growing) -> None:
         """Read from this completion. A second one (the engine was interrupted or lost) is not

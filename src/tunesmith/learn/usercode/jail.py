@@ -10,7 +10,6 @@ Imports only the standard library: the fork server of ``killable_child.py`` load
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import os
@@ -185,15 +184,6 @@ def _listener(apart: bool) -> int:
             loopback = struct.pack("16sh22x", b"lo", _UP)
             fcntl.ioctl(listener, _SET_FLAGS, loopback)
         return listener.detach()
-
-
-def end_others() -> None:
-    """Called in a jail: end every other process in it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
 
 
 def _end_as(inner: int) -> NoReturn:

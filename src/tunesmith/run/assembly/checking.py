@@ -76,7 +76,9 @@ def with_launched_ranks(config: C) -> C:
                 "(torchrun --nproc-per-node)"
             )
         check_launched_ranks(config, launch.world)
-        if "trainer_ranks" in system.model_fields_set or _on_gpus(config):
+        if "trainer_ranks" in system.model_fields_set or (
+            system.device != "cpu" and read_hardware().gpus
+        ):
             return config  # else the plan chooses which of the GPUs train
     elif "trainer_ranks" in system.model_fields_set and system.trainer_ranks != launch.world:
         raise ConfigError(
@@ -101,11 +103,6 @@ def check_launched_ranks(config: RunConfig, processes: int) -> None:
             "machines together; lower it, leave it out, or start more processes",
             keys=("system.trainer_ranks",),
         )
-
-
-def _on_gpus(config: RunConfig) -> bool:
-    """Whether a run computes on GPUs."""
-    return config.system.device != "cpu" and bool(read_hardware().gpus)
 
 
 def check_run(config: C, base_dir: Path, *, hub: bool = True, imports: bool = False) -> Plan[C]:

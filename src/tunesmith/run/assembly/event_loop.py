@@ -50,7 +50,8 @@ def event_loop() -> Generator[asyncio.Runner]:
 
 
 def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    loop.set_exception_handler(_say_nothing)  # what a task raises while it ends is not news
+    # What a task raises while it ends is not news.
+    loop.set_exception_handler(lambda *_: None)
     ends = time.monotonic() + ENDING
     told = set[asyncio.Task[Any]]()
     while (tasks := asyncio.all_tasks(loop)) and time.monotonic() < ends:
@@ -59,10 +60,6 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
         told |= tasks
         with suppress(KeyboardInterrupt):
             loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
-
-
-def _say_nothing(*_: object) -> None:
-    pass
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
