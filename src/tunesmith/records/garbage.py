@@ -28,8 +28,3 @@ def collect_as_usual() -> None:
     if _usual:
         gc.freeze()
         gc.set_threshold(*_usual.pop())
-
-
-def leave_all() -> None:
-    """At the end of a process, whose memory is returned at once: collect no more."""
-    gc.freeze()

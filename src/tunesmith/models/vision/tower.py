@@ -200,7 +200,8 @@ class Vision:
             return self._compute(image)
         features = self._kept.get(image.first)
         if features is None:
-            features = self._compute_apart(image).map(Tensor.cpu)
+            with torch.inference_mode(False), torch.no_grad():
+                features = self._compute(image).map(Tensor.cpu)
             self._kept[image.first] = features
             self._kept_bytes += features.nbytes
             while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
@@ -225,11 +226,6 @@ class Vision:
             return states
         trained = [weight for weight in self.tower.parameters() if weight.requires_grad]
         return _ZeroGradients.apply(states, *trained)  # pyright: ignore
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _compute_apart(self, image: Image) -> ImageFeatures:
-        return self._compute(image)
 
     def _compute(self, image: Image) -> ImageFeatures:
         pixels, *rest = self.vocabulary.arguments(image)

@@ -4,7 +4,7 @@ None."""
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -69,60 +69,35 @@ def at_least(value: float | None, least: float | None) -> bool:
     return value is not None and least is not None and value >= least
 
 
-@dataclass(frozen=True)
-class SystemValues:
-    """The settings of ``[system]`` that are derived where the run file leaves them out."""
+def derived_system(plan: AnyPlan, *, settled: bool) -> dict[str, object]:
+    """The settings of ``[system]`` that a plan derives where the run file leaves them out.
 
-    device: str | None
-    threads: int | None
-    compile: bool | str | None
-    max_tokens_per_microbatch: int | None
-    scoring_max_tokens: int | None
-    critic_max_tokens: int | None
-    offload_activations: bool | None
-    offload_optimizer: bool | None
-    offload_parameters: bool | None
-    offload_reference: bool | None
-    engines: int | None
-    hybrid: bool | None
-    trainer_ranks: int | None
-    zero_stage: int | None
-    shard_size: int | None
-    kv_memory: str | None
-
-    @classmethod
-    def said(cls, section: SystemSection) -> SystemValues:
-        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
-
-    @classmethod
-    def planned(cls, plan: AnyPlan, *, settled: bool) -> SystemValues:
-        """Args: settled: whether more than a layout has been chosen."""
-        devices = plan.devices
-        memory = plan.memory
-        layout: dict[str, Any] = {
-            "engines": devices.engines,
-            "hybrid": devices.hybrid,
-            "trainer_ranks": devices.trainer_ranks,
-            "zero_stage": devices.zero_stage,
-        }
-        if not settled:
-            device = devices.device or None
-            return replace(cls.said(plan.said.system), device=device, **layout)
-        return cls(
-            device=devices.device,
-            threads=devices.threads,
-            compile=devices.compile,
-            max_tokens_per_microbatch=memory.microbatch,
-            scoring_max_tokens=memory.scoring,
-            critic_max_tokens=memory.critic,
-            offload_activations=memory.offload_activations,
-            offload_optimizer=memory.offload_optimizer,
-            offload_parameters=memory.offload_parameters,
-            offload_reference=memory.offload_reference,
-            shard_size=devices.shard_size,
-            kv_memory=memory.kv,
-            **layout,
-        )
+    Args:
+        settled: whether more than a layout has been chosen.
+    """
+    devices = plan.devices
+    layout: dict[str, object] = {
+        "device": devices.device or None,
+        "engines": devices.engines,
+        "hybrid": devices.hybrid,
+        "trainer_ranks": devices.trainer_ranks,
+        "zero_stage": devices.zero_stage,
+    }
+    if not settled:
+        return layout
+    memory = plan.memory
+    offloaded = ("activations", "optimizer", "parameters", "reference")
+    return {
+        **layout,
+        **{f"offload_{what}": getattr(memory, f"offload_{what}") for what in offloaded},
+        "threads": devices.threads,
+        "compile": devices.compile,
+        "max_tokens_per_microbatch": memory.microbatch,
+        "scoring_max_tokens": memory.scoring,
+        "critic_max_tokens": memory.critic,
+        "shard_size": devices.shard_size,
+        "kv_memory": memory.kv,
+    }
 
 
 @dataclass(frozen=True)
@@ -160,7 +135,7 @@ class Situation(Generic[C]):
             return settings(whole) | {ENGINE: self.engine.name}
         derived = {
             f"system.{name}": value
-            for name, value in vars(self.system).items()
+            for name, value in derived_system(self.plan, settled=self.settled).items()
             if value is not None
         }
         derived |= {"system.sequence_parallel.size": self.devices.sequence}
@@ -331,10 +306,12 @@ class Situation(Generic[C]):
     # Processes
 
     @cached_property
-    def system(self) -> SystemValues:
-        if self.plan is not None:
-            return SystemValues.planned(self.plan, settled=self.settled)
-        return SystemValues.said(self.config.system)
+    def system(self) -> SystemSection:
+        """``[system]`` with what the plan derives."""
+        said = self.config.system
+        if self.plan is None:
+            return said
+        return said.model_copy(update=derived_system(self.plan, settled=self.settled))
 
     @cached_property
     def devices(self) -> Devices:
