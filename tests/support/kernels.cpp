@@ -83,13 +83,15 @@ template <class X> static void turns(int64_t T, int64_t D) {  // one head of que
     check("turned queries", q, turned[0]), check("turned keys", k, turned[1]);
 }
 
-template <class X, class T> static void products(int64_t rows, int64_t N, int64_t K, int64_t together) {
+template <class X, class T> static void products(int64_t rows, int64_t N, int64_t K) {
+    constexpr bool Pairs = sizeof(X) == 2;
     const auto weight = drawn<T>(N * K), unused = drawn<T>(1);
     const auto x = drawn<X>(rows * K);
     const auto bias = drawn<float>((N + PANEL - 1) / PANEL * PANEL);
     std::vector<T> panels((N + PANEL - 1) / PANEL * PANEL * K + 2 * W);
     std::vector<float> y(rows * N + W);
-    pack_panels(N, K, together, weight.data(), panels.data(), 1, [](int64_t, auto x) { return x; });
+    if constexpr (Pairs) pack_pairs(N, K, weight.data(), panels.data(), 1);
+    else pack_panels(N, K, weight.data(), panels.data(), 1, [](int64_t, Vec v) { return v; });
     multiply_panels(rows, N, K, panels.data(), {bias.data(), nullptr}, x.data(), y.data(), 2);
     std::vector<double> out(rows * N);
     for (int64_t r = 0; r < rows; r++)
@@ -97,7 +99,7 @@ template <class X, class T> static void products(int64_t rows, int64_t N, int64_
             out[r * N + n] = bias[n];
             for (int64_t k = 0; k < K; k++) out[r * N + n] += double(wide(x[r * K + k])) * wide(weight[n * K + k]);
         }
-    check(sizeof(X) == 2 ? "product of pairs" : "product", y, out, 4);
+    check(Pairs ? "product of pairs" : "product", y, out, 4);
 }
 
 // Rows of float32 times a weight rounded to float16 or to int8 with scales; `exact` says what its numbers are.
@@ -108,7 +110,7 @@ template <class T, class Exact> static void rounded(const char* name, int64_t ro
     std::uniform_int_distribution<int> bits(0, 0x7bff);
     for (T& w : weight) { const uint16_t b = bits(generator) % 0x4800 | (bits(generator) & 1) << 15; std::memcpy(&w, &b, sizeof w); }
     std::vector<float> y(rows * N + W);
-    pack_panels(N, K, 1, weight.data(), panels.data(), 1, [](int64_t, auto x) { return x; });
+    pack_panels(N, K, weight.data(), panels.data(), 1, [](int64_t, Vec v) { return v; });
     const bool scaled = sizeof(T) == 1;
     multiply_panels(rows, N, K, panels.data(), {bias.data(), scaled ? scale.data() : nullptr}, x.data(), y.data(), 2);
     std::vector<double> out(rows * N);
@@ -144,12 +146,23 @@ static double exact_half(float16 h) {
     return exponent < 31 ? (h.bits >> 15 ? -size : size) : fraction ? NAN : h.bits >> 15 ? -INFINITY : INFINITY;
 }
 
+static void kept_as(float x, uint16_t bits) {
+    float16 h[W];
+    store(h, (Vec{} + 1) * x);
+    const bool same = std::isnan(x) ? (h[W - 1].bits & 0x7fff) > 0x7c00 : h[W - 1].bits == bits;
+    if (!same) std::printf("%g is rounded to float16 %x\n", x, h[W - 1].bits), failed = 1;
+}
+
 static void every_half() {
     for (int b = 0; b < 1 << 16; b++) {
         float16 h[W];
         for (float16& one : h) one.bits = b;
         const double found = load(h)[W - 1], exact = exact_half(h[0]);
         if (std::isnan(exact) ? !std::isnan(found) : found != exact) std::printf("float16 %x is %g\n", b, found), failed = 1;
+        kept_as(exact, b);
+        if (std::isnan(exact) || std::isinf(exact)) continue;
+        const float next = (b & 0x7fff) == 0x7bff ? std::copysign(65536., exact) : exact_half({uint16_t(b + 1)}), tie = (exact + next) / 2;
+        kept_as(tie, b + (b & 1)), kept_as(std::nextafter(tie, float(exact)), b), kept_as(std::nextafter(tie, next), b + 1);
     }
 }
 
@@ -175,9 +188,9 @@ int main() {
         }
     for (int64_t rows : {1, 7, 30})
         for (int64_t N : {1, 40, 100}) {
-            products<float, float>(rows, N, 46, 1);
-            products<float, bfloat16>(rows, N, 46, 1);
-            products<bfloat16, bfloat16>(rows, N, 46, 2);
+            products<float, float>(rows, N, 46);
+            products<float, bfloat16>(rows, N, 46);
+            products<bfloat16, bfloat16>(rows, N, 46);
         }
     for (int64_t rows : {1, 4, 7, 12, 16, 17, 60})  // the last converts a panel once
         for (int64_t N : {1, 40, 100}) {

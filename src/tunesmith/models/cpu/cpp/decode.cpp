@@ -611,16 +611,16 @@ static Tensor product(Tensor weight, Maybe bias, Maybe scale, int64_t layout) {
     const Tensor packed = empty(weight, {(p->outputs + PANEL - 1) / PANEL * PANEL * p->inputs}, p->type);
     const float* steps = p->scale;
     auto pack = [&](auto number, auto kept, auto as) {
-        using X = decltype(number);
-        in_large_pages(packed.data_ptr(), packed.numel() * sizeof kept);
-        pack_panels(p->outputs, p->inputs, layout == PAIRS ? 2 : 1, numbers<X>(weight), numbers<decltype(kept)>(packed), threads(), as);
+        pack_panels(p->outputs, p->inputs, numbers<decltype(number)>(weight), numbers<decltype(kept)>(packed), threads(), as);
     };
-    if (p->type == weight.scalar_type())
-        by_weight(p->type, [&](auto number) { pack(number, number, [](int64_t, auto x) { return x; }); });
+    auto same = [](int64_t, Vec v) { return v; };
+    in_large_pages(packed.data_ptr(), packed.numel() * packed.element_size());
+    if (layout == PAIRS) pack_pairs(p->outputs, p->inputs, numbers<bfloat16>(weight), numbers<bfloat16>(packed), threads());
+    else if (p->type == weight.scalar_type()) by_weight(p->type, [&](auto number) { pack(number, number, same); });
     else
         by_type(narrow(weight), [&](auto number) {
-            if (layout == HALVES) pack(number, torch::headeronly::Half(), [](int64_t, auto x) { return torch::headeronly::Half(as_float(x)); });
-            else pack(number, int8_t(), [=](int64_t n, auto x) { return (int8_t)(steps[n] > 0 ? std::nearbyint(as_float(x) / steps[n]) : 0); });
+            if (layout == HALVES) pack(number, float16(), same);
+            else pack(number, int8_t(), [=](int64_t n, Vec v) { return steps[n] > 0 ? nearest(v / steps[n]) : Vec{}; });
         });
     p->weight = p->keep<void>(packed);
     if (bias) p->bias = p->keep<void>(whole_panels(*bias, p->outputs));

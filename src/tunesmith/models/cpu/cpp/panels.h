@@ -10,6 +10,7 @@ constexpr int TALL = W == 16 ? 12 : 6;  // rows whose sums of a panel fit into t
 constexpr int64_t AHEAD = 2048;         // bytes of a panel that are asked for before they are used
 template <class T> constexpr bool ASKS = W == 8 || sizeof(T) < sizeof(float);  // faster where a step computes more than it reads
 
+template <class T> constexpr int64_t FEW = W == 8 && sizeof(T) > 1 ? 8 : 4;  // blocks of rows that ask for the next panel
 // A step with one block of rows computes about as long as it reads these: that block, too, asks for the next panel.
 template <class X, class T> constexpr bool BALANCED = W == 8 && std::is_same_v<X, float> && sizeof(T) == sizeof(float16);
 
@@ -79,7 +80,7 @@ static PanelProduct<X, T, Y> panel_product(int64_t rows, std::integer_sequence<i
 template <class X, class T, class Y>
 static void multiply_rows(int64_t rows, int64_t K, const T* panel, Ends ends, const X* x, Y* out, int64_t out_step, int64_t n) {
     const int64_t blocks = (rows + TALL - 1) / TALL, input = PANEL * sizeof(T), share = (input + blocks - 1) / blocks;
-    const bool shares = blocks <= 4 && (blocks > 1 || BALANCED<X, T>);
+    const bool shares = blocks <= FEW<T> && (blocks > 1 || BALANCED<X, T>);
     const std::make_integer_sequence<int, TALL> sizes;
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t row = b * rows / blocks, count = (b + 1) * rows / blocks - row;
@@ -112,13 +113,26 @@ static void multiply_panels(int64_t rows, int64_t N, int64_t K, const T* weight,
     }
 }
 
-// `together` inputs, of which K is a multiple, lie side by side. as(output, number): how the panel keeps a number.
+// as(output, numbers): how the panels keep some of an output's numbers.
 template <class X, class T, class As>
-static void pack_panels(int64_t N, int64_t K, int64_t together, const X* weight, T* panels, int64_t threads, As as) {
+static void pack_panels(int64_t N, int64_t K, const X* weight, T* panels, int64_t threads, As as) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t from = 0; from < N; from += PANEL)
-        for (int64_t k = 0; k < K; k += together)
+        for (int64_t k = 0; k < K; k += W)
+            for (int64_t h = 0; h < PANEL; h += W) {
+                Vec v[W];
+                for (int64_t i = 0, n = from + h; i < W; i++, n++) v[i] = n < N ? as(n, load(weight + n * K + k, K - k)) : Vec{};
+                transpose(v);
+                for (int64_t i = 0; i < W && k + i < K; i++) store(panels + from * K + (k + i) * PANEL + h, v[i]);
+            }
+}
+
+// Two inputs lie side by side.
+static void pack_pairs(int64_t N, int64_t K, const bfloat16* weight, bfloat16* panels, int64_t threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t from = 0; from < N; from += PANEL)
+        for (int64_t k = 0; k < K; k += 2)
             for (int64_t i = 0; i < PANEL; i++)
-                for (int64_t j = 0; j < together; j++)
-                    panels[from * K + k * PANEL + i * together + j] = from + i < N ? as(from + i, weight[(from + i) * K + k + j]) : T{};
+                for (int64_t j = 0; j < 2; j++)
+                    panels[from * K + k * PANEL + i * 2 + j] = from + i < N ? weight[(from + i) * K + k + j] : bfloat16{};
 }

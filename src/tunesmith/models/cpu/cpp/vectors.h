@@ -77,6 +77,26 @@ static inline Half narrow(Vec v) {  // to the nearest, ties to even; NaN stays N
 }
 static inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 static inline void store(bfloat16* p, Vec v) { const Half h = narrow(v); std::memcpy(p, &h, sizeof h); }
+static inline void store(float16* p, Vec v) {  // to the nearest, ties to even; NaN stays NaN
+#if WIDTH == 16
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0));
+#elif defined(__F16C__) && defined(__AVX2__)
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, 0));
+#elif defined(__ARM_FP16_FORMAT_IEEE)
+    typedef __fp16 Sixteen __attribute__((vector_size(2 * WIDTH)));
+    const Sixteen h = __builtin_convertvector(v, Sixteen); std::memcpy(p, &h, sizeof h);
+#else
+    const Bits u = (Bits)v, size = u & 0x7fffffff, infinite = Bits{} + 0x7c00, no_number = Bits{} + 0x7e00;
+    const Bits tiny = (Bits)((Vec)size + 0.5f) - 0x3f000000, usual = (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
+    const Bits finite = size < 0x38800000 ? tiny : usual;
+    const Half h = __builtin_convertvector((size > 0x7f800000 ? no_number : size >= 0x477ff000 ? infinite : finite) | (u >> 16 & 0x8000), Half);
+    std::memcpy(p, &h, sizeof h);
+#endif
+}
+static inline void store(int8_t* p, Vec v) {  // of whole numbers
+    typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+    const Bytes b = __builtin_convertvector(__builtin_convertvector(v, Int), Bytes); std::memcpy(p, &b, sizeof b);
+}
 template <class T> static inline Vec load(const T* p, int64_t n) {  // the first n numbers, then zeros
     if (n >= W) return load(p);
     T part[W] = {};
@@ -125,9 +145,10 @@ static inline Vec add_pair(Vec acc, const bfloat16* x, Bits w) {
 #endif
 }
 
+static inline Vec nearest(Vec x) { return (x + 12582912.f) - 12582912.f; }  // whole number of less than 2^22; ties to even
 static inline Vec exponential(Vec x) {  // error below 2e-7 of the result; NaN stays NaN
     Vec scaled = x * 1.44269504f, bounded = scaled < -126.f ? Vec{} - 126.f : scaled > 127.f ? Vec{} + 127.f : scaled;
-    Vec whole = (bounded + 12582912.f) - 12582912.f;
+    Vec whole = nearest(bounded);
     Vec r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
     Vec y = 1.f + r + r * r * (0.5f + r * (1.6666665459e-1f + r * (4.1665795894e-2f + r * (8.3334519073e-3f
           + r * (1.3981999507e-3f + r * 1.9875691500e-4f)))));
