@@ -46,6 +46,7 @@ FAMILIES = [
     *(("bfloat16", family) for family in ("qwen3_moe", "qwen3_next", "lfm2", "bamba")),
     ("float32", "qwen3_moe"),
     pytest.param("bfloat16", "falcon_h1", marks=pytest.mark.long),
+    pytest.param("bfloat16", "jamba", marks=pytest.mark.long),
 ]
 
 
@@ -68,6 +69,27 @@ def test_a_dry_run_takes_no_more_than_is_planned(number: str, family: str, tmp_p
         f"model.dtype={number}",
     )  # fmt: skip
     check_within_plan(plan, 0.5)
+
+
+@pytest.mark.parametrize("settings", [(), ("lora.rank=8",)], ids=["whole", "lora"])
+def test_latent_attention_takes_no_more_than_is_planned(
+    settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    own = SPECIAL["deepseek_v3"] | {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 16,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 128,
+        "moe_intermediate_size": 512,
+    }
+    config: Any = AutoConfig.for_model("deepseek_v3", **{**SHAPE, **own})
+    plan = resolved(
+        tmp_path, "sft", config.to_dict(), "H100-80GB", *LONG, "model.dtype=bfloat16", *settings
+    )
+    check_within_plan(plan, 0.7)
 
 
 @pytest.mark.parametrize(

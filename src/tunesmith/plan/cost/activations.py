@@ -101,7 +101,9 @@ def _saved_vectors(model: ModelFacts, layout: Layout) -> int:
     inputs = 4 * (5 * hidden + queries + inner) + 28 * (layout.lora_rank or 0) if adapted else 0
     if of_modules(model):
         heads = queries + keys if model.head_norms else 0
-        mixed = max(size * (2 * queries + 2 * keys), _mixer_bytes(model, size))
+        # Latent attention saves what keys and values are made of, beside them.
+        attended = 2 * queries + (4 if model.latent else 2) * keys
+        mixed = max(size * attended, _mixer_bytes(model, size))
         copies = 2 * travelling_bytes(model, size)  # experts' inputs and results
         if adapted:
             return 4 * (2 * hidden + heads) + mixed + copies + size * 3 * inner + inputs + scales
