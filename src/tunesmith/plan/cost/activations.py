@@ -102,7 +102,7 @@ def _saved_vectors(model: ModelFacts, layout: Layout) -> int:
     if of_modules(model):
         heads = queries + keys if model.head_norms else 0
         # Latent attention saves what keys and values are made of, beside them.
-        attended = 2 * queries + (4 if model.latent else 2) * keys
+        attended = 2 * queries + (4 if model.latent and not adapted else 2) * keys
         mixed = max(size * attended, _mixer_bytes(model, size))
         copies = 2 * travelling_bytes(model, size)  # experts' inputs and results
         if adapted:
