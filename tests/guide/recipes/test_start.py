@@ -55,7 +55,7 @@ def test_every_start_is_a_run_file_that_resolves(
         if data is not None:
             peek(config.data, data, config.goal)
             assert len(Path(str(data)).read_text().splitlines()) == count
-    if hasattr(config, "environment"):
+    if hasattr(config, "environment") and config.rl:
         check_environment(config.environment, run.parent)
 
 
