@@ -26,7 +26,7 @@ class TextExchange(CompletionExchange):
         if request.get(NUMBERED):
             if self.streamed:
                 raise BadRequest(f"'{NUMBERED}' is of whole answers; leave 'stream' out", "stream")
-            self._decode = lambda ids: " ".join(f"token_id:{token}" for token in ids)
+            self._decode = _numbered
         prompts = [self.ask.prompt(choice) for choice in range(self.ask.choices)]
         shown = self.ask.echo
         self._echoes = [text if shown and isinstance(text, str) else "" for text in prompts]
@@ -80,3 +80,7 @@ def _logprobs(tokens: Sequence[TokenText], start: int) -> Json:
         "top_logprobs": [{**dict(one.likeliest), one.text: one.logprob} for one in tokens],
         "text_offset": list(accumulate(map(len, texts), initial=start))[:-1],
     }
+
+
+def _numbered(token_ids: Sequence[int]) -> str:
+    return " ".join(f"token_id:{token}" for token in token_ids)
