@@ -284,12 +284,16 @@ class ConnectedFar(Far):
     def _listen(self) -> None:
         while True:
             try:
-                number, value, error = pickle.loads(self._connection.recv_bytes())
+                answer = self._decode(self._connection.recv_bytes())
             except (EOFError, OSError, ValueError):
                 break
-            self._settle(number, value, error)
+            self._settle(*answer)
         self._lose(self._how_it_ended())
         self._outgoing.put(None)
+
+    def _decode(self, message: bytes) -> tuple[int, Any, BaseException | None]:
+        """The number of an answer, and its value or error."""
+        return pickle.loads(message)
 
     @abstractmethod
     def _how_it_ended(self) -> str:
