@@ -46,10 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The collector need not look through the modules' millions of objects, not even once, and
-    through those of tests seldom."""
+    """The collector need not look through the modules' millions of objects, not even once."""
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
     gc.enable()
     grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
     if getattr(session.config.option, "loadgroup", False) and grouped:

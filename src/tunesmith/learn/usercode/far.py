@@ -292,7 +292,8 @@ class ConnectedFar(Far):
         self._outgoing.put(None)
 
     def _decode(self, message: bytes) -> tuple[int, Any, BaseException | None]:
-        """The number of an answer, and its value or error."""
+        """The number of an answer, and its value or error; what runs user code is not unpickled
+        (``killable.Worker``)."""
         return pickle.loads(message)
 
     @abstractmethod
