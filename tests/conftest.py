@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -164,3 +165,14 @@ def only_known_metrics() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(MetricsLog, "write", checked)
         yield
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``LigerInTorch`` in place of Liger's kernels, which need a GPU."""
+    from tests.support.liger_in_torch import LigerInTorch
+    from tunesmith.models.kernels import liger
+
+    found = LigerInTorch()
+    monkeypatch.setattr(liger, "kernels", found)
+    return found
