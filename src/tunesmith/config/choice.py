@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 from pydantic import GetCoreSchemaHandler, ValidationError
@@ -129,11 +127,9 @@ class Choice(Section):
 
     @classmethod
     def _loaded(cls, reference: str) -> type[Self]:
-        from tunesmith.config.objects import load_object
+        from tunesmith.config.objects import load_named
 
-        here = Path.cwd()
-        kind = load_object(reference, here)
-        os.chdir(here)  # the settings have paths that are relative to it
+        kind = load_named(reference)
         base = cls.base()
         name = f"{base.__module__}.{base.__name__}"
         if not isinstance(kind, type):

@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from itertools import accumulate
@@ -150,6 +150,14 @@ def load_function(reference: str, base_dir: Path) -> Callable[..., Any]:
         kind = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
         raise ConfigError(f"'{reference}' is {kind}; a function is needed.")
     return function
+
+
+def load_named(reference: str) -> Any:
+    """``load_object`` for an object that a setting names, while settings are read: their paths are
+    relative to the working directory, which is as before afterwards."""
+    here = Path.cwd()
+    with chdir(here):
+        return load_object(reference, here)
 
 
 def load_object(reference: str, base_dir: Path) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,11 +74,9 @@ def _of_toml(name: str) -> Preset:
 
 
 def _of_python(reference: str) -> Preset:
-    from tunesmith.config.objects import load_object
+    from tunesmith.config.objects import load_named
 
-    here = Path.cwd()
-    table = load_object(reference, here)
-    os.chdir(here)  # the settings have paths that are relative to it
+    table = load_named(reference)
     if not isinstance(table, Mapping):
         raise ConfigError(f"{reference} is not a table; a preset is a dict of keys of [algorithm]")
     return preset_of(

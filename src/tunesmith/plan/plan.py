@@ -116,8 +116,9 @@ class Plan(Generic[C]):
     @property
     def listing(self) -> Listing:
         """The settings as they are printed and saved."""
-        said = self.settings, self.given, self.reasons
-        return Listing(*said, self.notes, self.origins, self.said.command)
+        return Listing(
+            self.settings, self.given, self.reasons, self.notes, self.origins, self.said.command
+        )
 
     @property
     def gpus(self) -> int:
