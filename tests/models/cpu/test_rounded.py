@@ -4,6 +4,7 @@ weights, and the engine samples as a model that has them."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu import decoding, products
 from tunesmith.models.cpu.products import ROUNDED, compiled
+from tunesmith.run.engines.local import decode_model
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.engines.local.runner import probe
 from tunesmith.types import Completion, Sampling
@@ -84,17 +86,17 @@ def engine_of(model: CausalLM, **options: Any) -> LocalEngine:
     return LocalEngine(model, kv_bytes=1 << 22, max_running=7, max_prefill_tokens=20, **options)
 
 
-def change(model: CausalLM, seed: int) -> None:
+def change(model: CausalLM, seed: int, only: str = "") -> None:
     torch.manual_seed(seed)
     with torch.no_grad():
-        for weight in model.module.parameters():
+        for weight in (p for name, p in model.module.named_parameters() if only in name):
             weight.mul_(1.5 if weight.dim() > 1 else 1).add_(torch.randn_like(weight) * 0.02)
 
 
-def round_all(model: CausalLM, to: RoundedWeights) -> None:
+def round_all(model: CausalLM, to: RoundedWeights, but: str = "no name") -> None:
     with torch.no_grad():
-        for module in model.module.modules():
-            if isinstance(module, nn.Linear):
+        for name, module in model.module.named_modules():
+            if isinstance(module, nn.Linear) and but not in name:
                 module.weight.copy_(rounded(module.weight, to))
 
 
@@ -140,26 +142,65 @@ def test_bytes_of_a_step_are_those_that_are_read(tmp_path: Path) -> None:
         assert read == replace(cost, weight_bytes=each * cost.weights)
 
 
+ADAPTED = [
+    ("llama", ("q_proj", "down_proj")),
+    ("qwen2", ("k_proj", "v_proj", "gate_proj", "o_proj")),
+    ("phi3", ("qkv_proj", "gate_up_proj")),
+]
+"""Some of the modules with one input, and modules that are joined in the model's files."""
+
+
+def adapted(path: Path, targets: Sequence[str]) -> CausalLM:
+    model = CausalLM.load(path, dtype=torch.float32)
+    torch.manual_seed(0)
+    attach(model, LoraSection(rank=4, targets=tuple(targets)))
+    return model
+
+
 @pytest.mark.parametrize("to", FORMATS)
-def test_an_adapter_is_merged_before_the_weights_are_rounded(
-    to: RoundedWeights, tmp_path: Path
+@pytest.mark.parametrize(("family", "targets"), ADAPTED)
+def test_an_adapter_on_a_small_model_is_merged_before_the_weights_are_rounded(
+    to: RoundedWeights, family: str, targets: Sequence[str], tmp_path: Path
 ) -> None:
     """At every version; the model itself keeps base and adapter apart."""
-    model = CausalLM.load(save_model(tmp_path, tie_word_embeddings=False), dtype=torch.float32)
-    attach(model, LoraSection(rank=4, targets=("q_proj", "down_proj")))
-    assert model.adapter is not None
+    model = adapted(save_model(tmp_path, family, tie_word_embeddings=False), targets)
     engine = engine_of(model, rounded=to)
     for version in range(2):
         change(model, version)
         asyncio.run(engine.load_weights(version))
-        found = completions(engine)
+        assert model.adapter is not None
         other = CausalLM(model.adapter.merged(), model.tokenizer)
         round_all(other, to)
-        wanted = completions(engine_of(other, compiled=False))
-        for mine, theirs in zip(found, wanted, strict=True):
-            assert mine.token_ids == theirs.token_ids
-            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
-    assert model.adapter is not None and not model.lean.plain  # pyright: ignore
+        check_completions(engine, other)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize(("family", "targets"), ADAPTED)
+def test_an_adapter_on_a_larger_model_is_not_rounded(
+    to: RoundedWeights,
+    family: str,
+    targets: Sequence[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is computed beside the rounded weights of its base, at every version."""
+    monkeypatch.setattr(decode_model, "SMALL", 0)
+    path = save_model(tmp_path, family, tie_word_embeddings=False)
+    model, other = (adapted(path, targets) for _ in range(2))
+    engine = engine_of(model, rounded=to)
+    for version in range(2):
+        for each in (model, other):
+            change(each, version, only=".lora_" if version else "")
+        asyncio.run(engine.load_weights(version))
+        round_all(other, to, but=".lora_")
+        check_completions(engine, other)
+
+
+def check_completions(engine: LocalEngine, other: CausalLM) -> None:
+    wanted = completions(engine_of(other, compiled=False))
+    for mine, theirs in zip(completions(engine), wanted, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
 def test_where_nothing_can_be_compiled_float16_is_the_models_own(

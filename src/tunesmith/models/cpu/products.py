@@ -9,6 +9,7 @@ Shape legend: ``T`` rows, ``K`` inputs, ``N`` outputs.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -95,6 +96,13 @@ class Compiled:
         self._rows = rows
         self._narrow = result == torch.bfloat16
 
+    def adapted(self, down: Tensor, up: Tensor) -> Compiled:
+        """See ``functions.TakesAdapter``."""
+        beside = copy.copy(self)
+        small = (_panels(down, None).prepared, _panels(up, None).prepared)
+        beside.prepared = OPERATIONS.adapted(self.prepared, *small)
+        return beside
+
     def __call__(self, x: Tensor) -> Tensor:
         return OPERATIONS.multiply(self.prepared, x.to(self._rows), self._narrow)
 
@@ -118,7 +126,7 @@ def _uncompiled(weight: Tensor, bias: Tensor | None, result: torch.dtype) -> Pro
     return _plain(weight, bias) if result == torch.bfloat16 else float32_head(weight, bias)
 
 
-def _panels(weight: Tensor, bias: Tensor | None) -> Product:
+def _panels(weight: Tensor, bias: Tensor | None) -> Compiled:
     """A product of float32 rows."""
     return Compiled(weight, bias, WeightLayout.PANELS, torch.float32, torch.float32)
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tunesmith.models.kernels.adapted import Adapted, parts_of
 from tunesmith.models.kernels.attention import AttentionContext
 from tunesmith.models.kernels.functions import HeadShape
 from tunesmith.models.kernels.inductor import keep_inductors_cache
@@ -39,8 +39,6 @@ model's shapes."""
 
 NormOperands = tuple[Tensor, float, bool]
 """Weight, epsilon, and whether the weight is an offset from one."""
-Adapted = tuple[tuple[Tensor, Tensor, float], ...]
-"""The two matrices and the factor of each active adapter."""
 Operands = tuple[tuple[Tensor, Tensor | None, Adapted], ...]
 """The weight, bias and adapters of each product that shares one input."""
 
@@ -224,17 +222,9 @@ def _joint(whole: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _of_module(module: nn.Module) -> tuple[Tensor, Tensor | None, Adapted]:
-    adapted: list[tuple[Tensor, Tensor, float]] = []
-    if isinstance(module, LoraLayer):
-        layer: Any = module
-        module = module.get_base_layer()
-        for name in () if layer.disable_adapters else layer.active_adapters:
-            if name in layer.lora_A:
-                adapted.append(
-                    (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
-                )
+    module, adapted = parts_of(module)
     assert type(module) is nn.Linear, f"a {type(module).__name__} is not compiled"
-    return module.weight, module.bias, tuple(adapted)
+    return module.weight, module.bias, adapted
 
 
 def _any_length(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,17 @@ from tunesmith.config.doors import Door
 
 Product = Callable[[Tensor], Tensor]
 """``[T, d]`` to ``[T, N]``, without gradients."""
+
+
+@runtime_checkable
+class TakesAdapter(Protocol):
+    """A ``Product`` that computes an adapter with it."""
+
+    def adapted(self, down: Tensor, up: Tensor) -> Product:
+        """The product with ``up(down(x))`` added: ``[R, d]`` and ``[N, R]``, float32."""
+        ...
+
+
 Prepare = Callable[[Tensor, "Tensor | None"], Product]
 """Makes a ``Product`` from a weight ``[N, d]`` and a bias ``[N]``."""
 

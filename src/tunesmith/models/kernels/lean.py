@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from tunesmith.models.experts.routers import Router
 from tunesmith.models.experts.routing import Routing
+from tunesmith.models.kernels.adapted import adapted_product, parts_of
 from tunesmith.models.kernels.attention import AttentionContext, AttentionRule
 from tunesmith.models.kernels.functions import HeadShape, Prepare, Product, product, which
 from tunesmith.models.kernels.gradient_sums import kept_sums
@@ -86,6 +87,18 @@ class Projection:
         if len(self.weights) > 1 or kept_sums(self.weights) or _multiplies(x, self.weight):
             return linear(x, self.weight, self.bias, self.weights, self.biases)
         return F.linear(x, self.weight, self.bias)
+
+    def prepares(self) -> bool:
+        """Whether ``prepared`` knows the weights: plain ones, or those that adapters change."""
+        bases = [parts_of(module)[0] for module in self.modules]
+        biased = [base.bias is not None for base in bases if _is_plain(base)]  # pyright: ignore
+        return not self.sharded and len(biased) == len(bases) and sum(biased) in (0, len(bases))
+
+    def prepared(self, prepare: Prepare) -> Product:
+        """The product from what is prepared of the weights."""
+        if self.weight is None:
+            return adapted_product(self.modules, prepare)
+        return prepare(self.weight.detach(), self.bias)
 
     def bound(self) -> bool:
         """See ``LayerRunner.bound``."""
@@ -214,8 +227,8 @@ class Layer:
         layer = copy.copy(self)
         for name in PRODUCTS:
             own: Projection = getattr(self, name)
-            assert own.weight is not None, "only plain weights are prepared"
-            setattr(layer, name, prepare(own.weight.detach(), own.bias))
+            assert own.prepares(), "its weights are not known"
+            setattr(layer, name, own.prepared(prepare))
         for name, value in vars(self).items():
             if isinstance(value, Norm):
                 setattr(layer, name, value.of(dtype))
@@ -332,12 +345,13 @@ class LeanDecoder:
         self._before_layer = call
 
     @property
-    def plain(self) -> bool:
-        """Whether every product of every layer has plain weights, without hooks or an adapter."""
-        return all(projection.weight is not None for projection in self._projections())
+    def prepares(self) -> bool:
+        """Whether every product of every layer has plain weights, without hooks, or an adapter
+        beside such weights."""
+        return all(projection.prepares() for projection in self._projections())
 
     def with_products(self, prepare: Prepare, dtype: torch.dtype) -> LeanDecoder:
-        """This decoder, which has to be ``plain``, with products of prepared weights, for passes
+        """This decoder, if it ``prepares``, with products of prepared weights, for passes
         without gradients.
 
         Args:

@@ -12,9 +12,9 @@ from tunesmith.plan.facts.model import ModelFacts
 
 SMALL = 64 << 20
 """Maximum parameters of a model whose adapter a CPU merges into a float32 copy to decode."""
-CACHE = 32 << 20
-"""Bytes of weights up to which the last cache of a CPU holds them from one decode step to the
-next."""
+CACHE = 16 << 20
+"""Bytes of weights up to which the caches of most CPUs hold them from one decode step to the next,
+beside keys and values."""
 QUANTISED_BYTES = {"int8": 1.002, "nf4": 0.516}
 """Bytes per weight of a quantised linear module, including its scales (``kernels.quantised``)."""
 
@@ -108,13 +108,13 @@ def prepared_bytes(numbers: int, memory_total: int, copied: int | None = None) -
     (``engines.local.decode_model``).
 
     Prepared weights have 16 or 32 bits; those of a small model may be a copy of a float32 copy. If
-    they would take more than an eighth of the machine's memory, nothing is prepared.
+    they would take more than a quarter of the machine's memory, nothing is prepared.
 
     Args:
         copied: bytes per weight if one kind of product serves all shapes.
     """
     needed = (copied or (8 if numbers <= SMALL else 4)) * numbers
-    return needed if needed <= memory_total // 8 else 0
+    return needed if needed <= memory_total // 4 else 0
 
 
 def sampling_weights(numbers: int, dtype: str) -> EngineWeights:

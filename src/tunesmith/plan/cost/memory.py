@@ -15,6 +15,7 @@ from tunesmith.plan.cost.activations import (
     sent_bytes,
 )
 from tunesmith.plan.cost.copies import (
+    SMALL,
     adapter_numbers,
     copy_bytes,
     engine_copy_bytes,
@@ -168,17 +169,20 @@ def _prepared(plan: AnyPlan) -> int:
         or model is None
     ):
         return 0
+    numbers = model.parameters or 0
+    merges = plan.kind.adapter and numbers <= SMALL
     rounded = plan.devices.engine_weights
     if rounded != "model":
-        merged = 4 * (model.parameters or 0) * plan.kind.adapter
-        return merged + rounded_bytes(model.parameters or 0, model.hidden_size, rounded)
+        merged = 4 * numbers * merges
+        return merged + rounded_bytes(numbers, model.hidden_size, rounded)
     narrow = plan.devices.dtype == "bfloat16"
     whole = model.vocab_size % 16 == model.hidden_size % 32 == 0
-    alike = narrow and not plan.kind.adapter and plan.decodes_compiled
+    alike = narrow and not merges and plan.decodes_compiled
     if alike and plan.facts.hardware.tiles and whole:
-        return 0  # products of tiles read the weights as they are
+        # Products of tiles read the weights as they are, but beside an adapter they are joined.
+        return 2 * numbers * plan.kind.adapter
     copied = 2 if alike and plan.facts.hardware.pairs and model.hidden_size % 2 == 0 else None
-    return prepared_bytes(model.parameters or 0, plan.facts.hardware.memory_total, copied)
+    return prepared_bytes(numbers, plan.facts.hardware.memory_total, copied)
 
 
 def planned(plan: AnyPlan, *, least: bool = False) -> Price | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tunesmith.config.engines import EngineWeights
 from tunesmith.config.values import format_size
-from tunesmith.plan.cost.copies import SMALL, sampling_weights
+from tunesmith.plan.cost.copies import sampling_weights
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
 
 PLANE = "system.weight_plane"
@@ -32,20 +32,16 @@ def with_rounding(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     model = plan.facts.model
     assert model is not None, "its size is known"
     size = format_size(4 * (model.parameters or 0))
-    why = f"{size} of float32 weights fit in no cache, and decode steps wait for them"
+    why = f"decode steps wait for {size} of float32 weights, and half of the bytes are enough"
     return plan.with_devices(engine_weights=reasons.add(WEIGHTS, "float16", why))
 
 
 def _usual_weights(plan: AnyPlan) -> EngineWeights:
-    """Rounded ones where decode steps of a run that trains wait for memory; merging an adapter into
-    a large base for them would take longer."""
+    """Rounded ones where decode steps of a run that trains wait for memory."""
     model = plan.facts.model
     if model is None or not (plan.kind.rl and plan.decodes_compiled) or plan.said.model.quantize:
         return "model"
-    numbers = model.parameters or 0
-    if plan.kind.adapter and numbers > SMALL:
-        return "model"
-    return sampling_weights(numbers, plan.devices.dtype)
+    return sampling_weights(model.parameters or 0, plan.devices.dtype)
 
 
 def _between_gpus(plan: AnyPlan) -> str | None:

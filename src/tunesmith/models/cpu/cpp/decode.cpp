@@ -168,6 +168,7 @@ struct Product : Kept {
     const float* scale;               // of outputs, where the weight is int8
     int64_t outputs, inputs, layout;  // a Weights; panels of any numbers are PANELS
     ScalarType type;                  // of the weight
+    const Product *down = nullptr, *up = nullptr;  // of an adapter beside the weight, in panels of float32
 };
 
 // f(a number of the weight's type)
@@ -445,6 +446,29 @@ static void multiply(int64_t rows, const Product& p, const float* x, float* out,
     });
 }
 
+// out += up(down(x)), a few rows at a time
+template <class X, class Y> static void add_adapter(int64_t rows, const Product& p, const X* x, Y* out, int64_t threads) {
+    constexpr int64_t MOST = 64;
+    const int64_t K = p.inputs, N = p.outputs, R = p.down->outputs;
+    static thread_local std::vector<float> memory;
+    memory.resize(std::min(rows, MOST) * (K + R + N));
+    for (int64_t from = 0, count; from < rows; from += count) {
+        count = std::min(rows - from, MOST);
+        float *wide = memory.data(), *low = wide + count * K, *change = low + count * R;
+        if constexpr (std::is_same_v<X, float>) wide = const_cast<float*>(x + from * K);
+        else for (int64_t i = 0; i < count * K; i++) wide[i] = as_float(x[from * K + i]);
+        multiply(count, *p.down, wide, low, threads);
+        multiply(count, *p.up, low, change, threads);
+        Y* own = out + from * N;
+        for (int64_t i = 0, all = count * N; i < all; i += W) store(own + i, load(own + i, all - i) + load(change + i, all - i), all - i);
+    }
+}
+
+template <class X, class Y> static void multiply_adapted(int64_t rows, const Product& p, const X* x, Y* out, int64_t threads) {
+    multiply(rows, p, x, out, threads);
+    if (p.down) add_adapter(rows, p, x, out, threads);
+}
+
 // All layers: x [B, d] is the embedded tokens; out the normed states after the last layer.
 template <class X> static void run_layers(const Step& s, const std::vector<const Layer*>& layers, int64_t d, float* x, const float* last, X* out) {
     const Layer& first = *layers[0];
@@ -457,13 +481,13 @@ template <class X> static void run_layers(const Step& s, const std::vector<const
     for (const Layer* layer : layers) {
         const Layer& l = *layer;
         add_norm(B, d, x, layer == &first ? nullptr : y, inner, l.before_attention, l.eps, normed, team);
-        multiply(B, *l.qkv, normed, qkv, team);
+        multiply_adapted(B, *l.qkv, normed, qkv, team);
         s.narrow_bank ? attend<X, bfloat16>(s, l, qkv, seen) : attend<X, float>(s, l, qkv, seen);
-        multiply(B, *l.out, seen, y, team);
+        multiply_adapted(B, *l.out, seen, y, team);
         add_norm(B, d, x, y, l.after_attention, l.before_mlp, l.eps, normed, team);
-        multiply(B, *l.gate_up, normed, both, team);
+        multiply_adapted(B, *l.gate_up, normed, both, team);
         gated(B, inside, both, active, l.activation, team);
-        multiply(B, *l.down, active, y, team);
+        multiply_adapted(B, *l.down, active, y, team);
         inner = l.after_mlp;
     }
     add_norm(B, d, x, y, inner, last, first.eps, out, team);
@@ -627,14 +651,22 @@ static Tensor product(Tensor weight, Maybe bias, Maybe scale, int64_t layout) {
     return tensor_of(p);
 }
 
+// The product with an adapter beside it, both of whose matrices are products of panels of float32.
+static Tensor adapted(Tensor product, Tensor down, Tensor up) {
+    Product* p = new Product(object_of<Product>(product));
+    p->down = &object_of<Product>(down), p->up = &object_of<Product>(up);
+    p->tensors.insert(p->tensors.end(), {down, up});
+    return tensor_of(p);
+}
+
 // narrow_result: rows of bfloat16 give rows of bfloat16, else of float32.
 static Tensor multiplied(Tensor product, Tensor x, bool narrow_result) {
     const Product& p = object_of<Product>(product);
     x = whole(x);
     const Tensor out = empty(x, {x.size(0), p.outputs}, type_of(narrow_result));
-    if (!narrow(x)) multiply(x.size(0), p, numbers<float>(x), numbers<float>(out), threads());
+    if (!narrow(x)) multiply_adapted(x.size(0), p, numbers<float>(x), numbers<float>(out), threads());
     else by_type(narrow_result, [&](auto number) {
-        multiply(x.size(0), p, numbers<bfloat16>(x), numbers<decltype(number)>(out), threads());
+        multiply_adapted(x.size(0), p, numbers<bfloat16>(x), numbers<decltype(number)>(out), threads());
     });
     return out;
 }
@@ -677,6 +709,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tunesmith, m) {
     m.def("add_norm(Tensor(a!) x, Tensor? y, Tensor? inner, Tensor weight, float eps, bool narrow) -> Tensor");
     m.def("gated(Tensor x, int activation) -> Tensor");
     m.def("product(Tensor weight, Tensor? bias, Tensor? scale, int layout) -> Tensor");
+    m.def("adapted(Tensor product, Tensor down, Tensor up) -> Tensor");
     m.def("multiply(Tensor product, Tensor x, bool narrow) -> Tensor");
     m.def("draw(Tensor logits, Tensor temperatures, Tensor uniforms) -> (Tensor, Tensor)");
 }
@@ -692,6 +725,7 @@ STABLE_TORCH_LIBRARY_IMPL(tunesmith, CPU, m) {
     m.impl("add_norm", TORCH_BOX(&added_norm));
     m.impl("gated", TORCH_BOX(&activated_gate));
     m.impl("product", TORCH_BOX(&product));
+    m.impl("adapted", TORCH_BOX(&adapted));
     m.impl("multiply", TORCH_BOX(&multiplied));
     m.impl("draw", TORCH_BOX(&draw));
 }

@@ -3,8 +3,8 @@ machine (``kernels.decoding``).
 
 On a CPU, products of few rows take most of a decode step. Their weights are prepared once per
 version. For a bfloat16 model the rows are in bfloat16, as in the trainer, or in float32, which is
-more exact. An adapter on a small model, or one whose weights are rounded, is merged into a float32
-copy first.
+more exact. An adapter on a small model is merged into a float32 copy first; in a larger one it is
+computed beside the prepared weights.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class DecodeModel:
             weights = "model"  # the compiler failed, which was reported
         self.weights = weights
         # In larger models, the two small products that an adapter adds to each large one matter
-        # less.
+        # less, and merging would take longer.
         adapted = model.device.type == "cpu" and whole and model.adapter is not None
-        self._merges = adapted and (numbers <= SMALL or weights != "model")
+        self._merges = adapted and numbers <= SMALL
         dtype = torch.float32 if self._merges else model.module.dtype
         products = (
             room.products(dtype, numbers, model.device, compiled=compiled)
             for room in (DECODING.rooms if whole else ())
         )
         self._products = rounded if weights != "model" else next(filter(None, products), None)
-        if weights != "model" and (rounded is None or not _plain(model)):
+        if weights != "model" and (rounded is None or not _prepares(model)):
             raise UserError(
                 f'system.engine_weights = "{weights}" is for plain decoder layers in float32 or '
                 "bfloat16 on a CPU with a C++ compiler: leave it out",
@@ -104,9 +104,8 @@ class DecodeModel:
         return self._head(hidden)
 
     def _fitting(self, whole: CausalLM) -> PreparedProducts | None:
-        """How to prepare products, if the layers have plain weights."""
-        plain = whole.lean is not None and whole.lean.plain
-        return self._products if plain else None
+        """How to prepare products, if the weights of the layers are known."""
+        return self._products if _prepares(whole) else None
 
     def _whole(self) -> CausalLM:
         """The model with its adapter merged: unmerged, each large product has two small ones and
@@ -121,9 +120,8 @@ class DecodeModel:
         return self._merged
 
 
-def _plain(model: CausalLM) -> bool:
-    """Whether the layers have plain weights, or will when the adapter is merged."""
-    return model.lean is not None and (model.lean.plain or model.adapter is not None)
+def _prepares(model: CausalLM) -> bool:
+    return model.lean is not None and model.lean.prepares
 
 
 def wide_head(weight: Tensor, bias: Tensor | None) -> Product:
