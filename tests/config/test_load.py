@@ -18,10 +18,12 @@ from tunesmith.config.commands import (
     DPOConfig,
     GenerateConfig,
     OutputSection,
+    RFTConfig,
     all_keys,
 )
 from tunesmith.config.load import find_kind, load_config, read_tree
 from tunesmith.config.objects import load_function
+from tunesmith.config.presets import find_preset
 from tunesmith.config.reading.overriding import parse_override
 from tunesmith.config.reading.problems import key_lines, line_of
 from tunesmith.config.resolved import settings as resolved_settings
@@ -92,6 +94,45 @@ def test_the_working_directory_is_second_for_files_and_first_for_overrides(folde
     mixed = load(folder, 'data.train=["own.jsonl", {path = "train.jsonl", weight = 2}]').data.train
     assert mixed[0] == str(Path("own.jsonl").absolute())  # type: ignore[index]
     assert mixed[1].path == str(Path("train.jsonl").absolute())  # type: ignore[index,union-attr]
+
+
+def test_files_of_rejection_sampling_are_found_beside_the_run_file(folder: Path) -> None:
+    (folder / "large").mkdir()
+    (folder / "large/config.json").write_text("{}")
+    (folder / "samples.jsonl").write_text("{}\n")
+    more = '[rft]\nsampler = "large"\nanswers = "samples.jsonl"\n'
+    (folder / "run.toml").write_text(RUN + more + '[system]\nengine_directory = "shared"\n')
+    found = load_config(RFTConfig, folder / "run.toml")
+    assert found.rft.sampler == str(folder / "large")
+    assert found.rft.answers == folder / "samples.jsonl"
+    assert found.system.engine_directory == Path("shared").absolute(), "a run makes it"
+    (folder / "shared").mkdir()
+    found = load_config(RFTConfig, folder / "run.toml", ["rft.answers=none"])
+    assert found.system.engine_directory == folder / "shared"
+    with pytest.raises(ConfigError, match=r"rft\.answers: sample\.jsonl does not exist"):
+        load_config(RFTConfig, folder / "run.toml", ["rft.answers=sample.jsonl"])
+
+
+def test_a_command_may_be_text_or_words_and_other_single_values_are_lists(folder: Path) -> None:
+    text = load(folder, 'environment.command=agent "a b"', "environment.verify=[ -e done ]")
+    assert text.environment.command == ("agent", "a b")
+    assert text.environment.verify == ("[", "-e", "done", "]")
+    words = load(folder, 'environment.command=["agent", "a b"]', "rollout.stop=Q:")
+    assert (words.environment.command, words.rollout.stop) == (("agent", "a b"), ("Q:",))
+
+
+@pytest.mark.parametrize("key", ["data.train", "rollout.stop"])
+def test_a_list_whose_quotes_a_shell_took_is_answered_with_them(folder: Path, key: str) -> None:
+    message = refused(folder, f"{key}=[a.jsonl, b.jsonl]")
+    assert f"{key} is [a.jsonl, b.jsonl]" in message
+    assert f'\'{key}=["a.jsonl", "b.jsonl"]\'' in message
+
+
+def test_a_preset_file_that_was_edited_is_read_again(folder: Path) -> None:
+    for loss in ("sapo", "ppo"):
+        (folder / "mine.toml").write_text(f'advantage = "grpo"\nloss = "{loss}"\n')
+        found = load(folder, more='[algorithm]\nname = "mine.toml"\n')
+        assert find_preset(found.algorithm.name).settings["loss"] == loss
 
 
 def test_run_dir_is_below_the_working_directory(folder: Path) -> None:
@@ -237,6 +278,7 @@ def test_what_is_no_override_is_refused(text: str) -> None:
         ("[train]\nsteps = 0\n", "train.steps is 0; it must be a whole number above 0."),
         ("[train]\nsteps = 1.5\n", "train.steps is 1.5; it must be a whole number above 0."),
         ('[train]\nlr = "1e-4"\n', "a number above 0. Write 1e-4 without quotes."),
+        ('[train]\nlr = ".5"\n', "a number above 0. Write 0.5 without quotes."),
         ("[train]\nlr = inf\n", "train.lr is Infinity; it must be a number above 0."),
         ("[train]\nlr = true\n", "train.lr is true; it must be a number above 0."),
         (
@@ -646,6 +688,12 @@ def test_none_leaves_a_setting_of_the_file_out(tmp_path: Path, key: str, value: 
     run = file_with(tmp_path, key, value)
     given = resolved_settings(load_config(SFTConfig, run, [f"{key}=none"]), given_only=True)
     assert not [name for name in given if name == key or name.startswith(f"{key}.")]
+
+
+def test_what_was_said_and_then_left_out_displaces_nothing(tmp_path: Path) -> None:
+    run = file_with(tmp_path, "train.epochs", 3)
+    config = load_config(SFTConfig, run, ["train.steps=2", "train.steps=none"], files=False)
+    assert (config.train.steps, config.train.epochs) == (None, 3)
 
 
 def test_none_is_a_value_where_it_is_one_and_text_in_quotes() -> None:

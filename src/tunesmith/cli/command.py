@@ -24,7 +24,8 @@ class Command(TyperCommand):
             option for p in self.get_params(ctx) for option in (*p.opts, *p.secondary_opts)
         } | {"--verbose"}
         settings = any(p.name == "overrides" for p in self.params)
-        if settings and (unknown := _unknown(args, known)):
+        valued = {o for p in self.params if not getattr(p, "is_flag", False) for o in p.opts}
+        if settings and (unknown := _unknown(args, known, valued)):
             ctx.fail(_about_options(str(self.name), unknown, known))
         if settings and (verbose := {"-v", "--verbose"}.intersection(args)):
             args = [*(arg for arg in args if arg not in verbose), "monitor.verbose=true"]
@@ -62,14 +63,19 @@ class CommandGroup(TyperGroup):
         )
 
 
-def _unknown(args: Sequence[str], known: set[str]) -> list[tuple[str, list[str]]]:
-    """Long options unknown to a command, each with the values that follow it."""
+def _unknown(args: Sequence[str], known: set[str], valued: set[str]) -> list[tuple[str, list[str]]]:
+    """Long options unknown to a command, each with the values that follow it.
+
+    Args:
+        valued: options that the next word is the value of (``--sbatch --time=1:00:00``).
+    """
     unknown: list[tuple[str, list[str]]] = []
     for position, text in enumerate(args):
         option, equals, value = text.partition("=")
         if text == "--":
             break
-        if not option.startswith("--") or option in known:
+        value_of = position > 0 and args[position - 1] in valued
+        if not option.startswith("--") or option in known or value_of:
             continue
         values = [value] if equals else []
         for following in [] if equals else args[position + 1 :]:

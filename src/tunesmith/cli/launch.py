@@ -202,11 +202,15 @@ def _on_ray(config: RunConfig, asked: bool | None, nodes: int) -> bool:
     Raises:
         ConfigError: the run cannot be started as requested or on the requested number of machines.
     """
-
     samples = config.rl
     if asked and not samples:
         raise ConfigError(f"--ray: tunesmith {config.command} does not use Ray; leave it out")
     ray = samples if asked is None else asked
+    if config.system.cluster == "ray" and asked is False:
+        raise ConfigError(
+            '--no-ray: the run file has system.cluster = "ray"; leave one of the two out',
+            keys=("system.cluster",),
+        )
     if nodes > 1 and config.samples and not samples:
         raise ConfigError(
             f"--nodes {nodes}: tunesmith {config.command} samples on one machine; say --nodes 1"

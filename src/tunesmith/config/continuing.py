@@ -22,9 +22,10 @@ REMEDY = (
 )
 
 MOVABLE = (
-    "reward.functions reward.models environment.path environment.tools algorithm. teacher.path"
+    "reward.functions reward.models environment.path environment.tools algorithm. teacher.path "
+    "rft.sampler rft.answers"
 )
-"""Settings with an effect that name files whose contents are compared, wherever they are."""
+"""Settings that name files, wherever these are; the contents of most are compared."""
 
 METHODS = frozenset(["rollout", "dpo", "kto", "rm", "prm", "distill", "rft", "output"])
 """Sections that some commands have, by which the command of a run without its name is known."""

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -192,12 +193,24 @@ def _wrong_value(kind: type[Section], path: KeyPath, value: object, inner: KeyPa
     elif isinstance(value, str) and (choices := choices_at(kind, inner)):
         close = closest(value, choices, 0.6)
         hint = f" Did you mean '{close}'?" if close else ""
-    elif isinstance(value, str) and re.fullmatch(r"true|false|-?[\d.]+(e-?\d+)?", value):
-        hint = f" Write {value} without quotes."
+    elif isinstance(value, str) and _unquoted(value):
+        hint = f" Write {_unquoted(value)} without quotes."
     elif value in ("", [], {}):
         hint = f" To leave it out, write {dotted(path)}=none on the command line."
     hint += f" {why[0].upper()}{why[1:]}." if why else ""
     return f"{dotted(path)} is {show(value)}; it must be {describe_at(kind, inner)}.{hint}"
+
+
+def _unquoted(text: str) -> str:
+    """The boolean or the number in a text, as TOML has it; empty for any other text."""
+    if not re.fullmatch(r"true|false|[-+]?[\d.]+([eE][-+]?\d+)?", text):
+        return ""
+    with suppress(ValueError):
+        tomllib.loads(f"value = {text}")
+        return text
+    with suppress(ValueError):  # TOML has digits on both sides of the point
+        return f"{float(text):g}"
+    return ""
 
 
 def _located(data: Tree, location: tuple[int | str, ...]) -> tuple[KeyPath, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,7 +64,6 @@ def find_preset(name: str) -> Preset:
     raise ConfigError(f"there is no preset '{name}'.{instead}")
 
 
-@cache
 def _of_toml(name: str) -> Preset:
     path = Path(name)
     with boundary(ConfigError, f"cannot read the preset {name}", (OSError, ValueError)):

@@ -133,9 +133,9 @@ def test_the_warm_up_is_never_longer_than_a_tenth_of_the_training() -> None:
         ('reward.models=[{path="org/judge"}]', "rft.threshold is missing"),
         ("checkpoint.resume=true", "checkpoint.resume has no effect"),
         ("eval.use_ema=true", "eval.use_ema has no effect"),
-        ("rft.answers=a.jsonl sampling.n=3", "sampling.n has no effect with rft.answers"),
-        ("rft.answers=a.jsonl rft.sampler=m", "rft.sampler has no effect with rft.answers"),
-        ("rft.sampler=m rft.rounds=2", "rft.rounds = 2"),
+        (f"rft.answers={__file__} sampling.n=3", "sampling.n has no effect with rft.answers"),
+        (f"rft.answers={__file__} rft.sampler=o/m", "rft.sampler has no effect with rft.answers"),
+        ("rft.sampler=o/m rft.rounds=2", "rft.rounds = 2"),
     ],
 )
 def test_what_would_be_ignored_is_refused(override: str, message: str) -> None:

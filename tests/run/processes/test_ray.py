@@ -707,7 +707,7 @@ def submit(script: Path, folder: Path, **environment: str) -> subprocess.Complet
 
 
 def test_the_slurm_job_starts_a_cluster_and_the_run(tmp_path: Path) -> None:
-    script = slurm(tmp_path, "train.lr=1e-5", "rollout.stop=['a b']", "--sbatch=--partition=gpu")
+    script = slurm(tmp_path, "train.lr=1e-5", "rollout.stop=['a b']", "--sbatch", "--partition=gpu")
     assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
     asked = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     for option in ("--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--requeue"):
@@ -792,6 +792,7 @@ def test_the_slurm_job_of_every_command(tmp_path: Path) -> None:
         ("", "--command", "sftt"),
         ("", *many, "system.trainer_ranks=4"),
         ("[system]\ntrainer_ranks = 8\n", *many),
+        (rewards + '[system]\ncluster = "ray"\n', "--no-ray", *many),
     ):
         assert job_of(tmp_path, text, *refused) == ""
 

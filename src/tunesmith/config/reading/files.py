@@ -171,7 +171,7 @@ def _data(text: str, bases: list[Path]) -> str:
     if path is None and package_name(text):
         return _of_package(text, bases)
     file, bracket, part = text.removesuffix("]").partition("[")
-    if path is None and bracket and _search(file, bases):
+    if path is None and bracket and file and _search(file, bases):
         split = part if part[:1].isalpha() else f"train[{part}]"
         raise ConfigError(f'write a part as {{ path = "{file}", split = "{split}" }}')
     if path is None:
@@ -287,7 +287,12 @@ _FILES: dict[str, Find] = {
     "lora.path": lambda text, bases: str(adapter_directory(Path(_existing(text, bases)))),
     "system.draft_model": find_model,
     "system.engine_python": _existing,
+    "system.engine_directory": lambda text, bases: str(
+        _search(text, bases) or Path(text).expanduser().absolute()
+    ),
     "rft.few_shot": _existing,
+    "rft.answers": _existing,
+    "rft.sampler": find_model,
     "checkpoint.resume": _checkpoint,
     **{
         f"data.{name}{inner}": _data

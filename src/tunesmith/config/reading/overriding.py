@@ -55,6 +55,7 @@ def apply_overrides(data: Tree, overrides: Sequence[Override], origins: Origins)
         if value == UNSET and text_of_it.endswith(UNSET) and not takes_none:
             _remove(data, keys)
             origins.unset.append(keys)
+            origins.overrides.pop(keys, None)
             continue
         origins.overrides[keys] = text_of_it
         if value in ("None", "null") and text_of_it.endswith(value):

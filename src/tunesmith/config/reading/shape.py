@@ -17,6 +17,7 @@ from tunesmith.config.reading.describe import (
     show,
 )
 from tunesmith.config.reading.problems import DEEPEST, FileProblem, KeyPath, dotted, leaves
+from tunesmith.config.values import Command
 from tunesmith.records.redact import is_redacted
 
 LARGEST_INT = 2**53
@@ -37,20 +38,10 @@ def shape_problems(kind: type[BaseModel], data: dict[str, Any]) -> list[FileProb
                         path, f"{dotted(path)} has more than {DEEPEST} levels of lists and tables"
                     )
                 )
-        elif problem := _odd(kind, path, value):
+            continue
+        problem = _odd(kind, path, value) or _as_list(kind, path, holder, value)
+        if problem:
             problems.append(FileProblem(path, f"{dotted(path)} {problem}"))
-        elif _wants_list(kind, path) and value not in choices_at(kind, path):
-            if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
-                items = ", ".join(
-                    f'"{item.strip()}"' for item in value[1:-1].split(",") if item.strip()
-                )
-                key = dotted(path)
-                text = (
-                    f"{key} is {value}; texts in a list need quotes, in a shell: '{key}=[{items}]'"
-                )
-                problems.append(FileProblem(path, text))
-            else:
-                holder[path[-1]] = [value]
     return problems
 
 
@@ -83,9 +74,17 @@ def _is_int(annotation: object) -> bool:
     return annotation is int
 
 
-def _wants_list(kind: type[BaseModel], path: KeyPath) -> bool:
-    """Whether a single value at ``path`` can only be meant as a one-item list."""
-    field = field_at(kind, path) if path and isinstance(path[-1], str) else None
-    types = list(alternatives(field.annotation)) if field else []
+def _as_list(kind: type[BaseModel], path: KeyPath, holder: Any, value: object) -> str:
+    """Make a single value a one-item list in ``holder`` where it can only be meant as one; return
+    the problem with a text that was meant as a list."""
+    field = field_at(kind, path) if isinstance(path[-1], str) else None
+    if field is None or Command in get_args(field.annotation) or value in choices_at(kind, path):
+        return ""  # the text of a command is split into words
+    types = list(alternatives(field.annotation))
     lists = [a for a in types if get_origin(a) is tuple and get_args(a)[-1] is Ellipsis]
-    return bool(lists) and str not in types and not list(sections_of(lists[0]))
+    if lists and isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+        items = ", ".join(f'"{item.strip()}"' for item in value[1:-1].split(",") if item.strip())
+        return f"is {value}; texts in a list need quotes, in a shell: '{dotted(path)}=[{items}]'"
+    if lists and str not in types and not list(sections_of(lists[0])):
+        holder[path[-1]] = [value]
+    return ""
