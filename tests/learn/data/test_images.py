@@ -136,6 +136,19 @@ def test_images_have_no_loss_and_come_in_their_order(tmp_path: Path, tokenizer: 
     assert sample.loss_mask[rows[0] - 2] and sample.loss_mask[rows[-1] + 2]
 
 
+def test_images_without_a_question_are_a_bad_line(tmp_path: Path, tokenizer: Any) -> None:
+    answer = {"role": "assistant", "content": "a cat"}
+    asked = [{"role": "user", "content": "what?"}, answer]
+    silent = [{"role": "system", "content": "be brief"}, answer]
+    lines = [{"messages": talk, "images": ["a.png"]} for talk in (silent, asked)]
+    data = section(tmp_path, *lines)
+    with pytest.raises(DataError, match=r"data\.jsonl:1: there is no question"):
+        load_samples(data, data.train, tokenizer)
+    data = section(tmp_path, *lines, skip_bad=True)
+    kept = load_samples(data, data.train, tokenizer)
+    assert len(kept.items) == 1 and kept.report.counts["bad"] == 1 and kept.report.kept == 1
+
+
 def test_rewards_get_names_and_prompts_as_they_are(tmp_path: Path, tokenizer: Any) -> None:
     lines = [{"prompt": "what?", "image": "a.png"}, asked(PART, TEXT, images=["b.png"])]
     data = section(tmp_path, *lines)

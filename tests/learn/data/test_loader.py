@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from tunesmith.errors import CheckpointError
 from tunesmith.learn.data.loader import Loader, Part, fingerprint_of
@@ -131,3 +132,11 @@ def test_fingerprints_see_content_and_order() -> None:
     assert fingerprint_of(tasks) != fingerprint_of(
         [tasks[0], Task("2", "b", (3,), {"answer": "z"})]
     )
+
+
+def test_the_fingerprint_of_a_picture_is_that_of_its_content() -> None:
+    red, same, blue = [
+        fingerprint_of([{"shown": [Image.new("RGB", (2, 3), color)]}])
+        for color in ("red", "red", "blue")
+    ]
+    assert red == same != blue

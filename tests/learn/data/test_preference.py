@@ -118,6 +118,19 @@ def test_a_mismatch_is_no_longer_than_the_longest_of_the_data(tmp_path: Path) ->
         load_judged(same, same.train, TOKENIZER)
 
 
+def test_an_answer_to_another_prompt_is_found_from_half_the_data_ahead(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": prompt, "completion": str(number), "label": True}
+        for number, prompt in enumerate("aaaba")
+    ]
+    data = section(tmp_path, lines, chat=False)
+    found = load_judged(data, data.train, TOKENIZER).items
+    answers = ["3", "3", "3", "0", "3"]
+    assert [texts(item.samples[1]) for item in found] == [
+        (prompt, f"{answer}<eos>") for prompt, answer in zip("aaaba", answers, strict=True)
+    ]
+
+
 STEPS = {"prompt": "1+1+1?", "completions": ["two", "three"], "labels": [True, 0.25]}
 
 
@@ -146,6 +159,15 @@ def test_steps_with_their_separators_in_a_text(tmp_path: Path, tags: Any) -> Non
     assert TOKENIZER.decode(item.token_ids) == TAGGED and item.labels == (1.0, 0.0)
     assert TOKENIZER.decode(item.token_ids[: item.marks[0] + 1]) == "Q? Step 1: one ки"
     assert item.marks[1] == len(item.token_ids) - 1
+
+
+def test_a_text_with_separators_is_no_turn_beside_conversations(tmp_path: Path) -> None:
+    talk = write_lines(tmp_path / "talk.jsonl", [STEPS])
+    text = write_lines(tmp_path / "text.jsonl", [{"input": TAGGED, "label": ["+", "-"]}])
+    data = DataSection(train=(str(talk), str(text)))
+    asked, tagged = load_steps(data, data.train, TOKENIZER, "ки").items
+    assert TOKENIZER.decode(asked.token_ids).startswith("<|im_start|>user\n1+1+1?<|im_end|>")
+    assert TOKENIZER.decode(tagged.token_ids) == TAGGED and len(tagged.marks) == 2
 
 
 @pytest.mark.parametrize(

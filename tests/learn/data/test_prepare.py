@@ -141,6 +141,8 @@ def test_ids_from_a_column_stay_unique(tmp_path: Path) -> None:
     b = put(tmp_path / "b.jsonl", [{"prompt": "x", "id": 1}])
     ids = [t.id for t in tasks((a, b), tiny.tokenizer()).items]
     assert ids == [f"{a}#1", f"{a}#1 ({a}:2)", f"{a}:3", f"{b}#1"]
+    twice = [t.id for t in tasks((a, a), tiny.tokenizer()).items]
+    assert len(set(twice)) == 6 and twice[5] == f"{a}:3 (source 2)"
 
 
 def test_a_bad_line_stops_with_its_place_or_is_skipped_counted_and_listed(tmp_path: Path) -> None:
@@ -453,6 +455,9 @@ def test_settings_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
     for settings in ({"max_prompt_tokens": 5}, {"too_long": "skip"}):
         with pytest.raises(ConfigError, match=f"data.{next(iter(settings))}"):
             samples(path, tok, **settings)
+    with pytest.raises(ConfigError, match=r"data\.eval weighs 'b'") as refused:
+        tasks(path, tok, eval=["a", {"path": "b", "weight": 2}])
+    assert refused.value.problems[0].keys == ("data.eval",)
     for settings in ({"chat": True}, {"system_prompt": "x"}, {"loss_on": "completion"}):
         with pytest.raises(ConfigError, match=f"data.{next(iter(settings))}"):
             samples(text, tok, **settings)
@@ -545,6 +550,7 @@ def test_rows_are_mapped_before_their_format_is_detected(tmp_path: Path, prep: s
     made = tasks(path, tok, map=f"{prep}:odd")
     assert [t.columns["level"] for t in made.items] == [1, 3, 5]
     assert made.report.counts["read"] == 6 and any("3 rows" in note for note in made.report.notes)
+    assert made.report.counts["kept"] == 3 and "3 of 6 lines used" in made.report.summary()
     assert made.fingerprint != tasks(path, tok).fingerprint
     sample = samples(path, tok, map=f"{prep}:adds").items[0]
     assert "0+0?!" in tok.decode(sample.token_ids)
@@ -615,8 +621,12 @@ def test_a_part_of_a_split(tmp_path: Path, kind: str, split: str, levels: list[i
 
 
 def test_a_part_without_rows_is_refused(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", SUMS)
     with pytest.raises(DataError):
-        tasks({"path": put(tmp_path / "a.jsonl", SUMS), "split": "train[6:]"}, tiny.tokenizer())
+        tasks({"path": path, "split": "train[6:]"}, tiny.tokenizer())
+    for no_part in ("train[_:]", "train[1__0:]", "train[:1.2.3%]", "train[:.%]"):
+        with pytest.raises(ConfigError, match="no split"):
+            tasks({"path": path, "split": no_part}, tiny.tokenizer())
 
 
 def test_a_prompt_of_which_the_tokenizer_knows_nothing_is_refused(tmp_path: Path) -> None:

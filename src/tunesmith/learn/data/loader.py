@@ -157,11 +157,20 @@ class Loader(Generic[T]):
 
 
 def fingerprint_of(items: Sequence[object]) -> str:
-    """A short digest of the items in their order: dataclasses and JSON values by content, others by
-    ``str``."""
+    """A short digest of the items in their order: dataclasses, JSON values and pictures by content,
+    others by ``str``."""
     digest = hashlib.blake2b(digest_size=16)
     for item in items:
         value: Any = asdict(item) if is_dataclass(item) and not isinstance(item, type) else item
-        digest.update(json.dumps(value, sort_keys=True, default=str).encode())
+        digest.update(json.dumps(value, sort_keys=True, default=_as_text).encode())
         digest.update(b"\n")
     return digest.hexdigest()
+
+
+def _as_text(value: object) -> str:
+    text = str(value)
+    pixels = getattr(value, "tobytes", None) if hasattr(value, "getpixel") else None
+    if pixels is None:
+        return text
+    # The text of one of Pillow's pictures has its mode and size, and its address in memory.
+    return text.partition(" at 0x")[0] + hashlib.blake2b(pixels()).hexdigest()

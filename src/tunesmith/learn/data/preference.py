@@ -131,7 +131,8 @@ def load_steps(
         """The example in steps, and its text with the spans of the separators."""
         example = with_steps(example, separator, marks)
         assert example.prompt is not None
-        text = encoder.text(example.prompt, example.tools)
+        # A text with separators holds its question.
+        text = encoder.text(example.prompt, example.tools) if example.prompt else ""
         spans: list[Span] = []
         for step in example.steps:
             text += step + separator
@@ -144,7 +145,8 @@ def load_steps(
     for example, ((text, joint),) in reading.tokenize(rendered):
         with reading.report.line(example.where):
             bare, inside = mask_spans(tokenizer, text.text, joint, text.spans)
-            ids = bare if reading.template else with_leading(reading.leading, bare)
+            in_chat = reading.template is not None and example.prompt
+            ids = bare if in_chat else with_leading(reading.leading, bare)
             inside = [False] * (len(ids) - len(bare)) + inside
             last = [here and not after for here, after in pairwise([*inside, False])]
             fitted = reading.fit_sample(Sample(list(ids), last))
@@ -200,9 +202,14 @@ def _mismatch(samples: Sequence[Sample], where: str) -> list[Sample]:
         compares = "KTO compares with answers to other prompts"
         raise DataError(f"{where}: {compares}, and all prompts here are equal")
     others: list[Sample] = []
+    following = [0] * count  # the next place with another prompt, around the end
+    for place in reversed(range(2 * count)):
+        here = place % count
+        after = (here + 1) % count
+        following[here] = following[after] if prompts[here] == prompts[after] else after
     for number, prompt in enumerate(prompts):
-        places = ((number + count // 2 + step) % count for step in range(count))
-        other = next(place for place in places if prompts[place] != prompt)
+        ahead = (number + count // 2) % count
+        other = ahead if prompts[ahead] != prompt else following[ahead]
         tail = slice(starts[other], starts[other] + longest - len(prompt))
         ids = samples[other].token_ids[tail]
         mask = samples[other].loss_mask[tail]

@@ -66,9 +66,11 @@ def with_places(example: Example, placeholder: str) -> Example:
 
     Args:
         placeholder: the token that a text may have in such a place.
+
+    Raises:
+        DataError: it has no question.
     """
-    sides = (example.prompt, example.completion)
-    texts = [_text(side) for side in sides]
+    texts = [_text(side) for side in (example.text, example.prompt, example.completion)]
     if any(IMAGE_MARK in text or placeholder in text for text in texts):
         return example
     marks = IMAGE_MARK * len(example.images)

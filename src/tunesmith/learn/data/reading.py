@@ -118,6 +118,7 @@ class Reading:
         sources = as_sources(source)
         report = LoadReport(skip_bad=section.skip_bad, skip_too_long=section.too_long == "skip")
         examples: list[Example] = []
+        taken = set[str]()
         for index, one in enumerate(sources):
             before = len(examples)
             seen = set[str]()
@@ -127,6 +128,9 @@ class Reading:
                 seen.add(example.id)
                 if len(sources) > 1 and unique != example.where:
                     unique = f"{one.path}#{unique}"
+                if unique in taken:  # in a source of the same path, such as another subset
+                    unique = f"{unique} (source {index + 1})"
+                taken.add(unique)
                 examples.append(replace(example, id=unique, source=index))
             if len(examples) == before:
                 raise report.nothing_left(one.path)
@@ -135,11 +139,11 @@ class Reading:
         template = choose_template(section, tokenizer, examples)
         report.note(unused_note(tokenizer))
         images = _opened(examples, tokenizer, goal, report)
+        examples = [e for e in examples if e.id in images or not e.images]
         vocabulary = vocabulary_of(tokenizer)
         if vocabulary is not None and template is not None:
             mark = vocabulary.mark or decode(tokenizer, [vocabulary.placeholder])
-            examples = [with_places(e, mark) if e.images else e for e in examples]
-        examples = [e for e in examples if e.id in images or not e.images]
+            examples = list(_placed(examples, mark, report))
         lines += [[image.digest.hex() for image in some] for some in images.values()]
         return cls(
             section,
@@ -318,7 +322,8 @@ class Reading:
         for source, count in zip(self.sources, counts, strict=True):
             if not count:
                 raise report.nothing_left(source.path)
-        report.kept = report.read - len({skip.where for skip in report.skipped})
+        skipped = len({skip.where for skip in report.skipped})
+        report.kept = report.read - report.left_out - skipped
         flat = [item for _, item in items]
         weights = weights_of(self.sources)
         draws = weights or counts
@@ -333,6 +338,13 @@ class Reading:
             parts.append(Part(name, start, start + counts[index], weights[index]))
             report.note(f"{name}: {shares[index]:.0%} of the draws, {counts[index]} items")
         return Prepared(flat, tuple(parts), report, self.fingerprint, shares)
+
+
+def _placed(examples: Sequence[Example], placeholder: str, report: LoadReport) -> Iterator[Example]:
+    """The examples with places for their images."""
+    for example in examples:
+        with report.line(example.where):
+            yield with_places(example, placeholder) if example.images else example
 
 
 def _opened(
@@ -376,6 +388,10 @@ def check_section(section: DataSection, goal: Goal) -> None:
         if goal in goals and getattr(section, key) is not None:
             what = f"data.{key} has no effect here: {reason}. Leave it out."
             raise ConfigError(Problem((f"data.{key}",), what, "unread"))
+    for source in as_sources(section.eval or ()):
+        if source.weight is not None:
+            what = f"data.eval weighs '{source.path}', which has no effect: leave the weight out."
+            raise ConfigError(Problem(("data.eval",), what, "unread"))
 
 
 def examples_of(
@@ -399,6 +415,7 @@ def examples_of(
                 report.formats.append(f"{row.file}: {form.describe(goal)}")
             yield example
     if left_out:
+        report.left_out += left_out
         report.note(f"{source.path}: data.map leaves {left_out} rows out.")
 
 

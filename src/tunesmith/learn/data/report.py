@@ -43,6 +43,8 @@ class LoadReport:
     skip_bad: bool = False
     skip_too_long: bool = False
     read: int = 0
+    left_out: int = 0
+    """Rows that ``data.map`` left out."""
     kept: int = 0
     truncated: int = 0
     skipped: list[Skipped] = field(default_factory=list[Skipped])

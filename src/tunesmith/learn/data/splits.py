@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_END = r"-?[\d_]+|[\d.]+%"
+_END = r"-?\d+(?:_\d+)*|(?:\d+\.?\d*|\.\d+)%"
 _PART = re.compile(
     rf"\s*(?P<split>[^\[\]]+?)\s*\[\s*(?P<start>{_END})?\s*:\s*(?P<stop>{_END})?\s*\]\s*"
 )
