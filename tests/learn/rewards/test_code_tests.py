@@ -99,6 +99,7 @@ def test_the_last_block_of_python_is_the_program() -> None:
     assert program_in("```\na\n```\nor\n```python\nb\n```\n```json\n{}\n```") == "b\n"
     assert program_in("```python\nunclosed") == "unclosed"
     assert program_in("plain") == "plain"
+    assert program_in("```c++\nx;\n```\nor in Python\n```python\ny\n```\nso") == "y\n"
 
 
 @pytest.mark.parametrize("value", ["{", 3, {"inputs": [1], "outputs": []}, [{"input": "1"}]])

@@ -92,4 +92,5 @@ def test_any_text_is_read(text: str) -> None:
 def test_monstrous_numbers_are_cheap_and_compare() -> None:
     assert same("1e999999", "1e999999") and not same("1e999999", "1e999998")
     assert not same("9" * 5000, "9" * 4999 + "8")
+    assert not same("1e999999", "12.5%") and not same("0.5", "9." + "9" * 50 + "e999999")
     assert last_number("1,111," * 20000) is not None

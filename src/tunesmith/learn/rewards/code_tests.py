@@ -32,7 +32,7 @@ from tunesmith.records.foreign import json_or, parse_json
 from tunesmith.types import Rollout, Status
 
 CODE_TESTS = "code_tests"
-_BLOCK = re.compile(r"```[ \t]*(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_BLOCK = re.compile(r"```[ \t]*([^\s`]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("", "python", "python3", "py")
 _PASSED = "passed"
 _CALL = """\

@@ -173,11 +173,8 @@ class JudgeRewards:
         return [fmean(won) if won else None for won in wins]
 
     def _asked(self, rollout: Rollout, text: str) -> tuple[str, list[Asked]] | Unanswered:
-        columns = rollout.task.columns
         try:
-            criteria = self._questions.criteria(columns)
-            prompt, completion = _texts(rollout, text)
-            return self._questions.about(prompt, completion, columns, criteria), criteria
+            return self._questions.about(*_texts(rollout, text), rollout.task.columns)
         except RewardError as error:
             return Unanswered(str(error))
 

@@ -62,15 +62,25 @@ class JudgeQuestions:
         self.columns = frozenset(name for text in texts for name in self._names(text)) | listed
         """The data columns that it reads."""
 
-    def criteria(self, columns: Columns) -> list[Asked]:
-        """What is asked of one completion; empty: one score.
+    def about(self, prompt: str, completion: str, columns: Columns) -> tuple[str, list[Asked]]:
+        """The question about one completion, and its criteria; empty: one score.
 
         Raises:
-            RewardError: its data line lists no criteria.
+            RewardError: a template needs what is missing, or the data line lists no criteria.
         """
+        values = self._values(prompt, {"completion": completion}, columns)
+        criteria = self._criteria(columns, values)
+        return self._render(self._template, {**values, "criteria": criteria}), criteria
+
+    def between(self, prompt: str, first: str, second: str, columns: Columns) -> str:
+        """The question which of two completions is better. Raises RewardError as ``about``."""
+        values = self._values(prompt, {"first": first, "second": second}, columns)
+        return self._render(self._template, values)
+
+    def _criteria(self, columns: Columns, values: Columns) -> list[Asked]:
         said = self._entry.criteria
         if not isinstance(said, str):
-            return [Asked(c.name, self._render(c.text, columns), c.weight) for c in said]
+            return [Asked(c.name, self._render(c.text, values), c.weight) for c in said]
         match columns.get(said):
             case [_, *_] as listed:
                 found = [_criterion(str(number), one) for number, one in enumerate(listed, 1)]
@@ -80,20 +90,11 @@ class JudgeQuestions:
             raise RewardError(f"the column '{said}' has no criterion with a weight above 0")
         return found
 
-    def about(
-        self, prompt: str, completion: str, columns: Columns, criteria: Sequence[Asked]
-    ) -> str:
-        """The question about one completion. RewardError where a template needs what is missing."""
-        shown = {"completion": completion, "criteria": criteria}
-        return self._whole(prompt, shown, (completion,), columns)
-
-    def between(self, prompt: str, first: str, second: str, columns: Columns) -> str:
-        """The question which of two completions is better."""
-        return self._whole(prompt, {"first": first, "second": second}, (first, second), columns)
-
-    def _whole(self, prompt: str, shown: Columns, texts: Sequence[str], columns: Columns) -> str:
+    def _values(self, prompt: str, shown: Mapping[str, str], columns: Columns) -> Columns:
+        """What templates see; ``shown`` are the completions."""
         low, high = self._entry.scale
-        digest = hashlib.sha256("\0".join((prompt, *texts)).encode(errors="replace")).hexdigest()
+        texts = "\0".join((prompt, *shown.values()))
+        digest = hashlib.sha256(texts.encode(errors="replace")).hexdigest()
         values = {
             **columns,
             "prompt": prompt,
@@ -102,8 +103,7 @@ class JudgeQuestions:
             "mark": digest[:8],
             **shown,
         }
-        rubric = self._render(self._rubric, values)
-        return self._render(self._template, {**values, "rubric": rubric})
+        return {**values, "rubric": self._render(self._rubric, values)}
 
     def _names(self, text: str) -> set[str]:
         from jinja2 import TemplateError, meta

@@ -72,10 +72,11 @@ def equal(a: Number, b: Number) -> bool:
 def _close(a: Decimal, b: Decimal) -> bool:
     if a == b:
         return True
-    if _is_whole(a) and _is_whole(b):
+    if not (a.is_finite() and b.is_finite()) or (_is_whole(a) and _is_whole(b)):
         return False
-    allowed = _CONTEXT.multiply(RELATIVE_TOLERANCE, max(abs(a), abs(b)))
-    return abs(_CONTEXT.subtract(a, b)) <= allowed
+    # ``abs`` would round in the default context, where an overflow raises.
+    allowed = _CONTEXT.multiply(RELATIVE_TOLERANCE, max(a.copy_abs(), b.copy_abs()))
+    return _CONTEXT.subtract(a, b).copy_abs() <= allowed
 
 
 def _is_whole(value: Decimal) -> bool:

@@ -154,8 +154,10 @@ class RewardSet:
         """Keep values logged inside this context out of ``metrics``; values that other tasks log
         meanwhile count."""
         token = _ASIDE.set({})
-        yield
-        _ASIDE.reset(token)
+        try:
+            yield
+        finally:
+            _ASIDE.reset(token)
 
     def close(self) -> None:
         """End threads and worker processes."""
