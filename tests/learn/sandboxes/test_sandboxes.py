@@ -14,6 +14,7 @@ import subprocess
 import time
 import venv
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,21 @@ ESCAPES = {
         "one.connect({socket!r})\n"
         "print({word!r})"
     ),
+    "a message to a socket of this machine": (
+        "import socket\n"
+        "one, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "one.sendto(b'x', {socket!r} + '.messages')\n"
+        "print({word!r})"
+    ),
+    "what is said of a file": (
+        "import os\n"
+        "for change in (lambda: os.chmod({secret!r}, 0o777), lambda: os.utime({secret!r}),\n"
+        "        lambda: os.setxattr({secret!r}, 'user.x', b'x'),\n"
+        "        lambda: os.truncate({secret!r}, 0)):\n"
+        "    try: change()\n"
+        "    except OSError: pass\n"
+        "    else: print({word!r})"
+    ),
     "signals": (
         "import os, signal\n"
         "try: os.kill({pid}, 0); print({word!r} if {pid} > 40 else '')\n"
@@ -176,9 +192,14 @@ def test_nothing_gets_out(
 def unix_socket(path: Path) -> Iterator[None]:
     import socket
 
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(path))
-        path.chmod(0o777)
+    messages = path.with_name(f"{path.name}.messages")
+    with (
+        socket.socket(socket.AF_UNIX) as listening,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reading,
+    ):
+        for one, place in ((listening, path), (reading, messages)):
+            one.bind(str(place))
+            place.chmod(0o777)
         listening.listen()
         yield
 
@@ -211,6 +232,51 @@ def test_memory_files_and_output_are_limited(runner: SandboxRunner) -> None:
     assert not memory.ok and "all of it" not in memory.stdout
     assert not files.ok and "all of it" not in files.stdout
     assert flood.ended == "flooded" and len(flood.stdout) == 10_000 and quiet.ended == "flooded"
+
+
+def test_programs_wait_in_threads_of_their_own(runner: SandboxRunner) -> None:
+    """Those of the event loop are for others: with all of them taken, engines got no weights, and
+    programs that asked the policy waited for ever."""
+
+    async def meanwhile() -> int:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        assert (await runner.run(SandboxJob("print(1)"))).ok
+        running = asyncio.create_task(runner.run(SandboxJob("import time\ntime.sleep(2)")))
+        await asyncio.sleep(0.5)
+        answer = await asyncio.wait_for(asyncio.to_thread(lambda: 7), 1.0)
+        assert not running.done() and (await running).ok
+        return answer
+
+    assert asyncio.run(meanwhile()) == 7
+
+
+UNCOUNTED = {
+    "a raised limit": (
+        "import resource\n"
+        "try: resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))\n"
+        "except (OSError, ValueError): pass\n"
+        "x = 'a' * 3 * 10**8"
+    ),
+    "shared memory": "import mmap\nx = mmap.mmap(-1, 3 * 10**8)\nx.write(b'a' * 10**7)",
+    "files in memory": (
+        "import os\nfor _ in range(300): os.write(os.memfd_create('x'), b'a' * 10**6)"
+    ),
+    "segments of System V": (
+        "import ctypes\n"
+        "if ctypes.CDLL(None).shmget(0, ctypes.c_size_t(3 * 10**8), 0o1600) < 0: raise MemoryError"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", UNCOUNTED)
+def test_no_memory_is_beside_the_limit(way: str, runners: dict[str, SandboxRunner]) -> None:
+    why = unavailable("process")
+    if why:
+        pytest.skip(why)
+    if "process" not in runners:
+        runners["process"] = make_runner(ProcessSandbox(**LIMITS))
+    ended = run(runners["process"], f"{UNCOUNTED[way]}\nprint('all of it')")
+    assert not ended.ok and "all of it" not in ended.stdout
 
 
 @pytest.mark.parametrize("code", ["while True: pass", "import time\ntime.sleep(600)"])
@@ -307,6 +373,23 @@ def test_started_sandboxes_say_why_they_did_not_start(
     runner = make_runner(DockerSandbox(**LIMITS))
     assert run(runner, "print(input())", stdin="7").stdout == "7\n"
     runner.close()
+
+
+def test_a_sandbox_that_the_system_does_not_start_is_no_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "docker"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    runner = make_runner(DockerSandbox(**LIMITS))
+
+    def too_many(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("tunesmith.learn.sandboxes.started.Popen", too_many)
+    with pytest.raises(SandboxError, match=r"could not be started.*unavailable"):
+        run(runner, "print(1)")
 
 
 def test_a_container_ends_with_who_started_it(tmp_path: Path) -> None:

@@ -15,15 +15,17 @@ import subprocess
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 
 from tunesmith.config.sandboxes import Bubblewrap, DockerSandbox, LocalSandbox
 from tunesmith.config.values import parse_size
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, boundary
 from tunesmith.learn.sandboxes.base import (
     MOST_OPEN,
     SandboxError,
@@ -155,6 +157,8 @@ class StartedRunner:
         self._listens = listens
         most = section.concurrency or MOST_OPEN if listens else at_once(section)
         self._places = PerLoop(lambda: asyncio.Semaphore(most))
+        # A thread waits for each program, and the event loop's few are needed for new weights.
+        self._threads = ThreadPoolExecutor(most, "sandbox")
         self._lock = threading.Lock()
         self._waiting: list[_Started] = []
         self._busy: list[_Started] = []
@@ -166,9 +170,10 @@ class StartedRunner:
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[_Started]:
         async with self._places.here:
-            sandbox = await asyncio.to_thread(self._take)
+            loop = asyncio.get_running_loop()
+            sandbox = await loop.run_in_executor(self._threads, self._take)
             try:
-                await asyncio.to_thread(sandbox.meet)
+                await loop.run_in_executor(self._threads, sandbox.meet)
                 yield sandbox
             finally:
                 with self._lock:
@@ -188,12 +193,15 @@ class StartedRunner:
         with self._lock:
             sandbox = self._waiting.pop() if self._waiting else self._made()
             if len(self._waiting) < at_once(self._section):
-                self._waiting.append(self._made())
+                with suppress(SandboxError):  # it is made when it is needed
+                    self._waiting.append(self._made())
             self._busy.append(sandbox)
         return sandbox
 
     def _made(self) -> _Started:
-        return _Started(self._section, self._start, Outlet() if self._listens else None)
+        with boundary(SandboxError, "a sandbox could not be started", OSError):
+            outlet = Outlet() if self._listens else None
+            return _Started(self._section, self._start, outlet, self._threads)
 
 
 class _Started:
@@ -204,10 +212,12 @@ class _Started:
         section: LocalSandbox,
         start: Callable[[str], SandboxStart],
         outlet: Outlet | None,
+        threads: Executor,
     ) -> None:
         self.start = start(outlet.address if outlet else "")
         self._section = section
         self._outlet = outlet
+        self._threads = threads
         self._listener: socket.socket | None = None
         self._late = False
         # bwrap ends with the thread that started it.
@@ -240,7 +250,8 @@ class _Started:
 
     async def run(self, job: SandboxJob, seconds: float) -> SandboxOutcome:
         message = {**message_of(job, self._section), "seconds": ceil(min(seconds, LONGEST))}
-        return await asyncio.to_thread(self._run, json.dumps(message).encode(), seconds)
+        work = partial(self._run, json.dumps(message).encode(), seconds)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def end(self) -> None:
         running = self._process.poll() is None

@@ -2,7 +2,7 @@
 resource limits.
 
 ``enter`` is called in a fork, whose processes then see no others and end with it. They can read
-the given paths, write only to a small file system of their own, open no sockets, and be only so
+the given paths, change only a small file system of their own, open no sockets, and be only so
 many. A part that the machine refuses raises: nothing runs half confined.
 
 Imports only the standard library: the fork server of ``killable_child.py`` loads it by its path.
@@ -60,6 +60,12 @@ _PRIVATE = 0x44000
 """MS_REC | MS_PRIVATE."""
 _TMPFS = 0x6
 """MS_NOSUID | MS_NODEV."""
+_MOUNT_SETATTR = 442
+_HERE = -100
+"""AT_FDCWD."""
+_RECURSIVE = 0x8000
+_READ_ONLY = struct.pack("=4Q", 1, 0, 0, 0)
+"""A ``mount_attr`` that sets MOUNT_ATTR_RDONLY."""
 _READ_SEARCH = 1 << 2
 """CAP_DAC_READ_SEARCH: a jail of root can read what root can, as far as Landlock lets it."""
 _PDEATHSIG = 1
@@ -85,19 +91,30 @@ SYSTEM = (
 """What programs need of the system."""
 NETWORK = ("/etc/hosts", "/etc/resolv.conf", "/etc/ssl", "/etc/ca-certificates")
 _CALLS = {
-    "x86_64": {"arch": 0xC000003E, "socket": 41, "by_handle": 304, "unshare": 272, "clone": 56},
-    "aarch64": {"arch": 0xC00000B7, "socket": 198, "by_handle": 265, "unshare": 97, "clone": 220},
-}
+    "x86_64": {
+        "arch": 0xC000003E, "socket": 41, "by_handle": 304, "unshare": 272, "clone": 56,
+        "mmap": 9, "shmget": 29, "memfd": 319, "socketpair": 53,
+    },
+    "aarch64": {
+        "arch": 0xC00000B7, "socket": 198, "by_handle": 265, "unshare": 97, "clone": 220,
+        "mmap": 222, "shmget": 194, "memfd": 279, "socketpair": 199,
+    },
+}  # fmt: skip
 _IO_URING_SETUP = 425
 _CLONE3 = 435
 """Its flags are in memory, which a filter cannot read; the C library then uses ``clone``."""
 _ANY_NAMESPACE = 0x7E020000
+_SHARED_MEMORY = 0x21
+"""MAP_SHARED | MAP_ANONYMOUS: no limit of a process counts it."""
 _UNIX = 1
+_STREAM = 1
+"""SOCK_STREAM: from other pairs of sockets, messages can be sent to any socket of this machine."""
 # Of the language of filters, from <linux/bpf_common.h> and <linux/seccomp.h>.
 _LOAD = 0x20
 _EQUAL = 0x15
 _AT_LEAST = 0x35
 _ANY_BIT = 0x45
+_AND = 0x54
 _ALLOWED = 0x7FFF0000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -151,6 +168,9 @@ def enter(jail: Jail) -> int | None:
     os.setsid()  # signals to its process group reach nobody outside
     _libc.prctl(_PDEATHSIG, signal.SIGKILL)
     _try("mounts", _libc.mount(b"none", b"/", None, _PRIVATE, None))
+    # Landlock lets the owner of a file change its mode, owner, times and attributes.
+    size = ctypes.c_size_t(len(_READ_ONLY))
+    _try("mounts", _libc.syscall(_MOUNT_SETATTR, _HERE, b"/", _RECURSIVE, _READ_ONLY, size))
     options = f"size={jail['files']},nr_inodes={_MOST_FILES},mode=0700"
     options += f",uid={own},gid={own if root else group}"
     folder = os.fsencode(jail["folder"])
@@ -241,13 +261,14 @@ def _grant(rules: int, path: str, allowed: int) -> None:
 
 
 def _restrict_calls(*, network: bool) -> None:
-    """Refuse sockets (with ``network``: those of this machine only), and what goes around Landlock
-    or this filter."""
+    """Refuse sockets (with ``network``: those of this machine only), memory that no limit counts,
+    and what goes around Landlock or this filter."""
     calls = _CALLS[platform.machine()]
     end = 0x06
     killed = 0x80000000
     refused = 0x00050001
     unknown = 0x00050026
+    no_memory = 0x0005000C
     program: list[tuple[int, int, int, int]] = [
         (_LOAD, 0, 0, 4),
         (_EQUAL, 1, 0, calls["arch"]),
@@ -257,13 +278,27 @@ def _restrict_calls(*, network: bool) -> None:
         (end, 0, 0, killed),
         (_EQUAL, 0, 1, _CLONE3),
         (end, 0, 0, unknown),
-        (_EQUAL, 2, 0, _IO_URING_SETUP),
-        (_EQUAL, 1, 0, calls["by_handle"]),
+        (_EQUAL, 4, 0, _IO_URING_SETUP),
+        (_EQUAL, 3, 0, calls["by_handle"]),
+        (_EQUAL, 2, 0, calls["shmget"]),
+        (_EQUAL, 1, 0, calls["memfd"]),
         (_EQUAL, 0, 1, calls["unshare"]),
         (end, 0, 0, refused),
+        (_EQUAL, 0, 5, calls["mmap"]),
+        (_LOAD, 0, 0, 40),
+        (_AND, 0, 0, _SHARED_MEMORY),
+        (_EQUAL, 0, 1, _SHARED_MEMORY),
+        (end, 0, 0, no_memory),
+        (end, 0, 0, _ALLOWED),
         (_EQUAL, 0, 4, calls["clone"]),
         (_LOAD, 0, 0, 16),
         (_ANY_BIT, 0, 1, _ANY_NAMESPACE),
+        (end, 0, 0, refused),
+        (end, 0, 0, _ALLOWED),
+        (_EQUAL, 0, 5, calls["socketpair"]),
+        (_LOAD, 0, 0, 24),
+        (_AND, 0, 0, 0xF),
+        (_EQUAL, 1, 0, _STREAM),
         (end, 0, 0, refused),
         (end, 0, 0, _ALLOWED),
         (_EQUAL, 1, 0, calls["socket"]),

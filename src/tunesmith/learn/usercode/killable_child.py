@@ -76,7 +76,7 @@ def main(pipe: int, parent: int) -> None:
                 end_with_parent(here)
                 asking.close()
             _settle(one_thread=forks and pool)
-            _limit(setup["memory"])
+            _limit(setup["memory"], for_good=jail is not None)
             answers = Connection(handle)
             listener = confine(jail) if confine else None
             if listener is not None:
@@ -146,9 +146,9 @@ def _settle(*, one_thread: bool) -> None:
             torch.set_num_threads(1)
 
 
-def _limit(memory: int) -> None:
+def _limit(memory: int, *, for_good: bool) -> None:
     """Limit the worker to ``memory`` bytes beyond the loaded program, and make it the OOM killer's
-    first choice."""
+    first choice. A worker that is to be confined cannot raise the limit again (``for_good``)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
     with contextlib.suppress(ValueError, OSError):
@@ -158,8 +158,9 @@ def _limit(memory: int) -> None:
             before = int(pages) * resource.getpagesize()
         # Limits data, not address space: GPU libraries reserve many times more addresses than they
         # use.
-        most = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        resource.setrlimit(resource.RLIMIT_DATA, (before + memory, most))
+        limit = before + memory
+        most = limit if for_good else resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
 
 if __name__ == "__main__":
