@@ -97,6 +97,8 @@ def test_tasks_are_read_without_the_package(tmp_path: Path) -> None:
         ({"environment/Dockerfile": "FROM ubuntu\nRUN apt-get install -y gcc"}, "RUN"),
         ({"environment/Dockerfile": "FROM org/own"}, "org/own"),
         ({"environment/Dockerfile": "FROM ubuntu\nCOPY ../x /"}, "COPY"),
+        ({"environment/Dockerfile": "FROM ubuntu\nENV PATH=/x:$PATH"}, "PATH"),
+        ({"environment/Dockerfile": "FROM ubuntu\nRUN echo 'a\nb'"}, "RUN"),
         ({"task.toml": "[environment]\ndocker_image = 'own:1'"}, "own:1"),
         ({"task.toml": "[[steps]]\nname = 'a'"}, "steps"),
         ({"task.toml": "[verifier]\nenvironment_mode = 'separate'"}, "environment"),
@@ -127,8 +129,12 @@ def test_what_it_needs_is_said(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             tasks.check(section)
         assert refused.value.keys == (key,)
-    needy = made(tmp_path / "needy", **{"environment/Dockerfile": "FROM own"})
-    environment(str(needy)).check(EnvironmentSection(command=("mini",), sandbox=DockerSandbox()))
+    own = "FROM own\n# It's the repository's.\nRUN echo it\\'s\nWORKDIR /repository"
+    needy = made(tmp_path / "needy", **{"environment/Dockerfile": own})
+    played = environment(str(needy))
+    played.check(EnvironmentSection(command=("mini",), sandbox=DockerSandbox()))
+    task = made_task(byte_level(template("qwen2")), harbor=str(needy))
+    assert played.task_of(SECTION, task).folder == "/repository"
     for wrong in ({"split": "test"}, {"options": {"size": 1}}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             list(read(Source(path=f"harbor:{tmp_path}", **wrong)))  # type: ignore[arg-type]

@@ -53,6 +53,15 @@ def played(folder: Path, name: str, policy: Any, first: int = 1) -> Rollout:
     return found[0]
 
 
+def test_tasks_of_a_file_may_hold_any_text(tmp_path: Path) -> None:
+    said = "first\u2028second\x85\x0c"
+    line = json.dumps({"responses_create_params": {"input": said}}, ensure_ascii=False)
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(f"{line}\n{line}\n", encoding="utf-8")
+    found = list(rows("http://h", "train", {"file": str(file)}))
+    assert [row["prompt"] for row in found] == [[{"role": "user", "content": said}]] * 2
+
+
 @need("nemo_gym")
 def test_function_calls_go_to_the_server_which_scores_the_response(tmp_path: Path) -> None:
     """A counter that counts in the session of its episode."""

@@ -18,6 +18,7 @@ from tunesmith.config.schema import EnvironmentSection, Source
 from tunesmith.errors import ConfigError
 from tunesmith.learn.data.sources import SourceRow, read
 from tunesmith.learn.environments.loading import EnvironmentSet, load_environments
+from tunesmith.learn.packages import textarena
 from tunesmith.run.assembly import run_rl
 from tunesmith.types import Rollout, Task
 
@@ -45,6 +46,19 @@ def halving(text: str) -> str:
         low = int(guess) if hint == "higher" else low
         high = int(guess) if hint == "lower" else high
     return f"[{(low + high) // 2}]{END}"
+
+
+@need("textarena")
+def test_a_game_begins_without_the_draws_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Games of agents begin in threads: whoever has the lock has the global generator."""
+    seed = random.seed
+
+    def guarded(*args: object) -> None:
+        assert textarena._RANDOM.locked()
+        seed(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(random, "seed", guarded)
+    textarena.GameTable({"game": "GuessTheNumber-v0", "seed": 1, "players": 1, "options": "{}"})
 
 
 @need("textarena")

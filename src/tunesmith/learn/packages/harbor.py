@@ -192,24 +192,41 @@ def _without_canary(text: str) -> str:
 
 
 def _follow_dockerfile(task: HarborTask) -> None:
-    """Do what a Dockerfile says, as far as that is possible without its image."""
+    """Do what a Dockerfile says, as far as that is possible without its image. Also with an image,
+    its last ``WORKDIR`` is where programs start."""
     text = (task.folder / "environment" / "Dockerfile").read_text(encoding="utf-8")
     for line in re.sub(r"\\\n", " ", text).splitlines():
         name, _, rest = line.strip().partition(" ")
         name = name.upper()
-        with boundary(ConfigError, f"harbor:{task.folder}: {line}", ValueError):
-            words = shlex.split(rest)
         if not name or name.startswith("#") or name in _WITHOUT_EFFECT:
             continue
-        if name == "FROM" and _is_plain(words[0]):
-            continue
-        if name == "WORKDIR":
+        words = _words(rest)
+        if name == "WORKDIR" and words:
             task.workdir = str(PurePosixPath(task.workdir) / words[0])
-        elif name == "ENV" and all("=" in word for word in words):
-            task.variables |= dict(word.split("=", 1) for word in words)
-        elif not (name == "COPY" and _copy(task, words)):
+        elif not task.needs_image and not (words and _follow(task, name, words)):
             task.needs_image = f"its Dockerfile says '{line.strip()}'"
-            return
+
+
+def _words(text: str) -> list[str]:
+    """An instruction's words; none where they depend on variables, or a quotation goes on."""
+    try:
+        return [] if "$" in text else shlex.split(text)
+    except ValueError:
+        return []
+
+
+def _follow(task: HarborTask, name: str, words: list[str]) -> bool:
+    """Whether an instruction was followed."""
+    match name:
+        case "FROM":
+            return _is_plain(words[0])
+        case "ENV" if all("=" in word for word in words):
+            task.variables |= dict(word.split("=", 1) for word in words)
+            return True
+        case "COPY":
+            return _copy(task, words)
+        case _:
+            return False
 
 
 def _is_plain(image: str) -> bool:

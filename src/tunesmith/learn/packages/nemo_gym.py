@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -192,7 +191,8 @@ def _lines(what: str, name: str, split: str, options: Options) -> list[str]:
             f"{what}: there is no {file}; name another as options.file, or a split that is there: "
             f"{', '.join(there) or 'none'}"
         )
-    return file.read_text(encoding="utf-8").splitlines()
+    # Not ``splitlines``: texts may hold its other line breaks, such as U+2028.
+    return file.read_text(encoding="utf-8").rstrip("\n").split("\n")
 
 
 def _is_far(name: str) -> bool:
@@ -213,21 +213,18 @@ class _Place:
     """Where a server is."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        if not _is_far(name):
+        self._address = name.rstrip("/") if _is_far(name) else ""
+        if not self._address:
             _folder(name)  # what is wrong is said before the run
-
-    def url(self) -> str:
-        return self._name.rstrip("/") if _is_far(self._name) else self._server.url()
-
-    @cached_property
-    def _server(self) -> PackageServer:
         program = "from tunesmith.learn.packages.nemo_gym import serve; serve()"
 
         def command(port: int) -> list[str]:
-            return [sys.executable, "-c", program, self._name, str(port)]
+            return [sys.executable, "-c", program, name, str(port)]
 
-        return PackageServer(f"nemo_gym:{self._name}", command, _ask)
+        self._server = PackageServer(f"nemo_gym:{name}", command, _ask)
+
+    def url(self) -> str:
+        return self._address or self._server.url()
 
 
 def _ask(url: str) -> None:

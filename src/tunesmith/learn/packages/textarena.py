@@ -85,10 +85,7 @@ class GameTable:
         if name not in known:
             plain = [each for each in known if each.endswith("-v0")]
             raise ConfigError(f"textarena has no game '{name}'.{nearest(name, plain)}")
-        state = random.getstate()
-        random.seed(0)
-        self._random = random.getstate()
-        random.setstate(state)
+        self._random = random.Random(0).getstate()
         with self._drawing():
             random.seed(str(task["seed"]))
             self._game: Foreign = package.make(name, **json.loads(str(task["options"])))
