@@ -440,7 +440,7 @@ def test_a_column_says_who_plays_a_task(tokenizer: Any, tmp_path: Path) -> None:
     )
     tasks = [
         made_task(tokenizer, game="guess", secret=4, turns=None),
-        made_task(tokenizer, game="echo", turns=3),
+        made_task(tokenizer, game="echo", turns=3, environment={"any": "value"}),
         made_task(tokenizer, game="single_turn"),
     ]
     guess, echo, single = play(environments, tokenizer, tasks, lambda _: "4<|im_end|>")[0]

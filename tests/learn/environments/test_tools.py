@@ -330,6 +330,19 @@ def test_templates_with_a_place_for_tools_play_episodes(kind: str, tmp_path: Pat
     assert answers == ["7", '{"quotient": 0.25}', "2"]
 
 
+def test_text_stays_text_in_a_notation_without_types() -> None:
+    call = (
+        "<tool_call>\n<function=find>\n<parameter=year>\n2024\n</parameter>\n"
+        "<parameter=limit>\n5\n</parameter>\n</function>\n</tool_call>"
+    )
+    kinds = {"year": {"type": "string"}, "limit": {"type": "integer"}, "odd": True}
+    schema = {"type": "function", "function": {"name": "find", "parameters": {"properties": kinds}}}
+    bare: dict[str, Any] = {"name": "find"}
+    (found,) = parse_hermes(call, call, [bare, schema])[1]
+    assert found == ToolCall("find", {"year": "2024", "limit": 5})
+    assert parse_hermes(call, call, [bare])[1] == [ToolCall("find", {"year": 2024, "limit": 5})]
+
+
 def test_what_the_hermes_template_writes_is_what_its_parser_reads() -> None:
     written = {"name": ADD.name, "arguments": ADD.arguments}
     messages = [

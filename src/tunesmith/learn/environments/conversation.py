@@ -161,7 +161,7 @@ class Conversation:
         written = renderer.text(ids)
         raw = before_stop(written, stop)
         text = before_stop(renderer.plain(ids), stop)
-        content, calls = parse(raw, text) if parse and tools and find_calls else (text, [])
+        content, calls = parse(raw, text, tools) if parse and tools and find_calls else (text, [])
         if any(isinstance(call, BadCall) for call in calls):
             content = text  # keep the text of calls that cannot be read
         message = _assistant(content, calls, self.turns)

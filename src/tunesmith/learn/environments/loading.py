@@ -250,8 +250,9 @@ class EnvironmentSet:
             return self.loaded[0].name
         column = self.section.column
         brought = {one.reference: one.name for one in self.loaded if package_name(one.reference)}
-        if task.columns.get(BROUGHT) in brought:
-            return brought[task.columns[BROUGHT]]
+        named = task.columns.get(BROUGHT)
+        if isinstance(named, str) and named in brought:
+            return brought[named]
         names = [*(one.name for one in self.loaded), SINGLE_TURN]
         if column not in task.columns:
             raise DataError(

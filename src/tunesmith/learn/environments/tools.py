@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tunesmith.errors import ConfigError, nearest
+from tunesmith.learn.data.values import Tools
 from tunesmith.learn.usercode.calls import Function
 from tunesmith.records.foreign import first_json, json_or, parse_json
 
@@ -33,8 +34,9 @@ class BadCall:
 
 
 Calls = list[ToolCall | BadCall]
-Parse = Callable[[str, str], tuple[str, Calls]]
-"""Maps a turn, with and without special tokens, to the text around its calls, and the calls."""
+Parse = Callable[[str, str, Tools], tuple[str, Calls]]
+"""Maps a turn, with and without special tokens, and the tools that it may call, to the text around
+its calls, and the calls."""
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -61,11 +63,12 @@ def marks_of(parse: Parse) -> tuple[str, ...]:
     return (_MISTRAL,) if parse is parse_mistral else ("<tool_call>",)
 
 
-def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
+def parse_hermes(raw: str, text: str, tools: Tools = None) -> tuple[str, Calls]:
     """Any number of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen).
 
     A block may also hold ``<function=name><parameter=key>value</parameter></function>``
-    (Qwen3-Coder). Calls before ``</think>`` do not count.
+    (Qwen3-Coder), where a value that its tool describes as text stays text. Calls before
+    ``</think>`` do not count.
     """
     source = text if "<tool_call>" in text else raw
     thought, closed, spoken = source.rpartition("</think>")
@@ -73,9 +76,11 @@ def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
     for block in _BLOCK.finditer(spoken):
         function = _FUNCTION.search(block[1])
         if function:
-            pairs = _PARAMETER.findall(function[2])
-            arguments = {key.strip(): json_or(value, value) for key, value in pairs}
-            calls.append(ToolCall(function[1].strip(), arguments))
+            name = function[1].strip()
+            texts = _text_arguments(name, tools)
+            pairs = [(key.strip(), value) for key, value in _PARAMETER.findall(function[2])]
+            arguments = {k: v if k in texts else json_or(v, v) for k, v in pairs}
+            calls.append(ToolCall(name, arguments))
             continue
         try:
             calls.append(_check(parse_json(block[1])))
@@ -86,7 +91,21 @@ def parse_hermes(raw: str, text: str) -> tuple[str, Calls]:
     return f"{thought}{closed}{_BLOCK.sub('', spoken)}".rstrip(), calls
 
 
-def parse_llama(raw: str, text: str) -> tuple[str, Calls]:
+def _text_arguments(name: str, tools: Tools) -> set[str]:
+    """The arguments of a tool whose schema says that they are text."""
+    for tool in tools or ():
+        match tool:
+            case {"function": {"name": called, "parameters": {"properties": {**fields}}}} if (
+                called == name
+            ):
+                described = ((key, one) for key, one in fields.items() if isinstance(one, dict))
+                return {str(key) for key, one in described if one.get("type") == "string"}
+            case _:
+                pass
+    return set()
+
+
+def parse_llama(raw: str, text: str, _: Tools = None) -> tuple[str, Calls]:
     """The whole turn is ``{"name": ..., "parameters": {...}}``, or several separated by ``;``
     (Llama 3).
 
@@ -108,13 +127,13 @@ def parse_llama(raw: str, text: str) -> tuple[str, Calls]:
     return spoken, calls
 
 
-def parse_mistral(raw: str, text: str) -> tuple[str, Calls]:
+def parse_mistral(raw: str, text: str, _: Tools = None) -> tuple[str, Calls]:
     """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`` (Mistral)."""
     spoken, marker, body = raw.rpartition(_MISTRAL)
     if not marker:
         return text, []
     try:
-        value, _ = first_json(body.strip())
+        value = first_json(body.strip())[0]
     except ValueError as error:
         return spoken.rstrip(), [BadCall(f"the list of tool calls is not valid JSON: {error}")]
     items = value if isinstance(value, list) else [value]
