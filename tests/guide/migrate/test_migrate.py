@@ -676,6 +676,156 @@ def test_settings_of_openrlhf_s_trainer(options: str, expected: dict[str, Any]) 
         assert "Muon" in row_of(migration, "adam_offload").text
 
 
+def of(text: str, key: str, **said: str) -> Any:
+    """A setting of the run file of a text of verl (overrides), OpenRLHF (options) or TRL (a class
+    and its arguments); None if it is not there."""
+    if text.startswith("--"):
+        given = "--pretrain org/m --prompt_data org/d --remote_rm_url r.py"
+        migration = migrated(f"python -m openrlhf.cli.train_ppo_ray {given} {text}", **said)
+    elif "=" in text.partition(" ")[0].partition("(")[0]:
+        given = "data.train_files=d.parquet actor_rollout_ref.model.path=org/m"
+        migration = migrated(f"python -m verl.trainer.main_ppo {given} {text}", **said)
+    else:
+        name = text.partition("(")[0]
+        migration = migrated(f"from trl import {name}\nargs = {text}\n", "train.py", **said)
+    entry = migration.entries.get(key)
+    return entry and entry.value
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("--advantage_estimator gae", "algorithm.advantage.gae_lambda", 1.0),
+        ("--advantage_estimator group_norm", "algorithm.advantage.gae_lambda", None),
+        ("algorithm.adv_estimator=gae", "algorithm.advantage.gae_lambda", 1.0),
+        ("algorithm.adv_estimator=gae algorithm.lam=0.9", "algorithm.advantage.gae_lambda", 0.9),
+        ("algorithm.adv_estimator=grpo", "algorithm.advantage.gae_lambda", None),
+    ],
+)
+def test_lambda_is_the_framework_s_where_it_is_left_out(text: str, key: str, value: Any) -> None:
+    assert of(text, key) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("algorithm.adv_estimator=grpo_passk", "algorithm.name", None),
+        ("actor_rollout_ref.actor.shuffle=False", "data.shuffle", None),
+        ("data.shuffle=False actor_rollout_ref.actor.shuffle=True", "data.shuffle", False),
+        ("SFTConfig(lr_scheduler_type='inverse_sqrt')", "train.schedule", None),
+        ("GKDConfig(beta=0.5)", "algorithm.kl.coef", None),
+        ("GKDConfig(beta=0.5)", "distill.mode", None),
+        ("DistillationConfig(beta=1.0)", "distill.mode", "on_policy"),
+        ("DistillationConfig(beta=0.0)", "distill.mode", "sampled"),
+        ("GRPOConfig(beta=0.04)", "algorithm.kl.coef", 0.04),
+    ],
+)
+def test_what_looks_alike_and_is_not_is_not_copied(text: str, key: str, value: Any) -> None:
+    assert of(text, key) == value
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "share"),
+    [
+        ({"min_lr_rate": 0.1}, 0.1),
+        ({"min_lr": 2e-6}, 0.2),
+        ({"num_cycles": 3}, None),
+        ({"min_lr_rate": 0.1, "num_cycles": 3}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("name", ["sft.yaml", "train.py"])
+def test_the_last_rate_of_a_schedule(kwargs: dict[str, float], share: Any, name: str) -> None:
+    said = {"learning_rate": 1e-5, "lr_scheduler_type": "cosine_with_min_lr"}
+    text = json.dumps({"dataset_name": "org/d", **said, "lr_scheduler_kwargs": kwargs})
+    if name == "train.py":
+        arguments = ", ".join(f"{key}={value!r}" for key, value in said.items())
+        arguments = f"{arguments}, lr_scheduler_kwargs={kwargs}"
+        text = f"from trl import SFTConfig\nargs = SFTConfig({arguments})\n"
+    migration = migrated(text, name)
+    entry = migration.entries.get("train.min_lr_ratio")
+    if "num_cycles" not in kwargs:
+        assert (entry and entry.value) == (share and pytest.approx(share))
+    else:
+        assert any(r.kind in ("by hand", "changes") for r in migration.rows), "it is said"
+
+
+ROLLOUT = "algorithm.rollout_correction."
+LEVEL = "--algo.advantage.is_correction_"
+WITH_VLLM = "GRPOConfig(use_vllm=True, vllm_importance_sampling_"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "low", "high"),
+    [
+        (f"{ROLLOUT}rollout_is=token {ROLLOUT}rollout_is_threshold=3", "token_truncate", None, 3),
+        (f"{ROLLOUT}rollout_rs=token {ROLLOUT}rollout_rs_threshold=3", None, None, None),
+        (
+            f"{ROLLOUT}rollout_rs=geometric {ROLLOUT}rollout_rs_threshold=1.25",
+            "geometric",
+            0.8,
+            1.25,
+        ),
+        (
+            f"{ROLLOUT}rollout_rs=seq_mean_k1 {ROLLOUT}rollout_rs_threshold=0.99_1.01",
+            "geometric",
+            0.99,
+            1.01,
+        ),
+        (
+            f"{ROLLOUT}rollout_is=sequence {ROLLOUT}rollout_is_threshold=5.0 "
+            f"{ROLLOUT}rollout_rs=seq_mean_k3 {ROLLOUT}rollout_rs_threshold=0.005",
+            "sequence_truncate",
+            None,
+            5.0,
+        ),
+        ("--enable_vllm_is_correction", "token_clamp", 0.5, 5.0),
+        (
+            "--enable_vllm_is_correction --vllm_is_correction_type icepop "
+            "--vllm_is_truncated_threshold 0.6 4.0",
+            "icepop",
+            0.6,
+            4.0,
+        ),
+        (
+            "--enable_vllm_is_correction --vllm_is_truncated_threshold 2",
+            "token_truncate",
+            None,
+            2,
+        ),
+        (f"{LEVEL}level token", "icepop", 0.5, 5.0),
+        (f"{LEVEL}level token {LEVEL}mode clip {LEVEL}threshold 0.1 3.0", "token_clamp", 0.1, 3.0),
+        (f"{LEVEL}level seq {LEVEL}gating ratio", "sequence_mask", 0.5, 5.0),
+        (
+            f"{LEVEL}level seq {LEVEL}gating binary_kl {LEVEL}threshold 5e-3",
+            None,
+            None,
+            None,
+        ),
+        (f"{LEVEL}level off {LEVEL}gating ratio", None, None, None),
+        (f"{WITH_VLLM}correction=True)", None, None, None),
+        (f"{WITH_VLLM}mode='token_truncate')", "token_truncate", None, 3.0),
+        (f"{WITH_VLLM}mode='token_mask', vllm_importance_sampling_cap=4.0)", "icepop", 0.0, 4.0),
+        (
+            f"{WITH_VLLM}mode='token_truncate', vllm_importance_sampling_clip_min=0.2)",
+            "token_clamp",
+            0.2,
+            3.0,
+        ),
+        (
+            f"{WITH_VLLM}mode='token_mask', vllm_importance_sampling_correction=False)",
+            None,
+            None,
+            None,
+        ),
+        ("GRPOConfig(vllm_importance_sampling_mode='token_mask')", None, None, None),
+    ],
+)
+def test_corrections_keep_their_meaning(text: str, kind: Any, low: Any, high: Any) -> None:
+    told = (of(text, f"algorithm.correction{key}") for key in ("", ".low", ".high"))
+    assert tuple(told) == (kind, low, high)
+
+
 def test_a_job_of_ray_is_a_run_on_ray() -> None:
     command = (
         "python3 -m openrlhf.cli.train_ppo_ray --pretrain org/m --prompt_data org/d --remote_rm_url r.py "

@@ -305,7 +305,7 @@ def test_a_table_is_answered_by_its_keys_or_as_a_whole() -> None:
     assert (
         "zero_optimization.offload_optimizer.device is called system.offload_optimizer" in message
     )
-    assert "lr_scheduler_kwargs is called train.min_lr_ratio" in message
+    assert "lr_scheduler_kwargs.min_lr is called train.min_lr_ratio" in message
 
 
 WORDS = st.text(st.sampled_from("abcdefghijklmnopqrstuvwxyz_"), min_size=3, max_size=14)

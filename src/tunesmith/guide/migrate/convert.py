@@ -211,7 +211,7 @@ def _by_conversion(
         result = CONVERSIONS[name](given, there)
     except NotKnownError as error:
         return _computed(str(error), keys)
-    except (ValueError, OverflowError) as error:  # not a number, or far too large
+    except (ValueError, ArithmeticError) as error:  # not a number, or far too large
         return Fate("by hand", f"the value cannot be read: {error}", keys)
     if isinstance(result, Fate):
         return replace(result, keys=keys)

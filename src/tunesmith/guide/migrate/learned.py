@@ -142,18 +142,93 @@ def epsilon(given: Given, there: There) -> Result:
 
 def correction(given: Given, there: There) -> Result:
     """The importance weight that corrects for the difference between sampler and trainer."""
-    if is_off(given.value):
+    if is_off(given.value) or given.value == "off":
         return OFF
-    names = ("is_correction_type", "vllm_is_correction_type", "vllm_importance_sampling_mode")
-    return Value("algorithm.correction", there.get(*names, default=given.value))
+    if there.framework == "trl":
+        return _correction_of_trl(there)
+    if there.get("is_correction_level", default="off") != "off":
+        return _correction_by_level(there)
+    if given.name.endswith(("is_correction_gating", "is_correction_mode")):
+        return OFF
+    name = there.get("is_correction_type", "vllm_is_correction_type", default=given.value)
+    bounds = there.get("vllm_is_truncated_threshold", "is_correction_threshold")
+    both = name in ("tis", True) and isinstance(bounds, list)
+    return Value("algorithm.correction", "token_clamp" if both else name)
+
+
+def _correction_of_trl(there: There) -> Result:
+    mode = there.get("vllm_importance_sampling_mode", default="sequence_mask")
+    if not there.get("use_vllm") or there.get("vllm_importance_sampling_correction") is False:
+        return without("it is only for rollouts of vLLM, where the correction is on")
+    if mode == "sequence_mask":
+        return by_hand(
+            "it bounds the product of an answer's ratios there, and sequence_mask their geometric "
+            'mean here; "sequence_truncate" and "icepop" are the nearest'
+        )
+    low = there.get("vllm_importance_sampling_clip_min")
+    name = "token_clamp" if mode == "token_truncate" and low is not None else mode
+    names = ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
+    high = there.get(*names, default=3.0)
+    bounds = [Value("algorithm.correction.high", high)]
+    if mode == "token_mask":
+        bounds.append(Value("algorithm.correction.low", low or 0.0))
+    return [Value("algorithm.correction", name), *bounds]
+
+
+_LEVELS = {
+    ("token", "mask"): "icepop",
+    ("token", "clip"): "token_clamp",
+    ("seq", "mask"): "sequence_mask",
+}
+"""Our names for OpenRLHF's level and mode."""
+
+
+def _correction_by_level(there: There) -> Result:
+    gating = there.get("is_correction_gating", default="ratio")
+    if gating != "ratio":
+        return by_hand(f"the bounds are those of the ratio here, not of {gating}")
+    kind = (there.get("is_correction_level"), there.get("is_correction_mode", default="mask"))
+    name = _LEVELS.get(kind)
+    return Value("algorithm.correction", name) if name else by_hand(f"there is no {kind} here")
 
 
 def threshold(given: Given, there: There) -> Result:
     on = there.get("is_correction_enable", "enable_vllm_is_correction")
+    on = on or there.get("is_correction_level", default="off") != "off"
     numbers = given.value if isinstance(given.value, list) else [given.value]
     if not on or not isinstance(given.value, list | int | float):
         return without("the correction is off there")
+    if there.get("is_correction_gating", default="ratio") != "ratio":
+        return without("it bounds what is_correction_gating names")
     return _bounds("correction.", numbers)
+
+
+def rejection(given: Given, there: There) -> Result:
+    """verl's ``rollout_rs``, which keeps or rejects and has no weight."""
+    if is_off(given.value):
+        return OFF
+    if not is_off(there.get("rollout_is")):
+        return by_hand("rollout_is gives a weight already, and there is one correction here")
+    if given.value in ("geometric", "seq_mean_k1"):
+        return Value("algorithm.correction", "geometric")
+    near = '"icepop" rejects tokens and weights the others, "geometric" rejects answers'
+    return by_hand(f"nothing rejects by {given.value} here: {near}")
+
+
+def rejected_outside(given: Given, there: There) -> Result:
+    """Bounds of ``rollout_rs``: a number, or ``low_high``; low is the reciprocal if it is left
+    out."""
+    if is_off(given.value):
+        return OFF
+    only = there.get("rollout_rs") in ("geometric", "seq_mean_k1")
+    if not only or not is_off(there.get("rollout_is")):
+        return without("it bounds what rollout_rs rejects")
+    if given.name.endswith("lower"):
+        return Value("algorithm.correction.low", given.value)
+    low, _, high = str(given.value).rpartition("_")
+    lower = float(low) if low else there.get("rollout_rs_threshold_lower")
+    bounds = [1 / float(high) if lower is None else lower, float(high)]
+    return _bounds("correction.", bounds)
 
 
 def overlong(given: Given, there: There) -> Result:

@@ -22,13 +22,29 @@ def last_rate(given: Given, there: There) -> Result:
     """The schedule's final rate as a share of the peak."""
     value: Any = given.value
     if isinstance(value, dict):
-        value = value.get("min_lr_rate", value.get("min_lr_ratio"))  # pyright: ignore
-    elif given.name.endswith((".min_lr", ".lr_min")):
-        rate = there.get("optim.lr", default=0)
-        known = isinstance(value, int | float) and isinstance(rate, float) and rate
-        value = value / rate if known else None
-    key = "critic.min_lr_ratio" if "critic" in given.name else "train.min_lr_ratio"
+        return _last_rate_of(value, there)
+    critic = "critic" in given.name
+    if given.name.endswith((".min_lr", ".lr_min")):
+        names = ("critic.optim.lr",) if critic else ("optim.lr", "learning_rate", "lr")
+        value = _share_of(value, there.get(*names))
+    key = "critic.min_lr_ratio" if critic else "train.min_lr_ratio"
     return Value(key, value) if isinstance(value, int | float) and value > 0 else OFF
+
+
+def _last_rate_of(table: dict[str, Any], there: There) -> Result:
+    """``lr_scheduler_kwargs``, whose keys depend on the schedule."""
+    shares = [table.get("min_lr_rate", table.get("min_lr_ratio"))]
+    shares.append(_share_of(table.get("min_lr"), there.get("learning_rate", "lr")))
+    known = {"min_lr_rate", "min_lr_ratio", "min_lr"}
+    share = next((each for each in shares if isinstance(each, int | float)), None)
+    if not known.issuperset(table) or (share is None and not is_off(table)):
+        return by_hand("a schedule has train.min_lr_ratio here, and no other constants")
+    return Value("train.min_lr_ratio", share) if share else OFF
+
+
+def _share_of(rate: object, peak: object) -> float | None:
+    known = isinstance(rate, int | float) and isinstance(peak, float) and peak
+    return rate / peak if known else None  # pyright: ignore
 
 
 def warmup(given: Given, there: There) -> Result:
