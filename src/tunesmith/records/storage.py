@@ -74,14 +74,19 @@ def replacing(path: Path, *, durable: bool = False) -> Generator[Path]:
     try:
         yield unfinished
         if durable:
-            for entry in (*unfinished.rglob("*"), unfinished):
-                _flush(entry)
+            flush(unfinished)
         _put(unfinished, target)
     except BaseException:
         _remove(unfinished)
         raise
     if durable:
         _flush(target.parent)
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or a directory with all that it contains, to disk."""
+    for entry in (*path.rglob("*"), path):
+        _flush(entry)
 
 
 def check_output(path: Path, option: str, mark: str | None, *, streams: bool = True) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from tunesmith.errors import CheckpointError, StorageError, boundary
 from tunesmith.learn.data.loader import State
 from tunesmith.records.run_dir import checkpoints_in
-from tunesmith.records.storage import read_json, replacing
+from tunesmith.records.storage import flush, read_json, replacing
 from tunesmith.run.loop.manifest import write_manifest
 
 STATE_FILE = "state.json"
@@ -102,6 +102,7 @@ class Checkpoints:
             (unfinished / STATE_FILE).write_text(json.dumps(state), "utf-8")
             write_manifest(unfinished)
             _make_readable(unfinished)
+            flush(unfinished)  # takes long: before a checkpoint of the same step is moved away
             yield
 
     def _rotate(self, newest: int, best: int | None) -> None:

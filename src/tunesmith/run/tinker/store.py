@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from tunesmith.errors import StorageError, UserError, boundary
-from tunesmith.records.storage import read_json, replacing
+from tunesmith.records.storage import flush, read_json, replacing
 from tunesmith.run.tinker.requests import LoraAsk
 
 Kind = Literal["weights", "sampler_weights"]
@@ -87,6 +87,7 @@ class Store:
                 unfinished.mkdir()
                 save(unfinished)
                 (unfinished / FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
+                flush(unfinished)  # takes long: before the one that it replaces is moved away
                 shutil.rmtree(before, ignore_errors=True)
                 if path.exists():
                     path.rename(before)

@@ -114,9 +114,11 @@ def test_without_any_checkpoint_a_full_disk_says_so(tmp_path: Path) -> None:
         Checkpoints(tmp_path, 1).save(1, {}, full, None)
 
 
+@pytest.mark.parametrize("step", [1, 2])
 def test_a_failing_flush_is_a_failing_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also of a step that was saved before, whose checkpoint is the only one."""
     kept = Checkpoints(tmp_path, 1)
     kept.save(1, {}, write, None)
     with monkeypatch.context() as patched:
@@ -124,7 +126,7 @@ def test_a_failing_flush_is_a_failing_write(
             os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error"))
         )
         with pytest.raises(StorageError):
-            kept.save(2, {}, write, None)
+            kept.save(step, {}, write, None)
     assert kept.steps() == [1]
 
 
