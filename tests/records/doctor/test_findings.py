@@ -449,6 +449,36 @@ def test_changes_that_cannot_be_made_are_left_out(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "changed", "advice"),
+    [
+        ("slow_reward", {"reward.isolation": "process"}, ["rollout.max_staleness = 1"]),
+        ("slow_reward", {"rollout.max_staleness": 2}, ['reward.isolation = "process"']),
+        ("slow_sync", {"rollout.max_staleness": 1}, []),
+        ("entropy_collapse", {"algorithm.loss": "gspo"}, ["train.lr = 5e-07"]),
+        ("entropy_collapse", {"algorithm.loss.clip_high": 0.3}, ["train.lr = 5e-07"]),
+        (
+            "policy_drifts",
+            {"algorithm.kl.coef": 0.001},
+            ["algorithm.kl.coef = 0.01", "train.lr = 5e-07"],
+        ),
+        (
+            "policy_drifts",
+            {"algorithm.kl.coef": 0.05},
+            ["algorithm.kl.coef = 0.1", "train.lr = 5e-07"],
+        ),
+        ("much_clipped", {"train.passes_per_batch": 1}, ["train.lr = 5e-07"]),
+        ("slow_checkpoints", {"checkpoint.minutes": 60}, ["checkpoint.minutes = 120"]),
+    ],
+)
+def test_advice_goes_on_from_what_is_set(
+    tmp_path: Path, key: str, changed: dict[str, Any], advice: list[str]
+) -> None:
+    columns, before = CASES[key]
+    finding = found(write_run(tmp_path, columns, **{**before, **changed}))[key]
+    assert list(finding.change) == advice
+
+
 def test_the_steps_of_a_finding_are_those_of_its_numbers(tmp_path: Path) -> None:
     steps = {
         key: found(write_run(tmp_path / key, *CASES[key][:1], **CASES[key][1]))[key].steps

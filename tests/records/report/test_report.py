@@ -278,6 +278,25 @@ def test_a_run_without_a_step_is_shown_and_no_run_is_refused(tmp_path: Path) -> 
         open_run(tmp_path / "runs")
 
 
+def test_a_run_is_judged_again_when_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going_on = True
+
+    def goes_on(_: Path) -> bool:
+        return going_on
+
+    for module in ("doctor.record", "report.run"):
+        monkeypatch.setattr(f"tunesmith.records.{module}.is_running", goes_on)
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "time": 1.0, "loss": 2.0}])
+    settings = {"train.steps": {"value": 9, "source": "said"}}
+    (tmp_path / "resolved.json").write_text(json.dumps({"settings": settings}))
+    run = open_run(tmp_path)
+    assert run.findings() == ([], None)
+    going_on = False
+    assert [finding["key"] for finding in run.findings()[0]] == ["stopped_early"]
+
+
 def test_traces_have_rows_with_lanes(tmp_path: Path) -> None:
     def event(phase: str, name: str, pid: int, **more: Any) -> dict[str, Any]:
         return {"ph": phase, "name": name, "pid": pid, "tid": pid, **more}

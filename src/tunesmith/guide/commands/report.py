@@ -63,7 +63,7 @@ def report(
     path = (out or runs[0] / "report.html").absolute()
     check_output(path, "--out", MARK)
     sampled = [embedded_rollouts(run, most) for run in opened]
-    made = {"live": False, "written": time.strftime("%Y-%m-%d %H:%M"), "model": model(opened)}
+    made = {"live": False, "written": time.strftime("%Y-%m-%d %H:%M %Z"), "model": model(opened)}
     document = page({**made, "rollouts": sampled})
     write_output(path, document, private=True)
     parts = [f"{shown_path(path)}: {format_size(len(document))}"]

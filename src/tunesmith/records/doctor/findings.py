@@ -24,6 +24,8 @@ from tunesmith.records.doctor.learning import at_the_end
 from tunesmith.records.doctor.record import RunRecord, read_record
 from tunesmith.records.doctor.rules import Finding, applied, worst_first
 from tunesmith.records.doctor.signs import Signs
+from tunesmith.records.plain import Row
+from tunesmith.records.toml import toml_value
 
 LEARNED = 0.2
 """Rise of the reward, in standard deviations, above which a run has learned something."""
@@ -38,7 +40,15 @@ def diagnose(record: RunRecord) -> list[Finding]:
         return answer_findings(record)
     run = Signs(record)
     found = applied(RULES, run, span(record.steps), span(record.steps[-window(run.steps) :]))
-    return worst_first([*_nothing_learned(run), *found], [*RULES, *nothing_learned.RULES])
+    worst = worst_first([*_nothing_learned(run), *found], [*RULES, *nothing_learned.RULES])
+    return [_without_what_is_set(finding, record.settings) for finding in worst]
+
+
+def _without_what_is_set(finding: Finding, settings: Row) -> Finding:
+    """The finding without changes to a value that the setting has."""
+    plain = {key: v for key, v in settings.items() if isinstance(v, str | int | float)}
+    now = {f"{key} = {toml_value(value)}" for key, value in plain.items()}
+    return replace(finding, change=tuple(each for each in finding.change if each not in now))
 
 
 def serious_findings(run_dir: Path) -> list[str]:

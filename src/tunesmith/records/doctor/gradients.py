@@ -19,7 +19,7 @@ twice_the_usual_norm = Change[Signs](
 def not_finite(run: Signs) -> Evidence:
     """The gradient is not finite: the learning rate is too high, or the number format overflows.
 
-    The first keeps the steps if they are too large; the second tells whether it is the number
+    A lower rate keeps the steps if they are too large; float32 tells whether it is the number
     format.
     """
     if run.dropped > 0.05:

@@ -4,7 +4,7 @@ evaluation shows."""
 from __future__ import annotations
 
 from tunesmith.records.doctor.rules import Change, Evidence, Rules, explains
-from tunesmith.records.doctor.signs import Signs, times
+from tunesmith.records.doctor.signs import Signs, at_least, times
 
 RULES = Rules[Signs]()
 
@@ -19,7 +19,7 @@ def _best_step(run: Signs) -> str | None:
 def overfitting(run: Signs) -> Evidence:
     """The model memorises the training data.
 
-    The first ends there; the second keeps that checkpoint.
+    Fewer steps end there; the metric keeps that checkpoint.
     """
     loss = run["loss"]
     held_out = run["eval/loss"]
@@ -30,7 +30,7 @@ def overfitting(run: Signs) -> Evidence:
         yield f"{rise}, while the training loss fell to {loss.last}"
 
 
-@RULES.add("warning", times("train.lr", 0.5), "train.warmup_ratio = 0.05")
+@RULES.add("warning", times("train.lr", 0.5), at_least("train.warmup_ratio = 0.05"))
 @explains("spike spikes loss_does_not_fall")
 def loss_spike(run: Signs) -> Evidence:
     """A learning rate at its edge, or a batch of broken data.

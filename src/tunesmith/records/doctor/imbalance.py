@@ -6,7 +6,7 @@ from statistics import median
 
 from tunesmith.records.doctor.columns import Figure
 from tunesmith.records.doctor.rules import Evidence, Rules, explains
-from tunesmith.records.doctor.signs import Signs, times
+from tunesmith.records.doctor.signs import Signs, ahead, at_least, times
 from tunesmith.records.doctor.speed import LEAST_SECONDS
 
 RULES = Rules[Signs]()
@@ -25,7 +25,7 @@ def _without(values: dict[int, Figure], number: int) -> Figure:
     return Figure(median(value for other, value in values.items() if other != number))
 
 
-@RULES.add("warning", "system.engine_restarts = 10")
+@RULES.add("warning", at_least("system.engine_restarts = 10"))
 @explains("uneven_engines")
 def engines_lost(run: Signs) -> Evidence:
     """Their processes, machines or servers were lost.
@@ -61,7 +61,7 @@ def slow_engine(run: Signs) -> Evidence:
         yield f"{rate} while it has requests, the others {others:.0f}"
 
 
-@RULES.add("note", "rollout.max_staleness = 1")
+@RULES.add("note", ahead)
 def uneven_engines(run: Signs) -> Evidence:
     """A prompt's completions go to one engine, and there are few prompts, or some are far longer.
 

@@ -32,7 +32,8 @@ def host_memory_grows(run: Signs) -> Evidence:
     """
     peak = run["memory/host_peak"]
     if run.steps >= 10 and peak.times > 1.5 and peak.rise > 1e9:
-        yield f"the trainer's process grew from {peak.first} to {peak.last} bytes"
+        grown = f"from {peak.first / 1e9:.1f} to {peak.last / 1e9:.1f} GB"
+        yield f"the trainer's process grew {grown}"
 
 
 @RULES.add("note")

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 
 from tunesmith.records.doctor.columns import UNKNOWN, Column, ratio
-from tunesmith.records.doctor.rules import Evidence, Rules, explains
-from tunesmith.records.doctor.signs import Signs, quarter_for_overlong, times
+from tunesmith.records.doctor.rules import Change, Evidence, Rules, explains
+from tunesmith.records.doctor.signs import Signs, at_least, quarter_for_overlong, times
 
 RULES = Rules[Signs]()
 
@@ -16,7 +16,13 @@ def _change(column: Column) -> str:
     return f"from {column.first} to {column.last}"
 
 
-@RULES.add("problem", "algorithm.loss.clip_high = 0.28", times("train.lr", 0.5))
+def _wide(run: Signs) -> str | None:
+    """DAPO's upper clip of PPO's ratio; other losses bound other things."""
+    narrow = not run.number("algorithm.loss.clip_high") >= 0.28
+    return "0.28" if narrow and run.settings.get("algorithm.loss") == "ppo" else None
+
+
+@RULES.add("problem", Change("algorithm.loss.clip_high", _wide), times("train.lr", 0.5))
 @explains("few_contrasts equal_answers")
 def entropy_collapse(run: Signs) -> Evidence:
     """The policy has become certain before it is right, and no longer explores.
@@ -29,7 +35,7 @@ def entropy_collapse(run: Signs) -> Evidence:
         yield f"the entropy fell {_change(entropy)} nats per token"
 
 
-@RULES.add("warning", "model.router_aux_loss_coef = 0.001")
+@RULES.add("warning", at_least("model.router_aux_loss_coef = 0.001"))
 def collapsed_experts(run: Signs) -> Evidence:
     """Routers send most tokens to a few experts, and the others learn nothing.
 
@@ -64,7 +70,7 @@ def entropy_explosion(run: Signs) -> Evidence:
 def length_explosion(run: Signs) -> Evidence:
     """The loss or the reward favours length.
 
-    The first takes length out of the loss, the second penalises overlong answers.
+    Dr. GRPO takes length out of the loss, the ramp penalises overlong answers.
     """
     tokens = run["completion_tokens"]
     if run.steps >= 6 and tokens.times > 2 and run.reward_rise < 0.5:
@@ -101,7 +107,7 @@ def longer_scores_higher(run: Signs) -> Evidence:
         yield _correlation(run)
 
 
-@RULES.add("problem", "algorithm.kl.coef = 0.005", 'eval.metric = "eval/reward"')
+@RULES.add("problem", at_least("algorithm.kl.coef = 0.005"), 'eval.metric = "eval/reward"')
 def reward_hacking(run: Signs) -> Evidence:
     """The reward is gamed, or the prompts are memorised.
 
@@ -119,7 +125,7 @@ def reward_hacking(run: Signs) -> Evidence:
         yield f"the reward rose {_change(reward)}, and on held-out prompts fell from {fall}"
 
 
-@RULES.add("warning", "algorithm.kl.coef = 0.01", times("train.lr", 0.5))
+@RULES.add("warning", at_least("algorithm.kl.coef = 0.01"), times("train.lr", 0.5))
 @explains("entropy_explosion length_explosion")
 def policy_drifts(run: Signs) -> Evidence:
     """Nothing holds the policy near its start: expect mixed languages and broken formats.
@@ -174,8 +180,8 @@ def stale_weights(run: Signs) -> Evidence:
 def sampler_disagrees(run: Signs) -> Evidence:
     """Engine and trainer compute with different kernels, number formats or settings.
 
-    The first weights tokens by how likely the sampler made them; the second tells whether it is the
-    number format.
+    The correction weights tokens by how likely the sampler made them; float32 tells whether it is
+    the number format.
     """
     kl = run["policy_kl"].median
     if run.on_policy and run.steps >= 3 and kl > 0.005:
@@ -194,7 +200,9 @@ def too_stale(run: Signs) -> Evidence:
         yield f"tokens are {age:.1f} versions old on average, of {allowed} allowed"
 
 
-@RULES.add("warning", times("critic.lr", 3), "critic.freeze_actor_steps = 20", over_last=True)
+@RULES.add(
+    "warning", times("critic.lr", 3), at_least("critic.freeze_actor_steps = 20"), over_last=True
+)
 def critic_useless(run: Signs) -> Evidence:
     """The critic has not learned, and its advantages are noise.
 
@@ -209,7 +217,7 @@ def critic_useless(run: Signs) -> Evidence:
 def critic_explains_nothing(run: Signs) -> Evidence:
     """The critic does not learn: its learning rate is too low, or returns are unpredictable.
 
-    The first lets it learn faster; the second compares the rollouts of a group and needs no critic.
+    A higher rate lets it learn faster; GRPO compares the rollouts of a group and needs no critic.
     """
     explained = run["value_explained"].last
     if run.steps >= 20 and -0.1 <= explained < 0.02:

@@ -92,7 +92,7 @@ def no_answer_found(run: Signs) -> Evidence:
 def truncated(run: Signs) -> Evidence:
     """Answers are cut off, and are rewarded as if they were wrong.
 
-    The first lets answers end, at more time and memory; the second rewards shorter ones.
+    A higher limit lets answers end, at more time and memory; the ramp rewards shorter ones.
     """
     cut = run["truncated"]
     if cut.last > 0.3:

@@ -128,4 +128,21 @@ def times(key: str, factor: float, of: str | None = None) -> Change[Signs]:
     return Change(key, value)
 
 
+def at_least(setting: str) -> Change[Signs]:
+    """A change to a value, written ``key = value``; to twice the present one where that is as
+    large."""
+    key, _, least = setting.partition(" = ")
+
+    def value(run: Signs) -> str:
+        now = run.number(key)
+        return f"{now * 2:g}" if now >= float(least) else least
+
+    return Change(key, value)
+
+
+ahead = Change[Signs](
+    "rollout.max_staleness",
+    lambda run: None if run.number("rollout.max_staleness") >= 1 else "1",
+)
+"""Rollouts ahead of the policy, unless the run has them already."""
 quarter_for_overlong = times("algorithm.overlong.buffer", 0.25, of="rollout.max_new_tokens")

@@ -8,7 +8,7 @@ from statistics import median
 
 from tunesmith.records.doctor.columns import Figure, ratio
 from tunesmith.records.doctor.rules import Change, Evidence, Rules, explains
-from tunesmith.records.doctor.signs import Signs, times
+from tunesmith.records.doctor.signs import Signs, ahead, at_least, times
 
 RULES = Rules[Signs]()
 LEAST_SECONDS = 60
@@ -61,18 +61,17 @@ def _waits(run: Signs, name: str, things: str) -> Evidence:
         yield f"in {share:.0%} of the time, {seconds:.0f} s, engines and trainer wait for {things}"
 
 
-@RULES.add("warning", "rollout.max_staleness = 1", 'reward.isolation = "process"')
+@RULES.add("warning", ahead, 'reward.isolation = "process"')
 @explains("stragglers trainer_waits")
 def slow_reward(run: Signs) -> Evidence:
     """The reward is on the critical path.
 
-    The first computes rewards while the next step samples, the second on several cores; or make it
-    async.
+    Rewards are computed while the next step samples, or on several cores; or make it async.
     """
     yield from _waits(run, "reward", "rewards")
 
 
-@RULES.add("warning", "rollout.max_staleness = 1")
+@RULES.add("warning", ahead)
 @explains("stragglers trainer_waits")
 def slow_environment(run: Signs) -> Evidence:
     """They are on the critical path.
@@ -82,7 +81,7 @@ def slow_environment(run: Signs) -> Evidence:
     yield from _waits(run, "environment", "tools and environments")
 
 
-@RULES.add("note", "rollout.max_staleness = 1", "system.hybrid = true")
+@RULES.add("note", ahead, "system.hybrid = true")
 def engines_idle(run: Signs) -> Evidence:
     """The trainer is the bottleneck, and engines have their own devices.
 
@@ -138,7 +137,7 @@ def prompts_not_shared(run: Signs) -> Evidence:
         yield f"{share:.0%} of the prompt tokens come from the cache, with groups of {size}"
 
 
-@RULES.add("warning", "rollout.max_staleness = 1")
+@RULES.add("warning", ahead)
 def slow_sync(run: Signs) -> Evidence:
     """Weights travel through files or over a slow link.
 
@@ -149,7 +148,7 @@ def slow_sync(run: Signs) -> Evidence:
         yield f"{share:.0%} of the time is sending weights to engines"
 
 
-@RULES.add("warning", "checkpoint.minutes = 30")
+@RULES.add("warning", at_least("checkpoint.minutes = 30"))
 def slow_checkpoints(run: Signs) -> Evidence:
     """Checkpoints are frequent, or the disk is slow.
 

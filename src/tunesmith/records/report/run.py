@@ -17,7 +17,7 @@ from tunesmith.records.report.metrics import MetricsFile, curves, totals
 from tunesmith.records.report.rollouts import RolloutIndex, sample
 from tunesmith.records.report.steps import step_timelines
 from tunesmith.records.report.trace import read_traces
-from tunesmith.records.run_dir import PLAN_FILE
+from tunesmith.records.run_dir import PLAN_FILE, is_running
 from tunesmith.records.runs import check_holds, progress_of
 from tunesmith.records.standing import STATE_FILE, read_standing
 from tunesmith.records.storage import read_json
@@ -37,8 +37,8 @@ class GrowingRun:
     path: Path
     metrics: MetricsFile
     rollouts: RolloutIndex
-    _judged: tuple[int, list[JsonObject], str | None] | None = None
-    """The number of steps at the last diagnosis, and its result."""
+    _judged: tuple[int, bool, list[JsonObject], str | None] | None = None
+    """The number of steps at the last diagnosis, whether the run went on, and the result."""
 
     def read_on(self) -> bool:
         """Returns whether the metrics or the rollouts have changed."""
@@ -48,15 +48,18 @@ class GrowingRun:
 
     def findings(self) -> tuple[list[JsonObject], str | None]:
         """The doctor's findings, or why it could not judge. A run is judged again after 2% more
-        steps."""
+        steps, and when it has ended."""
         rows = self.metrics.steps.rows
-        if self._judged is None or not self._judged[0] <= rows <= self._judged[0] * 1.02:
+        goes_on = is_running(self.path)
+        before, went_on, *_ = self._judged or (-1, goes_on)
+        if not before <= rows <= before * 1.02 or goes_on != went_on:
             try:
                 findings = [asdict(finding) for finding in diagnose(read_record(self.path))]
-                self._judged = rows, findings, None
+                self._judged = rows, goes_on, findings, None
             except TunesmithError as error:
-                self._judged = rows, [], str(error)
-        return self._judged[1:]
+                self._judged = rows, goes_on, [], str(error)
+        assert self._judged is not None
+        return self._judged[2:]
 
 
 def open_run(path: Path) -> GrowingRun:
