@@ -18,7 +18,7 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.learn.data.loader import Loader
 from tunesmith.plan.facts.hardware import Hardware
-from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.facts.run import Done, Facts
 from tunesmith.plan.length import draws, optimizer_steps, prompts_of
 from tunesmith.plan.resolve import resolve
 from tunesmith.run import assembly
@@ -28,10 +28,13 @@ from tunesmith.types import RolloutGroup, Task
 CPU = Hardware("a CPU", cores=4, memory_total=16 * 10**9, memory_available=8 * 10**9, bf16=True)
 
 
-def resolved(kind: type[RunConfig], rows: int, *overrides: str) -> Any:
+def resolved(
+    kind: type[RunConfig], rows: int, *overrides: str, done: Done | None = None
+) -> Any:
     base = ["model.path=org/m", "data.train=org/d"]
     base += ['reward.functions=["math"]'] if kind is RLConfig else []
-    return resolve(load_config(kind, None, [*base, *overrides]), Facts(CPU, train_size=rows))
+    facts = Facts(CPU, train_size=rows, done=done)
+    return resolve(load_config(kind, None, [*base, *overrides]), facts)
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,6 +77,31 @@ def test_the_batches_of_a_supervised_run_are_its_passes(
         before.next_batch()
     again.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert [again.next_batch() for _ in batches[early:]] == batches[early:]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 30),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    epochs=st.floats(0.1, 4),
+    stopped=st.integers(0, 9),
+)
+def test_steps_of_another_size_take_what_is_left_of_the_passes(
+    rows: int, sizes: tuple[int, int], epochs: float, stopped: int
+) -> None:
+    """A supervised run is continued with another ``train.batch_size``."""
+    said = f"train.epochs={epochs}"
+    before = resolved(SFTConfig, rows, said, f"train.batch_size={sizes[0]}")
+    total = draws(before.training, rows)
+    loader = Loader(range(rows), before.training.batch, draws=total)
+    steps = min(stopped, before.steps)
+    done = Done(steps, sum(len(loader.next_batch()) for _ in range(steps)))
+    after = resolved(SFTConfig, rows, said, f"train.batch_size={sizes[1]}", done=done)
+    again = Loader(range(rows), after.training.batch, draws=total)
+    again.load_state_dict(loader.state_dict())
+    batches = [again.next_batch() for _ in range(after.steps - steps)]
+    assert all(batches) and not again.next_batch()
+    assert before.training.batch != after.training.batch or after.steps == before.steps
 
 
 @settings(max_examples=60, deadline=None)

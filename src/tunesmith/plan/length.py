@@ -8,6 +8,7 @@ from __future__ import annotations
 from math import ceil
 
 from tunesmith.config.schema import RLConfig, RunConfig, Source
+from tunesmith.plan.facts.run import Done
 from tunesmith.plan.parts import Training
 
 
@@ -18,7 +19,9 @@ def draws(training: Training, size: int | None) -> int | None:
     return None if size is None or epochs is None else max(1, round(epochs * size))
 
 
-def steps_of_epochs(said: RunConfig, training: Training, size: int, each: int) -> tuple[int, str]:
+def steps_of_epochs(
+    said: RunConfig, training: Training, size: int, each: int, done: Done | None = None
+) -> tuple[int, str]:
     """The steps of ``train.epochs``, and what the reason for them adds about short ones.
 
     In supervised training no step spans two passes. Rollout batches keep their size, which the
@@ -27,9 +30,11 @@ def steps_of_epochs(said: RunConfig, training: Training, size: int, each: int) -
 
     Args:
         each: the items of a full step.
+        done: what a continued run has done, perhaps in steps of another size.
     """
     total = draws(training, size) or size
-    if said.supervised and not _weighted(said):
+    passes = said.supervised and not _weighted(said)
+    if passes:
         steps = steps_of_passes(total, size, each)
         several = total > size
         short = min(size, total) % each
@@ -38,14 +43,20 @@ def steps_of_epochs(said: RunConfig, training: Training, size: int, each: int) -
         steps = ceil(total / each)
         short = total % each
         where = "the last"
+    if done:
+        left = max(0, total - done.items)
+        more = steps_of_passes(left, size, each, done.items) if passes else ceil(left / each)
+        if done.steps + more != steps:
+            return done.steps + more, f", after {done.items} in the {done.steps} steps before"
     return steps, f", {short} to {where}" if short else ""
 
 
-def steps_of_passes(total: int, size: int, each: int) -> int:
-    """Steps of at most ``each`` items that draw ``total`` items from ``size``, none of which spans
-    two passes."""
-    passes, rest = divmod(total, size)
-    return passes * ceil(size / each) + ceil(rest / each)
+def steps_of_passes(total: int, size: int, each: int, drawn: int = 0) -> int:
+    """Steps of at most ``each`` items that draw ``total`` items from ``size`` after ``drawn`` ones,
+    none of which spans two passes."""
+    begun = min(total, -drawn % size)
+    passes, rest = divmod(total - begun, size)
+    return ceil(begun / each) + passes * ceil(size / each) + ceil(rest / each)
 
 
 def prompts_of(training: Training, step: int, size: int | None) -> int:

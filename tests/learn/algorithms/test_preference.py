@@ -203,6 +203,8 @@ def test_reward_models_by_hand() -> None:
     flat = [v.item() for v in values]
     assert told["rewards/mean"] == pytest.approx(np.mean(flat)) and "rewards/square" not in told
     assert told["rewards/std"] == pytest.approx(np.std(flat))
+    broken = with_reward_std({"rewards/mean": math.nan, "rewards/square": math.nan})
+    assert math.isnan(broken["rewards/std"])
     plain, _, _ = whole(p.RewardObjective(margins=False), samples, values, "values")
     assert plain == pytest.approx(np.mean([math.log(1 + math.exp(-x)) for x in (0.8, -1.5, 0.0)]))
 

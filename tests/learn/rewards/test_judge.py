@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.records.http_client import seconds_to_wait
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import assembly
+from tunesmith.run.assembly.rewards import add_rewards
 from tunesmith.types import Completion, Rollout, Status, Task
 
 
@@ -435,6 +437,29 @@ def test_the_policy_can_judge() -> None:
     metrics = rewards.metrics(played)
     assert played[0].reward == 0.4 and played[1].rewards == {"judge": None}
     assert metrics["judge/judge/prompt_tokens"] == 5 and metrics["judge/judge/requests"] == 2
+
+
+def test_after_a_restart_the_new_engine_judges() -> None:
+    """A run whose trainer was lost begins again with the rewards that it has."""
+    asked: list[str] = []
+
+    def engine(name: str) -> Any:
+        async def generate(*_: object) -> Completion:
+            asked.append(name)
+            raise EngineError("closed")
+
+        return generate
+
+    config = load_config(RLConfig, None, [
+        "model.path=org/m", "data.train=org/d", 'reward.judge=[{"model": "policy"}]',
+    ])  # fmt: skip
+    plan: Any = SimpleNamespace(said=config)
+    nowhere: Any = None
+    rewards = RewardSet({"judge": 1.0}, 60.0)
+    for name in ("first", "second"):
+        add_rewards(rewards, plan, tiny.tokenizer(), print, nowhere, None, engine(name))
+        asyncio.run(rewards.score([rollout()], ["four"]))
+    assert asked == ["first", "second"]
 
 
 @pytest.mark.parametrize(

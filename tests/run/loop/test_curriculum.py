@@ -38,6 +38,13 @@ def test_a_task_rests_for_the_stated_epochs() -> None:
     assert tasks.resting == 0
 
 
+def test_it_rests_as_long_where_its_group_ends_with_the_pass() -> None:
+    tasks = curriculum(1)
+    assert names(tasks.next_batch(4)) == "abcd"
+    rest(tasks, "bd")  # in epoch 0, though the next draw is of epoch 1
+    assert names(tasks.next_batch(6)) == "acabcd"
+
+
 def test_without_rest_nothing_changes() -> None:
     tasks = curriculum(0)
     rest(tasks, "abcd")

@@ -148,6 +148,18 @@ def test_failed_rollouts_count_as_not_passed_and_are_told() -> None:
     )
 
 
+def test_failed_samples_are_told_too() -> None:
+    class LosingSamples(Watching):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+            self.failing = 6 if sampling.temperature else None
+            return await super().generate(prompt_ids, sampling)
+
+    metrics, groups = measured(LosingSamples(), Scorer({"a": [1.0] * 3, "b": [1.0] * 3}), samples=3)
+    assert metrics["eval/accuracy"] == 1.0 and metrics["eval/pass@1"] == 0.5
+    assert all(group.usable for group in groups)
+    assert metrics["eval/failed"] == pytest.approx(3 / 8)
+
+
 def test_a_reward_that_the_first_rollout_lacks_is_averaged_too() -> None:
     rollouts = [Rollout(task) for task in TASKS]
     for rollout, rewards in zip(

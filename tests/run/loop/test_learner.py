@@ -546,3 +546,12 @@ def test_a_checkpoints_lower_cap_is_taken_over_and_told() -> None:
     assert learner.caps["max_tokens"] == 100 and not told
     learner.resume({"max_tokens": 50})
     assert learner.caps["max_tokens"] == 50 and "50 tokens" in told[0]
+    saved = learner.state()
+    assert saved == {"max_tokens": 50, "max_tokens/from": 100}
+    more = learner_of(Recorder(), 200)
+    more.resume(saved)
+    assert more.caps["max_tokens"] == 200, "more memory is planned"
+    assert not more.state(), "none ran out"
+    same = learner_of(Recorder(), 100)
+    same.resume(saved)
+    assert same.state() == saved

@@ -15,6 +15,8 @@ from huggingface_hub import HfApi, ModelCard
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.errors import ConfigError
 from tunesmith.run import assembly
+from tunesmith.run.assembly.opening import Caller
+from tunesmith.run.loop.callbacks import Callbacks
 from tunesmith.run.loop.manifest import damages
 
 TOKEN = "hf_secretsecretsecret"
@@ -79,6 +81,19 @@ def test_each_checkpoint_s_model_goes_there_where_that_is_asked_for(
         f"step-00000{n}" for n in (1, 2, 3)
     ]
     assert ModelCard.load(outcome.checkpoint / "README.md").data.to_dict()["library_name"] == "peft"
+
+
+def test_the_model_with_which_a_callback_ends_the_run_is_the_last_one(
+    tmp_path: Path, model: Path, api: MagicMock
+) -> None:
+    said = sft_settings(
+        tmp_path, model, train__steps=5, checkpoint__every=1, checkpoint__push_to_hub="a/b"
+    )
+    caller = Caller(callbacks=Callbacks(on_checkpoint=lambda step, _: step < 2))
+    outcome = assembly.run_sft(None, said, caller)
+    assert outcome.checkpoint.parent.name == "step-000002"
+    [call] = api.upload_folder.call_args_list
+    assert call.kwargs["folder_path"] == outcome.checkpoint
 
 
 def test_a_push_that_fails_costs_nothing_and_shows_no_token(

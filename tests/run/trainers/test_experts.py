@@ -14,6 +14,7 @@ from tests.support.training import backend_of, difference, gradient, learner_of,
 from tunesmith.errors import ModelError
 from tunesmith.learn.algorithms.objective import SFTObjective
 from tunesmith.learn.data.batch import Batch
+from tunesmith.models.causal_lm import CausalLM
 
 OBJECTIVE = SFTObjective()
 
@@ -82,6 +83,20 @@ def test_biases_move_by_the_rate_and_are_saved(tmp_path: Path) -> None:
     learner_of(other).update(batch, OBJECTIVE)
     for name, weight in backend.model.module.state_dict().items():
         assert torch.equal(other.model.module.state_dict()[name], weight), name
+
+
+def test_a_reference_that_follows_the_policy_gets_its_biases(tmp_path: Path) -> None:
+    path = saved(tmp_path, "deepseek_v3")
+    reference = CausalLM.load(path, dtype=torch.float32)
+    backend = backend_of(path, router_bias_update_rate=0.5, reference=reference)
+    learner = learner_of(backend)
+    batch = Batch.of(samples_of())
+    learner.update(batch, OBJECTIVE)
+    backend.refresh_reference()
+    own = backend.model.module.state_dict()
+    for name, weight in reference.module.state_dict().items():
+        assert torch.equal(weight, own[name]), name
+    assert learner.score(batch).tolist() == learner.score(batch, reference=True).tolist()
 
 
 @pytest.mark.parametrize(

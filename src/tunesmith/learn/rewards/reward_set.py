@@ -8,7 +8,7 @@ reward of zero.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import compress
@@ -28,7 +28,7 @@ from tunesmith.learn.rewards.function import (
 from tunesmith.learn.rewards.metrics import mean, reward_metrics
 from tunesmith.learn.rewards.trainer_state import TrainerState
 from tunesmith.learn.usercode.calls import NotTried, RaisedInCall, UserCalls, kept_default_dtype
-from tunesmith.types import Rollout, Status, Task
+from tunesmith.types import Completion, Rollout, Sampling, Status, Task
 
 if TYPE_CHECKING:
     from tunesmith.learn.rewards.isolated import IsolatedRewards
@@ -58,6 +58,8 @@ class RewardSet:
         self.weights = weights
         self.state = TrainerState()
         """The functions' ``trainer_state``; the loop replaces it each step."""
+        self.policy: Callable[[Sequence[int], Sampling], Awaitable[Completion]] | None = None
+        """Generates with the policy, for judges that are it; a run that restarts replaces it."""
         self.read_by_judges: dict[str, frozenset[str]] = {}
         """Columns that the judges' questions need, by the judges' names."""
         self.hands_instances = False

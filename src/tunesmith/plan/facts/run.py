@@ -22,6 +22,15 @@ class FastEngine:
 
 
 @dataclass(frozen=True, slots=True)
+class Done:
+    """What a run on given data that is continued has done."""
+
+    steps: int
+    items: int
+    """Drawn from the data in these steps."""
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Facts about a run; an unknown fact is None, and settings that depend on it are not derived.
 
@@ -37,6 +46,8 @@ class Facts:
     """The one that the run continues, if it is on this machine."""
     train_size: int | None = None
     eval_size: int | None = None
+    done: Done | None = None
+    """None: the run begins, or it samples."""
     longest: int | None = None
     together: int | None = None
     images: int | None = None

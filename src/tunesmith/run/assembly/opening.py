@@ -24,6 +24,7 @@ from tunesmith.learn.data.prepare import Prepared, Sources
 from tunesmith.models.vision.processing import vocabulary_of
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.hub import known_model_facts
+from tunesmith.plan.facts.run import Done
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.report import memory_of
 from tunesmith.plan.resolve import resolve
@@ -235,12 +236,21 @@ def prepare_training(
         **image_facts(run.tokenizer, run.train.items),
         train_size=len(run.train),
         eval_size=len(run.held_out) if run.held_out else None,
+        done=_done_before(run.checkpoint) if run.config.supervised else None,
         longest=longest,
         together=together,
     )
     run.announce()
     planned = {"memory": memory_of(run.plan), "seconds": step_seconds(run.plan)}
     write_json(run.directory.path / PLAN_FILE, planned)
+
+
+def _done_before(checkpoint: Path | None) -> Done | None:
+    """What a run on given data had done at a checkpoint; None: there is none, or it is of another
+    command, which is refused later."""
+    state = read_state(checkpoint) if checkpoint else {}
+    taken = state.get("samples", {}).get("taken")
+    return Done(state["step"], sum(taken)) if taken else None
 
 
 def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:

@@ -40,7 +40,8 @@ def add_rewards(
     folder: Path | None,
     engine: Generate | None,
 ) -> None:
-    """Add the remote rewards, judges and reward models, unless they have already been added.
+    """Add the remote rewards, judges and reward models, unless they have already been added; let
+    judges that are the policy ask ``engine`` from now on.
 
     Args:
         report: receives a sentence about the tokens that each model sees.
@@ -52,6 +53,7 @@ def add_rewards(
         ConfigError, ModelError: a reward model cannot be loaded.
     """
     config: RLConfig | SamplingConfig = plan.said
+    rewards.policy = engine
     if config.reward is None or len(rewards.functions) == len(rewards.weights):
         return
     if config.reward.remote:
@@ -61,7 +63,7 @@ def add_rewards(
         for entry in config.reward.remote:
             rewards.add(remote_reward(entry, config.reward.answer, decode))
     if config.reward.judge:
-        _add_judges(rewards, config, tokenizer, folder, engine)
+        _add_judges(rewards, config, tokenizer, folder)
     if not config.reward.models:
         return
     from tunesmith.learn.rewards.model import model_reward, same_tokens
@@ -89,7 +91,6 @@ def _add_judges(
     config: RLConfig | SamplingConfig,
     tokenizer: Tokenizer,
     folder: Path | None,
-    engine: Generate | None,
 ) -> None:
     from tunesmith.learn.rewards.judge import judge_reward
     from tunesmith.learn.rewards.judge_answers import AnswerFile, PolicyJudge, ServedJudge
@@ -101,14 +102,14 @@ def _add_judges(
             rewards.add(judge_reward(entry, ServedJudge(entry, kept)))
         elif entry.path is not None:
             rewards.add(judge_reward(entry, _local_judge(entry, config.model, kept)))
-        elif engine is None:
+        elif rewards.policy is None:
             raise ConfigError(
                 f"reward.judge '{entry.name}': the policy cannot judge where nothing is sampled; "
                 "give the url of a server or the path of a model",
                 keys=("reward.judge",),
             )
         else:
-            write = partial(_written, tokenizer, engine, entry)
+            write = partial(_written, tokenizer, partial(_as_policy, rewards), entry)
             rewards.add(judge_reward(entry, PolicyJudge(entry, write)))
 
 
@@ -124,6 +125,13 @@ def _local_judge(entry: JudgeReward, model: ModelSection, kept: AnswerFile) -> P
     engine = served.engine
     write = partial(_written, served.setting.renderer.tokenizer, engine.generate, entry)
     return PolicyJudge(entry, write, kept, lambda: run_async(engine.close()))
+
+
+async def _as_policy(
+    rewards: RewardSet, prompt_ids: Sequence[int], sampling: Sampling
+) -> Completion:
+    assert rewards.policy is not None, "the run samples"
+    return await rewards.policy(prompt_ids, sampling)
 
 
 async def _written(

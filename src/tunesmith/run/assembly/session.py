@@ -172,7 +172,7 @@ def open_session(
                 profiler=profiler,
             ),
             checkpoints=Checkpoints(run_dir.checkpoints, config.checkpoint.keep),
-            best=Best(metric, higher_is_better="loss" not in metric, target=config.eval.target),
+            best=Best(metric, config.eval.target),
             callbacks=run.caller.callbacks,
             resume_from=checkpoint,
         )

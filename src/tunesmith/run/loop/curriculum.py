@@ -38,6 +38,8 @@ class Curriculum:
     _unsettled: list[Task] = field(default_factory=list[Task], init=False)
     """Tasks drawn, but neither trained on nor rejected yet. A resumed run draws them first."""
     _again: list[Task] = field(default_factory=list[Task], init=False)
+    _pass: dict[str, int] = field(default_factory=dict[str, int], init=False)
+    """The epoch in which a task was drawn last, by task id."""
     _place: dict[str, int] = field(init=False)
     """Each task's position in the data, by task id."""
 
@@ -68,7 +70,9 @@ class Curriculum:
 
     def rest(self, groups: Sequence[RolloutGroup]) -> None:
         if self.rest_epochs:
-            self._rest_until |= {g.task.id: self.epoch + 1 + self.rest_epochs for g in groups}
+            for name in (group.task.id for group in groups):
+                epoch = self._pass.get(name, self.epoch)
+                self._rest_until[name] = epoch + 1 + self.rest_epochs
 
     def learn(self, groups: Sequence[RolloutGroup]) -> None:
         """Record how many rollouts of each task are right."""
@@ -86,8 +90,8 @@ class Curriculum:
         rate = (right + 1) / (played + 2)
         return 4 * rate * (1 - rate)
 
-    def _wanted(self, task: Task) -> bool:
-        if self._rest_until.get(task.id, 0) > self.epoch:
+    def _wanted(self, task: Task, epoch: int) -> bool:
+        if self._rest_until.get(task.id, 0) > epoch:
             return False
         if self.passes is None:
             return True
@@ -95,12 +99,15 @@ class Curriculum:
         return draw.random() < self.chance(task)
 
     def _next(self) -> Task:
-        task = self.loader.take(1)[0]
-        for _ in range(len(self.loader)):  # if all tasks rest, none does
-            if self._wanted(task):
+        tried = 0
+        while True:
+            epoch = self.epoch  # the draw of a pass's last task ends the pass
+            [task] = self.loader.take(1)
+            tried += 1
+            if self._wanted(task, epoch) or tried > len(self.loader):  # if all rest, none does
                 break
-            task = self.loader.take(1)[0]
         self._rest_until.pop(task.id, None)
+        self._pass[task.id] = epoch
         return task
 
     def state_dict(self) -> State:

@@ -46,6 +46,7 @@ async def evaluate(
     sampling = replace(plan.sampling, temperature=0.0)
     greedy = await collector.collect(plan.tasks, sampling, 1, plan.seed)
     metrics = _greedy_metrics(greedy, plan.weights)
+    played = greedy
     samples = plan.section.samples
     if samples > 1:
         sampling = replace(plan.sampling, temperature=plan.section.temperature)
@@ -54,6 +55,9 @@ async def evaluate(
         passed = [sum(passes(r, plan.weights) for r in g.usable) for g in groups]
         for k in plan.pass_at or (samples,):
             metrics[f"eval/pass@{k}"] = float(np.mean([pass_at_k(samples, n, k) for n in passed]))
+        played = [*greedy, *groups]
+    total = sum(len(group.rollouts) for group in played)
+    metrics["eval/failed"] = 1 - sum(len(group.usable) for group in played) / total
     return metrics, greedy
 
 
@@ -78,7 +82,6 @@ def _greedy_metrics(groups: Sequence[RolloutGroup], weights: Mapping[str, float]
     metrics = {
         "eval/accuracy": sum(passes(r, weights) for r in usable) / len(rollouts),
         "eval/length": float(np.mean([r.num_sampled for r in rollouts])),
-        "eval/failed": 1 - len(usable) / len(rollouts),
     }
     if usable:
         metrics["eval/reward"] = float(np.mean([r.reward for r in usable if r.reward is not None]))

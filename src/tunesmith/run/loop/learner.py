@@ -74,10 +74,15 @@ class Learner:
         if self.scoring_max_tokens is not None:
             self.caps[SCORING] = self.scoring_max_tokens
 
+    def state(self) -> dict[str, int]:
+        """The caps that were lowered because memory ran out, and from which values."""
+        lowered = {name: cap for name, cap in self.caps.items() if cap < getattr(self, name)}
+        return lowered | {f"{name}/from": getattr(self, name) for name in lowered}
+
     def resume(self, caps: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's caps where they are lower, because memory ran out before."""
+        """Take over what was lowered before, unless more memory is planned now."""
         for name, cap in self.caps.items():
-            if caps.get(name, cap) < cap:
+            if caps.get(name, cap) < cap <= caps.get(f"{name}/from", cap):
                 self.caps[name] = caps[name]
                 self.report(f"{SETTINGS[name]} stays at {caps[name]} tokens, as in the checkpoint")
         self._learned = self.backend.optimizer_steps > 0

@@ -93,9 +93,9 @@ class RLParts:
     def state(self) -> State:
         return {
             "tasks": self.tasks.state_dict(),
-            **self.learner.caps,
+            **self.learner.state(),
             "kl": self.kl.state_dict(),
-            "critic": {**self.critic.learner.caps} if self.critic else None,
+            "critic": self.critic.learner.state() if self.critic else None,
         }
 
     def take(self, state: State) -> None:
@@ -146,7 +146,7 @@ class SupervisedParts(Generic[T]):
         self.learner.backend.load(directory)
 
     def state(self) -> State:
-        return {"samples": self.items.state_dict(), **self.learner.caps}
+        return {"samples": self.items.state_dict(), **self.learner.state()}
 
     def take(self, state: State) -> None:
         self.items.load_state_dict(state["samples"])

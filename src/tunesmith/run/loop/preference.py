@@ -88,7 +88,7 @@ def with_reward_std(metrics: Metrics) -> Metrics:
     """``rewards/std`` instead of the mean square."""
     others = dict(metrics)
     variance = others.pop("rewards/square") - others["rewards/mean"] ** 2
-    return {**others, "rewards/std": math.sqrt(max(0.0, variance))}
+    return {**others, "rewards/std": math.sqrt(max(variance, 0.0))}
 
 
 def with_margin(metrics: Metrics) -> Metrics:

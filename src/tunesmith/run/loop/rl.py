@@ -126,9 +126,12 @@ async def _evaluate(
                 metrics, groups = await evaluate(collector, plan)
     failed = [r for g in groups for r in g.rollouts if r.error is not None]
     what = "rollouts of the evaluation failed"
-    if metrics["eval/failed"] == 1:
+    if len(failed) == len(groups):
         raise RewardError(f"all {len(failed)} {what}. The first:\n{failed[0].error}")
     with interrupts.held():
         session.finish_evaluation(metrics, groups)
     if failed:
         session.note(f"{len(failed)} of {len(groups)} {what}; the first: {failed[0].error}")
+    elif metrics["eval/failed"]:
+        share = f"{metrics['eval/failed']:.1%} of the evaluation's rollouts failed"
+        session.note(f"{share}, all of them samples: pass@k counts them as not passed")

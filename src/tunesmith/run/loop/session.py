@@ -59,15 +59,22 @@ def due(step: int, every: int | Literal["epoch"] | None, total: int, pass_ended:
     return step >= total or (every is not None and step % every == 0)
 
 
+LOWER_IS_BETTER = ("loss", "nll", "kl", "failed")
+"""How the names of such metrics of evaluations end."""
+
+
 @dataclass(slots=True)
 class Best:
     """The best evaluation so far."""
 
     metric: str
-    higher_is_better: bool
     target: float | None = None
     value: float | None = None
     step: int | None = None
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.metric.startswith("eval/reward") or not self.metric.endswith(LOWER_IS_BETTER)
 
     @property
     def reached_target(self) -> bool:
@@ -150,8 +157,10 @@ class Session:
                 self.best.value, self.best.step = state["best"].get(self.best.metric, (None, None))
                 parts.take(state)
             self.note(f"continuing at step {self.step} from {self.resume_from}")
-            if self.step >= self.total_steps:
-                done = f"the run has its {self.total_steps} steps (train.steps)"
+            if not self.running:
+                value = f"{self.best.metric} has reached {self.best.value} (eval.target)"
+                steps = f"the run has its {self.total_steps} steps (train.steps)"
+                done = value if self.best.reached_target else steps
                 self.note(f"nothing is left to do: {done}")
         self._state = parts.state()
         self._epoch = parts.epoch
@@ -252,11 +261,14 @@ class Session:
         with self.phase("checkpoint"), interrupts.held():
             path = self.checkpoints.save(self.step, {**state, **self._state}, write, self.best.step)
             self._saved = Saved(self.step, self.evaluated, self._epoch, self.recorder.clock.now())
+            goes_on = self.running
             if self.publisher and not stopping:
-                self.publisher.publish(path, last=not self.running)
+                self.publisher.publish(path, last=not goes_on)
         point(path.parent.parent / "model", path / "model")
         if not stopping:
             self._call(self.callbacks.on_checkpoint, path)
+            if self.publisher and goes_on and not self.running:  # it is the last one after all
+                self.publisher.publish(path, last=True)
         return path
 
     def _call(self, callback: Callable[[int, Any], bool | None] | None, value: object) -> None:

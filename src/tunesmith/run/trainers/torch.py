@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -319,8 +319,8 @@ class TorchBackend(Generic[M]):
     def refresh_reference(self) -> None:
         assert self.reference is not None, "this run has no reference model"
         with self.reference.here(changes=True):
-            frozen = self.reference.model.module.parameters()
-            for ours, theirs in zip(self.model.module.parameters(), frozen, strict=True):
+            frozen = _tensors(self.reference.model.module)
+            for ours, theirs in zip(_tensors(self.model.module), frozen, strict=True):
                 local(theirs).copy_(local(ours))
         self._reference_is_new = True
 
@@ -415,6 +415,12 @@ class TorchBackend(Generic[M]):
             torch.set_rng_state(states["random:cpu"])
         if "random:cuda" in states and self.model.device.type == "cuda":
             torch.cuda.set_rng_state(states["random:cuda"], self.model.device)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """The weights, and what is not trained by gradients, such as biases that balance experts."""
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def _read(file: Path) -> dict[str, Tensor]:

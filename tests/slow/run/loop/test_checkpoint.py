@@ -212,12 +212,16 @@ def test_reading_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_best_and_due() -> None:
-    best = Best("eval/loss", higher_is_better=False, target=0.5)
+    best = Best("eval/loss", target=0.5)
     for step, value in enumerate((float("nan"), 2.0, 3.0, float("nan"), 1.0, 1.0)):
         best.update(value, step)
     assert (best.value, best.step) == (1.0, 4) and not best.reached_target
     best.update(0.5, 9)
     assert best.reached_target
+    for metric in ("eval/loss", "eval/nll", "eval/teacher_kl", "eval/failed"):
+        assert not Best(metric).higher_is_better, metric
+    for metric in ("eval/reward", "eval/reward/no_loss", "eval/pass@1", "eval/rewards/chosen"):
+        assert Best(metric).higher_is_better, metric
     assert [due(s, 2, 5, True) for s in range(1, 6)] == [False, True, False, True, True]
     assert [due(s, None, 5, True) for s in range(1, 6)] == [False] * 4 + [True]
     assert [due(s, "epoch", 5, s == 3) for s in range(1, 6)] == [False, False, True, False, True]
@@ -418,6 +422,32 @@ def test_a_path_resumes_from_that_checkpoint_also_into_another_run(
     back = assembly.run_sft(None, [*settings, f'checkpoint.resume="{second}"', "train.steps=3"])
     assert Checkpoints(tmp_path / "sft/checkpoints", 5).steps() == [2, 3]
     assert back.checkpoint.parent.name == "step-000003"
+
+
+@pytest.mark.parametrize(("size", "steps"), [(4, 5), (16, 2), (8, 3)])
+def test_steps_of_another_size_train_on_the_rest_of_the_data(
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    size: int,
+    steps: int,
+) -> None:
+    """Of 24 lines, one step of 8 has been taken."""
+    more = {"train__steps": None, "train__epochs": 1, "train__schedule": "linear"}
+    settings = sft_settings(tmp_path, model, checkpoint__every=1, **more)
+    with monkeypatch.context() as patched, pytest.raises(Cut):
+        cut_after(patched, 1)
+        assembly.run_sft(None, settings)
+    outcome = assembly.run_sft(
+        None, [*settings, "checkpoint.resume=true", f"train.batch_size={size}"]
+    )
+    lines = untimed(outcome.run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert [line["samples"] for line in lines] == [8] + [size] * (steps - 1)
+    assert all(line["lr"] > 0 for line in lines)
+    assert outcome.checkpoint.parent.name == f"step-{steps:06d}"
+    assert ("train.steps: 3" in capsys.readouterr().out) is (size != 8)
 
 
 def test_a_checkpoint_has_no_pickles_and_a_readable_state(tmp_path: Path, model: Path) -> None:
