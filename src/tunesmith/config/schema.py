@@ -362,7 +362,7 @@ class EvalSection(Section):
     max_prompts: PositiveInt | None = None
     metric: Text | None = None
     """The metric that selects the best checkpoint; None: ``eval/reward`` (RL) or ``eval/loss``
-    (supervised). Low is good where it ends in ``loss``, ``nll``, ``kl`` or ``failed``."""
+    (supervised)."""
     target: float | None = None
     """End the run once an evaluation's ``metric`` is this good."""
     use_ema: bool = False

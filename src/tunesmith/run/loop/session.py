@@ -59,8 +59,8 @@ def due(step: int, every: int | Literal["epoch"] | None, total: int, pass_ended:
     return step >= total or (every is not None and step % every == 0)
 
 
-LOWER_IS_BETTER = ("loss", "nll", "kl", "failed")
-"""How the names of such metrics of evaluations end."""
+LOWER_IS_BETTER = ("eval/nll", "eval/teacher_kl", "eval/failed")
+"""Metrics of evaluations of which low values are good, besides those with "loss" in the name."""
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Best:
 
     @property
     def higher_is_better(self) -> bool:
-        return self.metric.startswith("eval/reward") or not self.metric.endswith(LOWER_IS_BETTER)
+        return "loss" not in self.metric and self.metric not in LOWER_IS_BETTER
 
     @property
     def reached_target(self) -> bool:

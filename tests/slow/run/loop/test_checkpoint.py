@@ -220,7 +220,7 @@ def test_best_and_due() -> None:
     assert best.reached_target
     for metric in ("eval/loss", "eval/nll", "eval/teacher_kl", "eval/failed"):
         assert not Best(metric).higher_is_better, metric
-    for metric in ("eval/reward", "eval/reward/no_loss", "eval/pass@1", "eval/rewards/chosen"):
+    for metric in ("eval/reward", "eval/reward/nll", "eval/pass@1", "eval/rewards/chosen"):
         assert Best(metric).higher_is_better, metric
     assert [due(s, 2, 5, True) for s in range(1, 6)] == [False, True, False, True, True]
     assert [due(s, None, 5, True) for s in range(1, 6)] == [False] * 4 + [True]
