@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.tiny import save_model
-from tests.support.tiny_runs import rl_settings, sft_settings, sums, untimed, write_lines
+from tests.support.tiny_runs import REWARDS, rl_settings, sft_settings, sums, untimed, write_lines
 from tunesmith.errors import ConfigError, RewardError
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import assembly
@@ -440,6 +440,22 @@ def test_a_column_that_only_the_held_out_data_lacks_is_refused_by_name(tmp_path:
     (tmp_path / "rewards.py").write_text(reward)
     with pytest.raises(ConfigError, match=r"'answer', which data\.eval lacks"):
         assembly.run_rl(None, settings)
+
+
+def test_rewards_that_fail_end_the_run_with_its_last_step_saved(tmp_path: Path) -> None:
+    settings = rl_settings(tmp_path, save_model(tmp_path / "model"))
+    (tmp_path / "rewards.py").write_text(
+        "def share(completions, trainer_state, **columns):\n"
+        "    if trainer_state.global_step == 2:\n"
+        "        raise OSError('the server is down')\n"
+        "    return [len(text) / 8 for text in completions]\n"
+    )
+    with pytest.raises(RewardError, match="the server is down"):
+        assembly.run_rl(None, settings)
+    assert Checkpoints(tmp_path / "run/checkpoints", 2).steps() == [2]
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    outcome = assembly.run_rl(None, [*settings, "checkpoint.resume=true"])
+    assert outcome.checkpoint.parent.name == "step-000003"
 
 
 def test_an_evaluation_of_which_every_rollout_fails_ends_the_run_with_the_reason(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,9 @@ from typing import Any, cast
 from tunesmith.config.doors import Door
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.config.schema import RunConfig
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, RewardError
 from tunesmith.records.facts import write_facts
-from tunesmith.records.interrupts import handled, keeping
+from tunesmith.records.interrupts import handled, keep_now, keeping
 from tunesmith.records.metrics import MetricsLog, is_evaluation, read_metrics
 from tunesmith.records.progress import open_progress
 from tunesmith.records.run_dir import RunDir, how_to_continue
@@ -178,10 +178,17 @@ def open_session(
         )
 
 
-def kept_on_interrupt(run: OpenRun[Any, Any], session: Session) -> AbstractContextManager[None]:
-    """If a signal ends the code inside, save the progress; say what was kept and how to
-    continue."""
-    return keeping(lambda: f"{session.keep()}\n{how_to_continue(run.directory.path)}")
+@contextmanager
+def kept_on_interrupt(run: OpenRun[Any, Any], session: Session) -> Generator[None]:
+    """If a signal ends the code inside, or rewards that fail, save the progress; say what was kept
+    and how to continue."""
+    with keeping(lambda: f"{session.keep()}\n{how_to_continue(run.directory.path)}"):
+        try:
+            yield
+        except RewardError:
+            if session.unsaved:
+                keep_now()
+            raise
 
 
 def run_result(run: OpenRun[Any, Any], session: Session) -> RunResult:

@@ -126,6 +126,11 @@ class Session:
         ``eval.target`` is not reached."""
         return self.step < self.total_steps and not self.best.reached_target and not self.stopped
 
+    @property
+    def unsaved(self) -> bool:
+        """Whether a step was finished since the last checkpoint."""
+        return self.step != self._saved.step
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time spent inside counts towards the phase ``name`` of the next step."""
         return self.recorder.phase(name, self.step + 1)
@@ -282,7 +287,7 @@ class Session:
         kept = f"the newest checkpoint is {newest}" if newest else NONE_YET
         if interrupts.torn():
             message = f"the step after step {self.step} was half done and is lost; {kept}"
-        elif self._saved.step == self.step:
+        elif not self.unsaved:
             message = f"no step was finished since; {kept}"
         else:
             try:
