@@ -9,7 +9,7 @@ from typing import Any
 from tunesmith.errors import TrainerLostError
 from tunesmith.run.assembly.opening import OpenRun
 from tunesmith.run.assembly.session import RunResult
-from tunesmith.run.loop.checkpoint import Checkpoints
+from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 from tunesmith.run.placement.port import Placement
 
 
@@ -20,6 +20,9 @@ def with_restarts(
 
     It resumes up to ``system.trainer_restarts`` times; without a checkpoint it starts over from
     where it began.
+
+    Raises:
+        TrainerLostError: once too often, or after a checkpoint that holds the model alone.
     """
     config = run.config
     checkpoint = run.checkpoint
@@ -40,6 +43,15 @@ def with_restarts(
             placement.end_training()
             newest = checkpoints.newest()
             if newest != before:  # an older one may belong to a course that this run abandoned
+                _check_resumable(newest, lost)
                 checkpoint = newest
             place = checkpoint or "the beginning, as there is no checkpoint yet"
             print(f"{lost}: the run continues from {place}; {left} more times", flush=True)
+
+
+def _check_resumable(checkpoint: Path | None, lost: TrainerLostError) -> None:
+    if checkpoint is not None and read_state(checkpoint).get("model_only"):
+        raise TrainerLostError(
+            f"{lost}, and {checkpoint} holds the model alone (checkpoint.model_only), so that the "
+            f"run cannot continue from it. Start another one: model.path={checkpoint}/model"
+        ) from lost
