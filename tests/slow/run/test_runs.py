@@ -442,6 +442,23 @@ def test_a_column_that_only_the_held_out_data_lacks_is_refused_by_name(tmp_path:
         assembly.run_rl(None, settings)
 
 
+def test_rewards_are_told_the_step_also_in_evaluations(tmp_path: Path) -> None:
+    settings = rl_settings(tmp_path, save_model(tmp_path / "model"))
+    (tmp_path / "rewards.py").write_text(
+        "def share(completions, trainer_state, **columns):\n"
+        f"    with open({str(tmp_path / 'told')!r}, 'a') as told:\n"
+        "        print(len(completions), trainer_state.global_step, file=told)\n"
+        "    return [len(text) / 8 for text in completions]\n"
+    )
+    held_out = str(write_lines(tmp_path / "held_out.jsonl", sums(1, 60)))
+    more = [f'data.eval="{held_out}"', "eval.every=1", "train.steps=2"]
+    assembly.run_rl(None, [*settings, *more])
+    assembly.run_rl(None, [*settings, *more, "checkpoint.resume=true", "train.steps=3"])
+    told = [line.split() for line in (tmp_path / "told").read_text().splitlines()]
+    assert [step for size, step in told if size == "1"] == ["0", "1", "2", "3"]
+    assert [step for size, step in told if size == "4"] == ["0"] * 4 + ["1"] * 4 + ["2"] * 4
+
+
 def test_rewards_that_fail_end_the_run_with_its_last_step_saved(tmp_path: Path) -> None:
     settings = rl_settings(tmp_path, save_model(tmp_path / "model"))
     (tmp_path / "rewards.py").write_text(

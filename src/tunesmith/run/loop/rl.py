@@ -11,6 +11,7 @@ from tunesmith.learn.algorithms.objective import policy_objective
 from tunesmith.records import interrupts
 from tunesmith.run.loop.evaluate import EvaluationPlan, evaluate
 from tunesmith.run.loop.experience import make_experience
+from tunesmith.run.loop.groups import update_trainer_state
 from tunesmith.run.loop.parts import RLParts
 from tunesmith.run.loop.rollouts import RolloutSource
 from tunesmith.run.loop.seeds import derive_seed
@@ -119,6 +120,7 @@ async def _evaluate_and_save(parts: RLParts, session: Session, rollouts: Rollout
 async def _evaluate(
     parts: RLParts, plan: EvaluationPlan, session: Session, rollouts: RolloutSource
 ) -> None:
+    update_trainer_state(parts, session)
     average = parts.backend.ema_weights() if plan.section.use_ema else nullcontext()
     with session.phase("eval"), average:
         async with rollouts.evaluating() as collector:
