@@ -415,6 +415,21 @@ def test_other_weights_on_another_machine_are_refused() -> None:
     assert any("have different weights" in said for said in together(3, check))
 
 
+def test_another_base_beneath_an_adapter_is_refused(model: Path) -> None:
+    backends = [backend_of(model, lora=LoraSection(rank=2)) for _ in range(2)]
+    with torch.no_grad():
+        embedding_of(backends[1])[7] += 0.5  # frozen
+
+    def join(group: RankGroup) -> str:
+        try:
+            backends[group.rank].join(group)
+        except ModelError as error:
+            return str(error)
+        return ""
+
+    assert any("have different weights" in said for said in together(2, join))
+
+
 def test_a_rank_that_does_not_come_to_the_sum_is_lost_after_the_stated_time() -> None:
     given_up = Event()
 
