@@ -89,6 +89,14 @@ def test_supervised_runs_evaluate_the_average_too(tmp_path: Path, model: Path) -
     assert averaged.evaluations[-1]["eval/loss"] == pytest.approx(
         again.evaluations[0]["eval/loss"], rel=1e-6
     )
+    falling = {"train__lr": 3.0, "eval__every": 2, "eval__at_start": False, **more}
+    worse = assembly.run_sft(
+        None,
+        sft_settings(
+            tmp_path, model, "worse", train__ema_decay=0.1, eval__use_ema=True, **falling
+        ),
+    )
+    assert worse.best is not None and worse.best.endswith("/ema"), "what was evaluated"
 
 
 def test_the_reference_becomes_the_policy_every_so_many_steps(tmp_path: Path, model: Path) -> None:

@@ -199,9 +199,10 @@ def run_result(run: OpenRun[Any, Any], session: Session) -> RunResult:
     session.recorder.clock.lap()
     kept = session.checkpoints.path(session.best.step) if session.best.step else None
     better = kept is not None and kept != newest and kept.exists()
+    evaluated = "ema" if run.config.eval.use_ema else "model"
     best = (
         f"{session.best.metric} {session.best.value:.3g} at step {session.best.step}: "
-        f"{shown_path(kept)}/model"
+        f"{shown_path(kept)}/{evaluated}"
         if kept and better
         else None
     )
