@@ -28,9 +28,7 @@ from tunesmith.types import RolloutGroup, Task
 CPU = Hardware("a CPU", cores=4, memory_total=16 * 10**9, memory_available=8 * 10**9, bf16=True)
 
 
-def resolved(
-    kind: type[RunConfig], rows: int, *overrides: str, done: Done | None = None
-) -> Any:
+def resolved(kind: type[RunConfig], rows: int, *overrides: str, done: Done | None = None) -> Any:
     base = ["model.path=org/m", "data.train=org/d"]
     base += ['reward.functions=["math"]'] if kind is RLConfig else []
     facts = Facts(CPU, train_size=rows, done=done)

@@ -451,7 +451,7 @@ def test_after_a_restart_the_new_engine_judges() -> None:
         return generate
 
     config = load_config(RLConfig, None, [
-        "model.path=org/m", "data.train=org/d", 'reward.judge=[{"model": "policy"}]',
+        "model.path=org/m", "data.train=org/d", 'reward.judge=[{model = "policy"}]',
     ])  # fmt: skip
     plan: Any = SimpleNamespace(said=config)
     nowhere: Any = None

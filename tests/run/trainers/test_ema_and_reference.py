@@ -92,9 +92,7 @@ def test_supervised_runs_evaluate_the_average_too(tmp_path: Path, model: Path) -
     falling = {"train__lr": 3.0, "eval__every": 2, "eval__at_start": False, **more}
     worse = assembly.run_sft(
         None,
-        sft_settings(
-            tmp_path, model, "worse", train__ema_decay=0.1, eval__use_ema=True, **falling
-        ),
+        sft_settings(tmp_path, model, "worse", train__ema_decay=0.1, eval__use_ema=True, **falling),
     )
     assert worse.best is not None and worse.best.endswith("/ema"), "what was evaluated"
 
