@@ -23,7 +23,7 @@ from tunesmith.errors import (
 from tunesmith.learn.usercode.far import Far
 from tunesmith.plan.devices import EnginePlace
 from tunesmith.plan.facts.machines import machine
-from tunesmith.run.processes import launched_ranks, machines
+from tunesmith.run.processes import launched_ranks, machines, meeting
 from tunesmith.run.processes.launch import ALIKE, ChildStart, Launch, machine_view
 from tunesmith.run.processes.launched_ranks import serve_rank
 from tunesmith.run.processes.local import RANKED
@@ -174,6 +174,26 @@ def test_the_processes_of_a_machine_that_is_back_are_taken_together(
     for connection in (*again, offered):
         connection.close()
     engine.ended.result(60)
+
+
+def test_a_machine_that_disappears_while_it_comes_keeps_no_other_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Launch, "directory", tmp_path / "meeting")
+    gone = [True]
+
+    def watched(connection: Connection) -> Connection:
+        if gone and gone.pop():
+            raise TimeoutError("the other side does not answer probes")
+        return connection
+
+    monkeypatch.setattr(meeting, "watched", watched)
+    met = Meeting(Launch(rank=0, world=2, local_world=2))
+    address = str(tmp_path / "meeting" / "ranks")
+    with Client(address, "AF_UNIX"), Client(address, "AF_UNIX") as connection:
+        connection.send((1, "actor", os.getpid(), "there", own_view()))
+        far = met.take("actor", 1, TrainerLostError)
+    far.ended.result(60)
 
 
 def test_a_machine_offers_all_its_gpus_to_engines_though_its_first_rank_sees_one(

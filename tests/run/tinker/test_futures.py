@@ -52,3 +52,21 @@ async def test_old_results_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None
         futures.start(name, work([], 0))
         assert await futures.wait(name, 60)
     assert ["a" in futures, "b" in futures, "c" in futures] == [False, True, True]
+
+
+async def test_results_that_were_fetched_take_limited_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The newest of them are kept, and all that nobody has fetched."""
+    monkeypatch.setattr("tunesmith.run.tinker.futures.FETCHED_BYTES", 10)
+    futures = Futures()
+
+    async def five() -> Result:
+        return b"12345"
+
+    for name in "abcd":
+        futures.start(name, five)
+    await asyncio.sleep(0)
+    for name in "abbc":
+        assert await futures.wait(name, 60) == b"12345"
+    assert [name in futures for name in "abcd"] == [False, True, True, True]

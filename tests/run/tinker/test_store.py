@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.errors import UserError
+from tunesmith.errors import StorageError, UserError
 from tunesmith.run.tinker.requests import LoraAsk
 from tunesmith.run.tinker.store import Store, StoredWeights
 
@@ -49,6 +49,23 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
         store.write("m", "weights", "one", facts(), fail, overwrite=True)
     path, _ = store.find(address)
     assert (path / "weights").read_text() == "1"
+
+
+def test_a_state_is_replaced_when_the_new_one_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    address = store.write("m", "weights", "one", facts(), save)
+
+    def fail(_: int) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(StorageError, match="full"):
+        store.write("m", "weights", "one", facts(), save, overwrite=True)
+    path, _ = store.find(address)
+    path.rename(path.with_name(".one.before"))  # as a server that was killed leaves it
+    assert (Store(tmp_path).find(address)[0] / "weights").read_text() == "1"
 
 
 def test_it_is_kept_as_long_as_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

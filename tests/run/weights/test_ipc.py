@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,33 @@ async def test_an_engine_that_dies_in_the_middle_ends_the_round_for_all(noticed:
     assert gathered == [[*range(20)]] * 2
     [found] = await take_all(await plane.offer(1))  # who is left is asked again
     assert [float(found[f"{n}"][0]) for n in range(20)] == [*range(20)]
+    await plane.close()
+
+
+async def test_ranks_gather_for_one_round_at_a_time() -> None:
+    """The next round begins when they have gone to the end of one that failed."""
+    gathering: list[int] = []
+
+    def counted() -> Iterator[tuple[str, Tensor]]:
+        gathering.append(gathering[-1] + 1 if gathering else 1)
+        for number in range(20):
+            time.sleep(0.01)
+            yield f"{number}", torch.full((300,), float(number))
+        gathering.append(gathering[-1] - 1)
+
+    def give_up(offer: Offer) -> None:
+        arriving: Any = read_offer(offer)
+        next(arriving)
+        arriving.close()
+
+    plane = IpcPlane(counted, "cpu", room=ROOM)
+    await plane.publish(5)
+    offers = await plane.offer(2)
+    ended, _ = await asyncio.gather(take_all(offers[:1]), asyncio.to_thread(give_up, offers[1]))
+    assert isinstance(ended[0], EngineError)
+    await plane.withdraw(offers)
+    [found] = await take_all(await plane.offer(1))
+    assert len(found) == 20 and gathering == [1, 0, 1, 0]
     await plane.close()
 
 

@@ -228,12 +228,17 @@ def test_samples_are_of_the_weights_that_were_saved(service: Any, adaptable: Pat
     assert len(likeliest.topk_prompt_logprobs[1]) == 2
 
 
-def test_more_samplers_than_engines(service: Any) -> None:
-    """Engines that were closed are made again."""
-    client = trainer(service)
-    samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(4)]
-    drawn = [sample(each, how={"seed": 7}).sequences[0].tokens for each in samplers * 2]
-    assert drawn == [drawn[0]] * 8
+@pytest.mark.parametrize("alone", [False, True], ids=["side by side", "in turn"])
+def test_more_samplers_than_engines(
+    base: FrozenBase, tmp_path: Path, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that were closed are made again, and those that sleep, as on a GPU, wake up."""
+    monkeypatch.setattr(base, "alone", alone)
+    with serving(base, tmp_path) as address:
+        client = trainer(tinker.ServiceClient(base_url=address, api_key=KEY))
+        samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(4)]
+        drawn = [sample(each, how={"seed": 7}).sequences[0].tokens for each in samplers * 2]
+        assert drawn == [drawn[0]] * 8
 
 
 def test_a_state_outlives_the_server(base: FrozenBase, tmp_path: Path) -> None:

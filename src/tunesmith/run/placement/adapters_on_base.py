@@ -243,9 +243,9 @@ class AdapterOnBase:
                 parts = self.ranks.parts(packing, run, objective, backward=backward)
                 break
             except DeviceMemoryError:
-                if len(packing) == len(datums.datums):
+                if most == longest or len(packing) == len(datums.datums):  # a datum is not cut
                     raise
-                self.max_tokens = max(self.max_tokens, longest) // 2
+                self.max_tokens = most // 2
         loss = sum(part for part, _ in parts)
         if not math.isfinite(loss):
             self._each("forget")
@@ -311,6 +311,7 @@ class FrozenBase:
         one = ranks.base.sizes if isinstance(ranks, OneRank) else ranks.first.get("sizes")
         self._sizes: BaseSizes = one
         self.context = self._sizes.context
+        self.alone = spec.device.startswith("cuda")  # as they are planned for an engine
 
     def adapter(self, ask: LoraAsk) -> AdapterOnBase:
         """See ``AdaptableBase``. Raises UserError: there is no such adapter."""

@@ -165,8 +165,8 @@ class Meeting:
             try:
                 connection = watched(self._listener.accept())
                 rank, role, pid, host, view = connection.recv()
-            except (AuthenticationError, EOFError, ConnectionError):  # not from this launch
-                continue
+            except (AuthenticationError, EOFError, ConnectionError, TimeoutError):
+                continue  # not from this launch, or its machine is gone
             except OSError:  # the listener is closed
                 return
             differs = "; ".join(differences(self._own_view(role), view))

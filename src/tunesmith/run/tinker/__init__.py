@@ -4,7 +4,8 @@ A client of the ``tinker`` package says what to compute; the server holds the we
 frozen base. Every training client has a LoRA adapter on it, a copy of the base's modules that
 shares the base's weights, with an AdamW of its own, whose settings come with each ``optim_step``.
 Gradients of several ``forward_backward`` requests add up until the next ``optim_step``. Every
-sampling client has an engine on saved adapter weights, which no later step changes.
+sampling client has an engine on saved adapter weights, which no later step changes. On a GPU
+engines take turns (``turns``).
 
 A request is answered at once with the id of a future; the client polls for the result. The id
 follows from what the client says (session, model, number), so a repeated request is the same

@@ -58,6 +58,8 @@ class AdaptableBase(Protocol):
     context: int
     """The longest sequence in tokens."""
     tokenizer_name: str
+    alone: bool
+    """Whether the keys and values of one engine fill the device."""
 
     def adapter(self, ask: LoraAsk) -> TrainedAdapter:
         """A new adapter."""

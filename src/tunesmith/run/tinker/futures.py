@@ -12,7 +12,9 @@ Result = Mapping[str, object] | bytes
 """JSON, or a protobuf message."""
 Work = Callable[[], Awaitable[Result]]
 KEPT = 10_000
-"""Results that are kept, the newest."""
+"""Results that are kept, the newest ..."""
+FETCHED_BYTES = 256 << 20
+"""... and of those that clients have fetched, this much: an answer may be lost on its way."""
 
 
 class Futures:
@@ -20,6 +22,8 @@ class Futures:
 
     def __init__(self) -> None:
         self._known: dict[str, asyncio.Future[Result]] = {}
+        self._fetched: dict[str, int] = {}
+        """The bytes of each result that was fetched."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -28,7 +32,7 @@ class Futures:
     def promise(self, name: str) -> asyncio.Future[Result]:
         """A new future."""
         for old in [key for key, future in self._known.items() if future.done()][:-KEPT]:
-            del self._known[old]
+            self._give_up(old)
         future = asyncio.get_running_loop().create_future()
         self._known[name] = future
         return future
@@ -49,7 +53,17 @@ class Futures:
         """
         await asyncio.wait([self._known[name]], timeout=seconds)
         future = self._known.get(name)
-        return future.result() if future is not None and future.done() else None
+        if future is None or not future.done():
+            return None
+        result = future.result()
+        self._fetched[name] = len(result) if isinstance(result, bytes) else 0
+        while sum(self._fetched.values()) > FETCHED_BYTES:
+            self._give_up(next(iter(self._fetched)))
+        return result
+
+    def _give_up(self, name: str) -> None:
+        del self._known[name]
+        self._fetched.pop(name, None)
 
 
 class RequestLine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,20 +12,32 @@ from tunesmith.errors import UserError
 from tunesmith.run.engines.base import PromptScorer, RolloutEngine, TokenScore
 from tunesmith.run.tinker.messages import PromptScores, sample_result
 from tunesmith.run.tinker.requests import HowToSample, SampleAsk
+from tunesmith.run.tinker.turns import SharedTurns
 from tunesmith.types import Completion, Sampling
 
 OPEN = 3
 """Engines that are kept open while nothing uses them."""
 
 
-Make = Callable[[Path | None], Coroutine[object, object, RolloutEngine]]
+@dataclass(frozen=True, slots=True)
+class SampledWeights:
+    """Saved weights to sample with."""
+
+    address: str
+    path: Path
+    time: float
+    """When they were saved: later ones under this address are others."""
+
+
+Make = Callable[[SampledWeights | None], Coroutine[object, object, RolloutEngine]]
 """Makes an engine with the weights of an adapter; None: with the base's."""
 
 
 @dataclass(slots=True)
 class OpenEngine:
-    making: asyncio.Task[RolloutEngine]
+    ready: asyncio.Task[RolloutEngine]
     users: int = 0
+    asleep: bool = False
 
 
 class Samplers:
@@ -34,52 +46,77 @@ class Samplers:
 
     Args:
         context: the longest sequence in tokens.
+        alone: the keys and values of one engine fill the device. Then requests for different
+            weights take turns, and the other engines sleep.
     """
 
-    def __init__(self, make: Make, context: int) -> None:
+    def __init__(self, make: Make, context: int, *, alone: bool = False) -> None:
         self._make = make
         self._context = context
-        self._open: dict[Path | None, OpenEngine] = {}
+        self._turns = SharedTurns() if alone else None
+        self._open: dict[SampledWeights | None, OpenEngine] = {}
 
     @asynccontextmanager
-    async def engine(self, adapter: Path | None) -> AsyncGenerator[RolloutEngine]:
-        """An engine with the weights of ``adapter``; None: with the base's."""
-        if adapter is not None and not adapter.is_dir():
-            raise UserError(f"the weights of '{adapter.name}' are no longer saved")
-        entry = self._open.pop(adapter, None)
-        if entry is None:
-            entry = OpenEngine(asyncio.create_task(self._make(adapter)))
-        self._open[adapter] = entry  # the newest comes last
-        entry.users += 1
-        try:
-            await self._close_some()
-            yield await asyncio.shield(entry.making)
-        finally:
-            entry.users -= 1
-            made = entry.making
-            if made.done() and (made.cancelled() or made.exception()):
-                self._open.pop(adapter, None)  # the next request tries again
+    async def engine(self, weights: SampledWeights | None) -> AsyncGenerator[RolloutEngine]:
+        """An engine with an adapter's weights; None: with the base's."""
+        async with nullcontext() if self._turns is None else self._turns.of(weights):
+            entry = self._open.pop(weights, None)
+            if entry is None:
+                entry = OpenEngine(asyncio.create_task(self._started(weights)))
+            elif entry.asleep:
+                entry.asleep = False
+                entry.ready = asyncio.create_task(self._woken(entry.ready))
+            self._open[weights] = entry  # the newest comes last
+            entry.users += 1
+            try:
+                await self._close_some()
+                yield await asyncio.shield(entry.ready)
+            finally:
+                entry.users -= 1
+                ready = entry.ready
+                failed = ready.done() and (ready.cancelled() or ready.exception())
+                if failed and self._open.get(weights) is entry:
+                    del self._open[weights]  # the next request tries again
+
+    async def _started(self, weights: SampledWeights | None) -> RolloutEngine:
+        await self._make_room()
+        return await self._make(weights)
+
+    async def _woken(self, ready: asyncio.Task[RolloutEngine]) -> RolloutEngine:
+        await self._make_room()
+        engine = await ready
+        await engine.wake()
+        return engine
+
+    async def _make_room(self) -> None:
+        """Put the other engines to sleep, which nobody uses now."""
+        for entry in list(self._open.values()) if self._turns else ():
+            if not (entry.users or entry.asleep):
+                entry.asleep = True
+                await (await entry.ready).sleep()
 
     async def _close_some(self) -> None:
         idle = [key for key, entry in self._open.items() if not entry.users]
         for key in idle[: max(0, len(self._open) - OPEN)]:
-            await (await self._open.pop(key).making).close()
+            await (await self._open.pop(key).ready).close()
 
     async def close(self) -> None:
         for entry in self._open.values():
-            await (await entry.making).close()
+            await (await entry.ready).close()
         self._open.clear()
 
-    async def sample(self, adapter: Path | None, ask: SampleAsk) -> bytes:
+    async def sample(self, weights: SampledWeights | None, ask: SampleAsk) -> bytes:
         """A ``SampleResponse``. Raises UserError: it asks for what cannot be done."""
         prompt = ask.prompt.token_ids
         sampling = sampling_of(ask.sampling_params, self._context - len(prompt))
         wants_prompt = bool(ask.prompt_logprobs) or ask.topk_prompt_logprobs > 0
-        async with self.engine(adapter) as engine:
+        async with self.engine(weights) as engine:
             first = sampling.seed
             seeds = [None if first is None else first + n for n in range(ask.num_samples)]
             generated = (engine.generate(prompt, replace(sampling, seed=seed)) for seed in seeds)
-            completions = await asyncio.gather(*generated)
+            tasks = [asyncio.ensure_future(each) for each in generated]
+            await asyncio.wait(tasks)  # the engine may sleep when all have ended
+            completions = [task.result() for task in tasks]
             top = ask.topk_sample_logprobs
             scored = [(each, await _own_scores(engine, prompt, each, top)) for each in completions]
             scores = await _prompt_scores(engine, prompt, ask) if wants_prompt else None

@@ -185,7 +185,8 @@ class Routes:
 
     async def sampler(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        address = self._service.sampler(name).address
+        weights = self._service.sampler(name).weights
+        address = weights and weights.address
         reply = {"sampler_id": name, "base_model": self._service.base.name, "model_path": address}
         return web.json_response(reply)
 

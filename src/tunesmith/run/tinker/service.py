@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 from tunesmith.errors import UserError
@@ -27,7 +26,7 @@ from tunesmith.run.tinker.requests import (
     Save,
     SaveForSampler,
 )
-from tunesmith.run.tinker.samplers import Samplers
+from tunesmith.run.tinker.samplers import SampledWeights, Samplers
 from tunesmith.run.tinker.store import Store, StoredWeights
 
 T = TypeVar("T")
@@ -61,8 +60,7 @@ class TrainingModel:
 class ClientSampler:
     """Weights that a client samples from; None: the base's."""
 
-    address: str | None
-    path: Path | None
+    weights: SampledWeights | None
 
 
 class TinkerService:
@@ -73,7 +71,7 @@ class TinkerService:
         self.base = base
         self.store = store
         self.futures = Futures()
-        self.samplers = Samplers(self._make_engine, base.context)
+        self.samplers = Samplers(self._make_engine, base.context, alone=base.alone)
         self.sessions: dict[str, ClientSession] = {}
         self.models: dict[str, TrainingModel] = {}
         self._samplers: dict[str, ClientSampler] = {}
@@ -223,7 +221,12 @@ class TinkerService:
     def sample(self, ask: SampleAsk) -> str:
         sampler = self.sampler(ask.sampling_session_id)
         name = f"{ask.sampling_session_id}:{ask.seq_id}"
-        self.futures.start(name, lambda: self.samplers.sample(sampler.path, ask))
+
+        async def work() -> Result:
+            self._check_saved(sampler.weights)
+            return await self.samplers.sample(sampler.weights, ask)
+
+        self.futures.start(name, work)
         return name
 
     def model(self, name: str) -> TrainingModel:
@@ -249,18 +252,30 @@ class TinkerService:
     def _new_sampler(self, session_id: str, number: int, address: str | None) -> str:
         session = self.session(session_id)
         name = f"{session_id}:sample:{number}"
-        path = None
-        if address is not None:
-            path, facts = self.store.find(address)
-            self._check_base(facts.base_model)
-            path = path / "model" if (path / "model").is_dir() else path
-        self._samplers[name] = ClientSampler(address, path)
+        weights = None if address is None else self._saved(address)
+        self._samplers[name] = ClientSampler(weights)
         session.samplers.add(name)
         return name
 
-    async def _make_engine(self, adapter: Path | None) -> RolloutEngine:
+    def _saved(self, address: str) -> SampledWeights:
+        path, facts = self.store.find(address)
+        self._check_base(facts.base_model)
+        path = path / "model" if (path / "model").is_dir() else path
+        return SampledWeights(address, path, facts.time)
+
+    def _check_saved(self, weights: SampledWeights | None) -> None:
+        if weights is not None and self._saved(weights.address) != weights:
+            raise UserError(
+                f"'{weights.address}' holds later weights by now: make another sampling client"
+            )
+
+    async def _make_engine(self, weights: SampledWeights | None) -> RolloutEngine:
+        def make() -> RolloutEngine:
+            self._check_saved(weights)  # nothing is saved meanwhile
+            return self.base.engine(weights and weights.path)
+
         # A new adapter draws from PyTorch's generator, so the two are not made at once.
-        return await self._compute(lambda: self.base.engine(adapter))
+        return await self._compute(make)
 
     async def _compute(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

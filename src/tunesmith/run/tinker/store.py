@@ -18,6 +18,8 @@ Kind = Literal["weights", "sampler_weights"]
 """A state that training continues from, or weights to sample with."""
 SCHEME = "tinker://"
 FACTS = "tinker.json"
+BEFORE = ".before"
+"""Ends the name of what is being replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,10 @@ class StoredWeights:
     time: float
     expires: float | None = None
     """A time after which it is removed."""
+
+    @property
+    def expired(self) -> bool:
+        return self.expires is not None and self.expires < time.time()
 
     def lora(self) -> LoraAsk:
         return LoraAsk(
@@ -60,6 +66,13 @@ class Store:
 
     directory: Path
 
+    def __post_init__(self) -> None:
+        """Bring back what a server was replacing when it was killed."""
+        for before in self.directory.glob(f"*/*/.*{BEFORE}"):
+            path = before.with_name(before.name[1 : -len(BEFORE)])
+            if not path.exists():
+                before.rename(path)
+
     def write(
         self,
         model_id: str,
@@ -80,7 +93,7 @@ class Store:
         path = self.directory / model_id / kind / name
         if path.exists() and not overwrite:
             raise UserError(f"'{name}' is saved already: choose another name")
-        before = path.with_name(f".{name}.before")
+        before = path.with_name(f".{name}{BEFORE}")
         with boundary(StorageError, f"cannot write {path}", OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path, durable=True) as unfinished:
@@ -96,13 +109,14 @@ class Store:
 
     def find(self, address: str) -> tuple[Path, StoredWeights]:
         """The directory of an address, and what it holds. Raises UserError: there is none."""
-        self._remove_expired()
         parts = address.removeprefix(SCHEME).split("/")
         plain = len(parts) == 3 and all(map(_is_plain, parts))
         path = self.directory.joinpath(*parts)
-        if not (address.startswith(SCHEME) and plain and (path / FACTS).is_file()):
+        there = address.startswith(SCHEME) and plain and (path / FACTS).is_file()
+        facts = _facts(path) if there else None
+        if facts is None or facts.expired:
             raise UserError(f"'{address}' is not saved here")
-        return path, _facts(path)
+        return path, facts
 
     def of_model(self, model_id: str) -> Iterator[tuple[Kind, str, StoredWeights]]:
         """All that a model has saved."""
@@ -110,8 +124,10 @@ class Store:
             return
         kinds: tuple[Kind, ...] = ("weights", "sampler_weights")
         for kind in kinds:
-            for facts in sorted((self.directory / model_id / kind).glob(f"[!.]*/{FACTS}")):
-                yield kind, facts.parent.name, _facts(facts.parent)
+            for file in sorted((self.directory / model_id / kind).glob(f"[!.]*/{FACTS}")):
+                facts = _facts(file.parent)
+                if not facts.expired:
+                    yield kind, file.parent.name, facts
 
     def models(self) -> list[str]:
         """The models of which anything is saved."""
@@ -136,10 +152,8 @@ class Store:
             file.write_text(json.dumps(asdict(replace(facts, expires=expires))), encoding="utf-8")
 
     def _remove_expired(self) -> None:
-        now = time.time()
         for file in self.directory.glob(f"*/*/[!.]*/{FACTS}"):
-            expires = _facts(file.parent).expires
-            if expires is not None and expires < now:
+            if _facts(file.parent).expired:
                 shutil.rmtree(file.parent, ignore_errors=True)
 
 

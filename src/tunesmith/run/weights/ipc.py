@@ -58,6 +58,7 @@ class IpcPlane(SendingPlane):
     async def offer(self, takers: int) -> list[Offer]:
         """See ``Plane.offer``."""
         assert self._version is not None and self.rank == 0, "nothing was published"
+        await self._end()  # ranks gather for one round at a time, also for one that was withdrawn
         offer: Offer = {
             "plane": "ipc",
             "device": torch.device(self.device).type,

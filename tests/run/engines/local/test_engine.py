@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +24,8 @@ from tunesmith.costs import PeakRates
 from tunesmith.errors import EngineError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.decoding import DECODING, KVSpan
+from tunesmith.run.engines.local import decode_model
+from tunesmith.run.engines.local.decode_model import wide_head
 from tunesmith.run.engines.local.engine import LocalEngine, end_of_sequence_ids
 from tunesmith.run.engines.local.pool import KVPool
 from tunesmith.run.engines.local.requests import CachedPrompt, Piece, split_pieces
@@ -523,6 +527,34 @@ def test_weights_that_diverged_are_an_error_and_leave_no_trace(llama: CausalLM) 
     with torch.no_grad():
         norm.copy_(kept)
     assert run(engine, (prompt, free(6)))[0].token_ids == good.token_ids
+
+
+def test_a_closed_engine_keeps_no_prepared_weights(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even as long as nobody collects garbage: programs open and close many engines."""
+    monkeypatch.setattr(DECODING, "rooms", ())
+    prepared: list[weakref.ref[Any]] = []
+
+    def prepare(*head: Any) -> Any:
+        product = wide_head(*head)
+        prepared.append(weakref.ref(product))
+        return product
+
+    monkeypatch.setattr(decode_model, "wide_head", prepare)
+    engine = make(llama)
+
+    async def use() -> None:
+        await engine.generate([5, 6, 7], free(4))
+        assert prepared[0]() is not None
+        await engine.close()
+
+    gc.disable()
+    try:
+        asyncio.run(use())
+        assert [product() for product in prepared] == [None]
+    finally:
+        gc.enable()
 
 
 def test_eos_comes_from_the_generation_config_and_can_be_ignored(llama: CausalLM) -> None:

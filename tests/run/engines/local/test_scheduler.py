@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tunesmith.errors import UserError
+from tunesmith.models.rope import LengthRule
 from tunesmith.run.engines.local.pool import KVLayout, KVMemory, KVPool
 from tunesmith.run.engines.local.requests import LocalRequest, Uniforms
 from tunesmith.run.engines.local.scheduler import HEADROOM, Scheduler
@@ -149,6 +150,18 @@ def test_a_new_request_leaves_room_for_others_to_write() -> None:
     scheduler = Scheduler(pool, max_running=9, max_prefill_tokens=100)
     scheduler.waiting.extend(request(i, new=200) for i in range(3))
     assert [r.id for r in scheduler.admit()[1]] == [0, 1]
+
+
+def test_a_request_that_fits_exactly_starts_again_before_its_last_token() -> None:
+    """Its frequencies change there; the last token needs no slot."""
+    scheduler = Scheduler(of(32, 16), 9, 100, LengthRule(switches=(31,)))
+    only = request(0, prompt=range(5, 21), new=17)
+    scheduler.waiting.append(only)
+    assert scheduler.admit()[1] == [only]
+    for _ in range(16):
+        assert scheduler.admit()[1] == [] and scheduler.grow() == [only]
+        write([only])
+    assert scheduler.admit()[1] == [only] and len(only.token_ids) == 16
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="zeros are written there")

@@ -212,6 +212,7 @@ class LocalEngine:
             waiting = list(self._scheduler.waiting)
             self._scheduler.waiting.clear()
             _fail([*waiting, *self._scheduler.clear()], EngineError("the engine was closed"))
+            self._runner.refresh()
 
         await self._thread.close(end)
 

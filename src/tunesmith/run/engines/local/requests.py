@@ -102,6 +102,11 @@ class LocalRequest(RunningRequest):
         return max(1, self.max_new_tokens - 1)
 
     @property
+    def first_slots(self) -> int:
+        """The slots with which it starts: for what it has written, and the next token."""
+        return min(len(self.token_ids) + 1, self.kv_length)
+
+    @property
     def rotary_length(self) -> int:
         assert self.prompt is not None, "only running requests are rotated"
         return self.prompt.rotary_length

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 from tunesmith.models.rope import LengthRule
 from tunesmith.run.engines.local.pool import KVPool
@@ -82,7 +83,7 @@ class Scheduler:
                 self.reused_tokens += len(prompt)
             prompt.running += 1
             request.prompt = prompt
-            request.span = self.pool.admit(len(request.token_ids) + 1)
+            request.span = self.pool.admit(request.first_slots)
             self.running.append(self.waiting.popleft())
             admitted.append(request)
             tokens += cost
@@ -141,7 +142,7 @@ class Scheduler:
         )
         if promised > self.pool.free + unused:
             return False
-        first = fresh + needed(len(request.token_ids) + 1)
+        first = fresh + needed(request.first_slots)
         spans = 1 if prompt else 2
         while self.pool.free < first or not self.pool.takes(spans):
             if not self._evict(prompt):
@@ -152,13 +153,13 @@ class Scheduler:
         return not prompt.running and prompt is not wanted
 
     def _evict(self, wanted: CachedPrompt | None = None) -> bool:
-        """Release the unused prompt that was used longest ago, those of waiting requests last;
+        """Release the unused prompt that was used longest ago, those of the next requests last;
         False if there is none."""
         unused = [p for p in self._prompts.values() if self._is_unused(p, wanted)]
         if not unused:
             return False
-        waiting = {r.prompt_ids for r in self.waiting}
-        prompt = next((p for p in unused if p.token_ids not in waiting), unused[0])
+        coming = {r.prompt_ids for r in islice(self.waiting, self._max_running)}
+        prompt = next((p for p in unused if p.token_ids not in coming), unused[0])
         self.pool.release(self._prompts.pop(prompt.key).span)
         return True
 
