@@ -28,6 +28,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.layers import ModuleRunner, text_decoder
 from tunesmith.models.source import load_config
 from tunesmith.plan.facts.families import REFUSED, check_family, families, published
+from tunesmith.run.specs.models import ModelSpec
 
 LEAN = [name for name, each in families().items() if each.lean and not each.inner] + ["qwen3_vl"]
 
@@ -142,6 +143,19 @@ def test_lean_follows_the_modules(tmp_path: Path) -> None:
     model.module.double()
     model.module.float()
     check(bound=False)
+
+
+def test_decoders_of_the_same_weights_share_their_memory(tmp_path: Path) -> None:
+    """Each adapter on a base that is served has a decoder of its own."""
+    path = tiny.save_model(tmp_path / "m", "qwen2")
+    spec = ModelSpec(str(path), "float32", "cpu", frozen=True)
+    model = spec.build()
+    places = [parameter.data_ptr() for parameter in model.module.parameters()]
+    twin = spec.twin(model)
+    assert [parameter.data_ptr() for parameter in twin.module.parameters()] == places
+    assert model.runner.bound() and twin.runner.bound()
+    forest = forest_of(samples())
+    assert torch.equal(logprobs(model, forest)[0], logprobs(twin, forest)[0])
 
 
 def test_saved_model_loads_and_scores_the_same(tmp_path: Path) -> None:

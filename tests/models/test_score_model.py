@@ -11,7 +11,9 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.support.tiny import save_model
 from tests.support.training import forest_of
+from tunesmith.config.schema import LoraSection
 from tunesmith.errors import ModelError
+from tunesmith.models.adapters import attach, merge
 from tunesmith.models.score_model import ScoreModel, whole_sequence
 
 SEQUENCES = [[5, 6, 7, 8, 9], [5, 6, 7, 11], [12, 13]]
@@ -55,3 +57,17 @@ def test_a_model_with_several_labels_is_refused(tmp_path: Path) -> None:
     ScoreModel.load(path).tokenizer.save_pretrained(tmp_path / "three")
     with pytest.raises(ModelError, match="3 labels"):
         ScoreModel.load(tmp_path / "three")
+
+
+def test_an_adapter_is_merged_into_a_base_whose_embedding_is_its_head(tmp_path: Path) -> None:
+    model = ScoreModel.load(save_model(tmp_path / "base", "qwen2", tie_word_embeddings=True))
+    adapter = attach(model, LoraSection(rank=2))
+    with torch.no_grad():
+        for _, weight in adapter.own_weights():
+            weight.normal_()
+    model.save(tmp_path / "adapter")
+    merge(tmp_path / "adapter", tmp_path / "merged")
+    forest = forest_of([whole_sequence(ids) for ids in SEQUENCES])
+    merged = ScoreModel.load(tmp_path / "merged").scores(forest)
+    torch.testing.assert_close(merged, model.scores(forest))
+    assert merged.abs().max() > 0.1

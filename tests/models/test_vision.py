@@ -44,6 +44,24 @@ def test_another_image_changes_its_own_sequences_alone(tmp_path: Path, model_typ
     assert (one[:2] - other[:2]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3"])
+def test_in_16_bits_a_frozen_tower_sees_what_the_model_s_own_does(
+    tmp_path: Path, model_type: str
+) -> None:
+    """Rotary frequencies in 16 bits would turn the patches of a large image by wrong angles."""
+    path = save_vision_model(tmp_path / "m", model_type)
+    seen: list[torch.Tensor] = []
+    for tower in ("frozen", "trained"):
+        model, vocabulary = load_vision_model(
+            path, [picture(0, 448, 448)], tower, dtype=torch.bfloat16
+        )
+        (image,) = vocabulary.rows.all
+        assert model.vision is not None
+        with torch.no_grad():
+            seen.append(model.vision.features(image).embedded)
+    assert seen[0].dtype == torch.bfloat16 and torch.equal(*seen)
+
+
 def test_positions_of_images_by_hand() -> None:
     """Two segments: a text of two with an image of 2 × 3, then one more and an image of 1 × 2."""
     rows = ImageRows()
@@ -118,3 +136,21 @@ def test_the_latest_images_of_clients_are_kept_up_to_a_size(tmp_path: Path) -> N
     again = KeptImages(kept, most=1)  # of a run that continues
     again.put(digest_of(b"another"), b"another")
     assert len(list(kept.iterdir())) == 1
+
+
+def test_an_image_that_was_written_in_part_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = b"a picture"
+    digest = digest_of(data)
+    write = Path.write_bytes
+
+    def killed(path: Path, data: bytes) -> None:
+        write(path, data[:3])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", killed)
+        with pytest.raises(KeyboardInterrupt):
+            KeptImages(tmp_path).put(digest, data)
+    assert KeptImages(tmp_path).put(digest, data).read_bytes() == data

@@ -96,7 +96,10 @@ def _patch_processor(vision: Any) -> dict[str, Any]:
 
 
 def load_vision_model(
-    path: Path, pictures: list[bytes], tower: VisionTower = "frozen"
+    path: Path,
+    pictures: list[bytes],
+    tower: VisionTower = "frozen",
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[CausalLM, ImageVocabulary]:
     """The model as a run loads it whose data has these pictures."""
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
@@ -104,7 +107,7 @@ def load_vision_model(
     vocabulary: ImageVocabulary = tokenizer.image_vocabulary
     for number, data in enumerate(pictures):
         vocabulary.add(f"picture {number}", data)
-    return CausalLM.load(path, tokenizer=tokenizer, tower=tower), vocabulary
+    return CausalLM.load(path, tokenizer=tokenizer, tower=tower, dtype=dtype), vocabulary
 
 
 def picture(number: int, width: int = 56, height: int = 84) -> bytes:

@@ -28,7 +28,7 @@ from tunesmith.models.kernels.layers import LayerRunner, ModuleRunner, text_deco
 from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.kernels.quantised import Quantize, weights_of
 from tunesmith.models.kernels.selective import recomputed
-from tunesmith.models.loading import Loading, load_module
+from tunesmith.models.loading import Loading, cast_weights, load_module
 from tunesmith.models.parallel.activations import HostActivations
 from tunesmith.models.parallel.sequence import SequenceGroup
 from tunesmith.models.parallel.shard_files import (
@@ -487,7 +487,8 @@ class Decoder:
         """
         from tunesmith.models.lora import holds_tower, merge_into
 
-        stored = load_config(base, trust_remote_code=trust_remote_code).dtype
+        config = load_config(base, trust_remote_code=trust_remote_code)
+        stored = config.dtype or config.get_text_config().dtype or torch.float32
         tower: VisionTower = "trained" if holds_tower(adapter) else "frozen"
         model = cls.load(
             base, tokenizer=tokenizer, trust_remote_code=trust_remote_code, tower=tower
@@ -500,7 +501,7 @@ class Decoder:
             out.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=out.parent) as rehearsal:
                 model.rehearse(Path(rehearsal))
-        merged: Any = merge_into(model.module, adapter)
-        merged.to(getattr(torch, dtype) if dtype else stored or torch.float32)
+        merged = merge_into(model.module, adapter)
+        cast_weights(merged, getattr(torch, dtype) if dtype else stored)
         with boundary(StorageError, f"cannot write {out}", OSError):
             model.save(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -39,6 +40,7 @@ from tunesmith.models.parallel.shard_files import (
     is_finite,
     renamed,
     shapes_of,
+    stays_wide,
     stored_names,
     turned_names,
 )
@@ -255,6 +257,9 @@ def _without_weights(
         else:
             places.enter_context(init_empty_weights(include_buffers=False))
         module = make()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.itemsize == 2 and stays_wide(module, name):
+            tensor.data = tensor.data.float()
     module.tie_weights()
     conversions = conversions_of(module)
     if conversions:  # transformers finds them by the name of the class, which sharding changes
@@ -265,6 +270,16 @@ def _without_weights(
         with suppress(OSError):  # not all models have a file
             module.generation_config = GenerationConfig.from_pretrained(path)
     return module
+
+
+def cast_weights(module: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give a model's weights a dtype, but float32 to those that transformers would load in it."""
+    make = partial(type(module)._from_config, copy.deepcopy(module.config), dtype=dtype)
+    like = _without_weights(str(module.name_or_path), make, trains=False, device=None)
+    dtypes = {name: tensor.dtype for name, tensor in like.state_dict().items()}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtypes.get(name, dtype))
 
 
 def _disable_dropout(module: PreTrainedModel, original: Mapping[str, float]) -> None:

@@ -217,13 +217,12 @@ def merge_into(module: PreTrainedModel, adapter: Path) -> PreTrainedModel:
         warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
         merged = cast(PreTrainedModel, peft.merge_and_unload(safe_merge=True))
     _repeat_layers(merged, config.layer_replication)
-    if tied:
-        one, other = (
-            cast(Any, part).weight
-            for part in (merged.get_input_embeddings(), merged.get_output_embeddings())
-        )
+    embedding, head = (
+        cast(Any, part) for part in (merged.get_input_embeddings(), merged.get_output_embeddings())
+    )
+    if tied and head is not None:  # a score model has none
         merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = (
-            one.equal(other)
+            embedding.weight.equal(head.weight)
         )
         merged.all_tied_weights_keys = merged.get_expanded_tied_weights_keys(all_submodels=True)
         merged.tie_weights()

@@ -75,3 +75,19 @@ def test_scores_far_apart() -> None:
     value = torch.randn(60, 1, 64)
     attention = ForestAttention((Segment(0, 60, -1),))
     assert torch.equal(attention.attend(0, query, key, value, AttentionRule(1.0)), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_far_below_zero(dtype: torch.dtype) -> None:
+    """The places beside a segment's last key have the score 0, whose weight would be infinite."""
+    segments = (Segment(0, 33, -1), Segment(33, 40, 0))
+    inputs = [t.detach().to(dtype) for t in tensors(73, 2, 1, torch.float32, 64)]
+    inputs[0][..., 0] = 24
+    inputs[1][..., 0] = -24
+    towards = torch.randn(73, 2, 64).to(dtype)
+    found, exact = (
+        gradients([t.to(kind).requires_grad_() for t in inputs], towards, segments)
+        for kind in (dtype, torch.float64)
+    )
+    for ours, theirs in zip(found, exact, strict=True):
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()

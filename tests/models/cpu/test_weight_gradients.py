@@ -39,6 +39,13 @@ def test_products_replace_or_are_added_to_sums(
         )
 
 
+def test_no_rows_have_a_gradient_of_zero() -> None:
+    total = torch.full((16, 32), torch.nan)
+    rows = torch.empty(0, 48).bfloat16()
+    CpuFunctions.add_product(rows[:, :16], rows[:, 16:], [(total, False)])
+    assert not total.any()
+
+
 def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape).bfloat16())
 

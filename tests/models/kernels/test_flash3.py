@@ -48,16 +48,21 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Answers:
         monkeypatch.setattr(
             f"{registry}list_flash_attention_impls", lambda: ["FA3"] if known else ["FA4"]
         )
-        flash3_problem.cache_clear()
+        forget()
         return asked
 
     return answering
 
 
+def forget() -> None:
+    flash3_problem.cache_clear()
+    flash3._refused.clear()  # pyright: ignore[reportPrivateUsage]
+
+
 @pytest.fixture(autouse=True)
 def forgotten() -> Any:
     yield
-    flash3_problem.cache_clear()
+    forget()
 
 
 def test_it_is_used_on_hopper_where_it_computes_the_same(hopper: Answers) -> None:
@@ -71,6 +76,9 @@ def test_it_is_compared_for_each_size_of_heads(hopper: Answers) -> None:
     assert flash3_problem(CPU, 64) is None
     assert "differs" in (flash3_problem(CPU, 192) or "")
     assert asked == ["FA3", "restored", "FA3", "restored"]
+    for size in (64, 128):  # the registry would let it compute the others again
+        assert "differs" in (flash3_problem(CPU, size) or "")
+    assert len(asked) == 4
 
 
 def test_what_differs_is_not_used(hopper: Answers) -> None:
@@ -86,7 +94,7 @@ def test_what_is_not_there_is_said(hopper: Answers, monkeypatch: pytest.MonkeyPa
     asked += hopper(known=False)
     assert "does not know it" in (flash3_problem(CPU, 64) or "")
     monkeypatch.setattr(flash3, "is_hopper", is_hopper)
-    flash3_problem.cache_clear()
+    forget()
     assert "not of Hopper" in (flash3_problem(CPU, 64) or "") and asked == []
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from tests.support.families import SPECIAL
 from tests.support.live_bytes import LiveBytes
 from tests.support.tiny import save_model
 from tests.support.training import forest_of
@@ -238,6 +240,27 @@ def test_an_adapter_is_on_whole_shapes(tmp_path: Path) -> None:
     assert adapter.counts() == plain.counts()
     shapes = {name: tensor.shape for name, tensor in plain.own_weights()}
     assert {name: tensor.shape for name, tensor in adapter.own_weights()} == shapes
+
+
+def test_the_bias_that_balances_experts_is_never_rounded(tmp_path: Path) -> None:
+    """It is far larger than the scores that it is added to: in 16 bits, tokens would choose others.
+
+    Neither where weights are read one by one nor where an adapter is merged."""
+    path = save_model(tmp_path / "base", "deepseek_v3", **SPECIAL["deepseek_v3"])
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    (name,) = (name for name in weights if name.endswith("e_score_correction_bias"))
+    weights[name] = torch.linspace(13.01, 14.02, len(weights[name]))
+    save_file(weights, file, metadata={"format": "pt"})
+    for quantize in (None, "nf4"):
+        model = CausalLM.load(path, dtype=torch.bfloat16, quantize=quantize)
+        assert model.module.state_dict()[name].equal(weights[name]), quantize
+    adapters.attach(model, LoraSection(rank=2))
+    model.save(tmp_path / "adapter")
+    adapters.merge(tmp_path / "adapter", tmp_path / "merged", dtype="bfloat16")
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert merged[name].equal(weights[name])
+    assert merged["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
 def test_a_run_is_silent_about_a_kernel_that_nothing_here_uses() -> None:

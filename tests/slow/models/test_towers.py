@@ -140,6 +140,19 @@ def test_adapter_is_the_decoders_in_the_whole_model(tmp_path: Path, model_type: 
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
+def test_merged_weights_have_the_dtype_that_the_text_decoder_says(tmp_path: Path) -> None:
+    """As Qwen3-VL is published: config.json has a dtype for the decoder alone."""
+    path = save_multimodal(tmp_path / "m", "qwen3_vl")
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["dtype"] = config.pop("dtype")
+    (path / "config.json").write_text(json.dumps(config))
+    model = CausalLM.load(path)
+    attach(model, LoraSection(rank=2, targets=("q_proj",)))
+    model.save(tmp_path / "adapter")
+    merge(tmp_path / "adapter", tmp_path / "merged")
+    assert {tensor.dtype for tensor in stored(tmp_path / "merged").values()} == {torch.bfloat16}
+
+
 def test_untied_head_of_a_model_whose_text_decoder_says_it(tmp_path: Path) -> None:
     path = save_multimodal(tmp_path / "m", "mistral3", tie_word_embeddings=False)
     config = json.loads((path / "config.json").read_text())

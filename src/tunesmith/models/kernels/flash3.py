@@ -16,6 +16,8 @@ DIFFERENCE = 2e-2
 """Largest difference to flash attention 2, relative to the largest number."""
 LENGTHS = ((5, 5), (130, 130), (64, 200))
 """Queries and keys of the runs that are compared."""
+_refused: dict[torch.device, str] = {}
+"""Why it computes heads of no size: PyTorch's registry is for all of a process."""
 
 
 @cache
@@ -38,6 +40,8 @@ def flash3_problem(device: torch.device, size: int) -> str | None:
         restore_flash_attention_impl,
     )
 
+    if device in _refused:
+        return _refused[device]
     if not is_hopper(device):
         return "the GPU is not of Hopper"
     if find_spec(PACKAGE) is None:
@@ -59,6 +63,8 @@ def flash3_problem(device: torch.device, size: int) -> str | None:
         problem = _difference(found, usual, size)
     if problem:
         restore_flash_attention_impl()
+        _refused[device] = problem
+        flash3_problem.cache_clear()  # of sizes for which it was used
     return problem
 
 

@@ -32,7 +32,7 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class CudaFlex:
-    """A kernel of ``ForestAttention`` for 16-bit tensors, for any rule."""
+    """A kernel of ``ForestAttention`` for 16-bit tensors, without sinks."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         self.stops, self.positions = (t.to(device, non_blocking=True) for t in rows_of(segments))
@@ -43,10 +43,9 @@ class CudaFlex:
 
     @staticmethod
     def supports(query: Tensor, rule: AttentionRule) -> bool:
-        del rule
         dim = query.shape[-1]
         fits = on_gpu(query) and LEAST_HEAD <= dim <= MOST_HEAD and dim % 8 == 0
-        return fits and (has_triton() or not torch.cuda.is_available())
+        return fits and rule.sinks is None and (has_triton() or not torch.cuda.is_available())
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         rows = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
@@ -56,11 +55,7 @@ class CudaFlex:
             score_mod=self.change(rule.softcap),
             block_mask=self.mask(rule.window),
             **options,
-            **({} if rule.sinks is None else {"return_lse": True}),
         )
-        if rule.sinks is not None:
-            out, lse = out
-            out = out * torch.sigmoid(lse - rule.sinks.view(1, -1, 1)).unsqueeze(-1).to(out.dtype)
         return out[0].transpose(0, 1)
 
     def change(self, softcap: float | None) -> Callable[..., Tensor] | None:
@@ -92,13 +87,10 @@ def kernel() -> Any:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
-def counted(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **_: object
-) -> Tensor | tuple[Tensor, Tensor]:
+def counted(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
     """Uninitialized tensors of the sizes that ``flex_attention`` allocates, for devices that are
     not present."""
-    out: Tensor = _Counted.apply(query, key, value)
-    return (out, out[..., 0].float()) if return_lse else out
+    return _Counted.apply(query, key, value)
 
 
 class _Counted(torch.autograd.Function):

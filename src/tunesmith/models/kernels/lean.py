@@ -123,10 +123,15 @@ def _multiplies(x: Tensor, weight: Tensor) -> bool:
 
 
 def _join(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor with the rows of all parameters, which become views of it."""
+    """One tensor with the rows of all parameters, which become views of it; where they are that
+    already, as in another decoder of these weights, they stay where they are."""
     if len(parameters) == 1:
         return parameters[0]
     with torch.inference_mode(False), torch.no_grad():
+        first = parameters[0].data
+        alone = first.untyped_storage().nbytes() == sum(p.nbytes for p in parameters)
+        if alone and _are_rows(parameters, first):
+            return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
         whole = torch.cat([p.detach() for p in parameters])
         views = whole.split([len(p) for p in parameters])
         for parameter, view in zip(parameters, views, strict=True):

@@ -111,6 +111,13 @@ def is_finite(tensor: Tensor) -> bool:
     return all(bound.isfinite() for bound in tensor.aminmax())
 
 
+def stays_wide(module: PreTrainedModel, name: str) -> bool:
+    """Whether transformers has a weight in float32 where a model is in 16 bits, such as the bias
+    that balances experts."""
+    kept: Iterable[str] = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+    return any(part in name for part in kept)
+
+
 def is_converted(module: PreTrainedModel) -> bool:
     """Whether the names or shapes of weights in a module's files are not the module's."""
     nothing: dict[str, Tensor] = {}
@@ -195,7 +202,8 @@ def save_weights(
         mine: dict[str, Tensor] = {}
         for rank, (_, names) in enumerate(files[first : first + world]):
             for name in names:
-                weight = whole(state[name], dtype if name in parameters else None)
+                narrow = name in parameters and not stays_wide(module, name)
+                weight = whole(state[name], dtype if narrow else None)
                 if rank == sharding.rank:
                     mine[name] = weight.cpu()
         if mine:

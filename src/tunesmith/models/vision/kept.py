@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tunesmith.errors import StorageError, boundary
+from tunesmith.records.storage import replacing
 
 MOST_BYTES = 16 << 30
 
@@ -46,7 +47,8 @@ class KeptImages:
             return path
         with boundary(StorageError, f"cannot keep an image in {self.directory}", OSError):
             self.directory.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+            with replacing(path) as unfinished:  # what a killed run leaves is no image
+                unfinished.write_bytes(data)
             self._sizes[name] = len(data)
             self._total += len(data)
             while self._total > self.most and len(self._sizes) > 1:

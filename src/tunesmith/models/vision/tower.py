@@ -144,7 +144,9 @@ class Vision:
         """
         config.vision_config._attn_implementation = "sdpa"
         with no_init_weights(), device:
-            tower = _kind_of(config).of(config).to(dtype)
+            tower = _kind_of(config).of(config)
+        for parameter in tower.parameters():  # rotary frequencies are buffers, and stay float32
+            parameter.data = parameter.data.to(dtype)
         weights = {
             f"{part}.{name.partition(f'{part}.')[2].removeprefix('vision_model.')}": tensor
             for part in towers.modules

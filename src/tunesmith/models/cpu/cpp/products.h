@@ -100,7 +100,6 @@ static void multiply_many(int64_t T, int64_t N, int64_t K, const float* x, int64
 
 // sum [N, K] = or += grad [T, N] transposed times x [T, K]
 static void gradient_of_weight(int64_t T, int64_t N, int64_t K, const float* grad, int64_t grad_step, const float* x, int64_t x_step, float* sum, bool adds, int64_t threads) {
-    if (!T && !adds) std::fill_n(sum, N * K, 0.f);
 #pragma omp parallel for num_threads(threads)
     for (int64_t t = 0; t < threads; t++) {
         float *panels = block_memory(), *strips = panels + DEEP * WIDE;

@@ -229,7 +229,7 @@ static void attend_backward(const Segments& f, const Attention& a, int64_t first
                         for (int64_t j = 0; j < 2; j++) {
                             const int64_t row = r + j, from = row * BLOCK + c * W;
                             Vec share = exponential(load(scores + from) * a.scale - lse[at * BLOCK + row]);
-                            if (i == b) share = place + int(c * W) > int(row) ? Vec{} : share;
+                            share = place + int(c * W) < int(i == b ? row + 1 : blocks[b].n) ? share : Vec{};
                             p[j] = narrow(share);
                             d[j] = narrow(share * (load(slopes + from) - delta[at * BLOCK + row]) * a.scale);
                             std::memcpy(rows + row / W * TILE + row % W * PLACES + c * W, &d[j], sizeof(Half));
@@ -320,6 +320,8 @@ static Tensor multiplied_rows(Tensor x, Tensor weight, bool turned) {
 
 static void weight_gradients(Tensor grad, Tensor x, std::vector<Tensor> sums, std::vector<int64_t> adds) {
     grad = in_rows(grad), x = in_rows(x);
+    for (size_t i = 0; i < sums.size() && !x.size(0); i++)
+        if (!adds[i]) std::fill_n(numbers<float>(sums[i]), sums[i].numel(), 0.f);
     if (!narrow(x)) {
         int64_t column = 0;
         for (size_t i = 0; i < sums.size(); column += sums[i].size(0), i++)
