@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tunesmith.config.commands import GenerateConfig, RFTConfig
+from tunesmith.config.schema import DataSection, Source
 from tunesmith.errors import Problem
 from tunesmith.plan.rules.rule import rule, unread
 from tunesmith.plan.rules.situation import Situation, more
@@ -15,6 +16,7 @@ from tunesmith.plan.rules.situation import Situation, more
 
 @rule(GenerateConfig)
 def output(s: Situation[GenerateConfig]) -> Iterator[Problem]:
+    yield from _weighed(s.config.data)
     section = s.config.output
     count: int | None = s.config.sampling.n
     if section.kind != "completions" and not s.rewarded:
@@ -36,6 +38,7 @@ def output(s: Situation[GenerateConfig]) -> Iterator[Problem]:
 
 @rule(RFTConfig)
 def rejection_sampling(s: Situation[RFTConfig]) -> Iterator[Problem]:
+    yield from _weighed(s.config.data)
     section = s.config.rft
     if s.scored_by_model and section.threshold is None:
         yield s.clash("rft.threshold",
@@ -53,6 +56,15 @@ def rejection_sampling(s: Situation[RFTConfig]) -> Iterator[Problem]:
             yield Problem((f"rft.{name}", "rft.rounds"),
                 f"rft.{name} gives every round the same answers; leave out rft.rounds = "
                 f"{section.rounds} or rft.{name}")
+
+
+def _weighed(data: DataSection) -> Iterator[Problem]:
+    sources = data.train if isinstance(data.train, tuple) else (data.train,)
+    for source in sources:
+        if isinstance(source, Source) and source.weight is not None:
+            yield Problem(("data.train",),
+                f"data.train weighs '{source.path}', which has no effect: every line is answered "
+                "once; leave the weight out", "unread")
 
 
 unread(GenerateConfig,
