@@ -750,6 +750,53 @@ def test_the_last_rate_of_a_schedule(kwargs: dict[str, float], share: Any, name:
         assert any(r.kind in ("by hand", "changes") for r in migration.rows), "it is said"
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("--lora_rank 64", "lora.alpha", 16),
+        ("--lora_rank 0", "lora.alpha", None),
+        ("algorithm.adv_estimator=grpo actor_rollout_ref.model.lora_rank=64", "lora.alpha", 16),
+        ("algorithm.adv_estimator=grpo actor_rollout_ref.model.lora_rank=0", "lora.alpha", None),
+        ("SFTConfig(use_peft=True, lora_r=64)", "lora.alpha", 32),
+        ("SFTConfig(lora_alpha=64)", "lora.alpha", None),
+        ("SFTConfig(max_length=64)", "data.too_long", "truncate_right"),
+        ("RewardConfig(max_length=64)", "data.too_long", "skip"),
+        ("SFTConfig(completion_only_loss=False)", "data.loss_on", "all"),
+        ("SFTConfig(completion_only_loss=True)", "data.loss_on", "completion"),
+        (
+            "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.agent.num_workers=8",
+            "environment.concurrency",
+            None,
+        ),
+    ],
+)
+def test_defaults_and_counts_are_those_of_the_framework(text: str, key: str, value: Any) -> None:
+    assert of(text, key) == value
+
+
+def test_an_adapter_of_peft_has_its_scale_and_layers() -> None:
+    text = """
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+    SFTTrainer("org/m", SFTConfig(output_dir="o"), peft_config=LoraConfig(r=16), train_dataset="org/d")
+    """
+    entries = migrated(text, "train.py").entries
+    assert entries["lora.alpha"].value == 8 and "q_proj" in entries["lora.rank"].how
+    named = text.replace("r=16", "r=16, lora_alpha=64, target_modules='all-linear'")
+    entries = migrated(named, "train.py").entries
+    assert entries["lora.alpha"].value == 64 and not entries["lora.rank"].how
+
+
+def test_turns_are_calls_and_the_last_answer() -> None:
+    text = """
+    from trl import GRPOConfig, GRPOTrainer
+    def add(a: int, b: int) -> int:
+        return a + b
+    GRPOTrainer(model="org/m", tools=[add], args=GRPOConfig(max_tool_calling_iterations=3))
+    """
+    assert migrated(text, "play.py").entries["environment.max_turns"].value == 4
+
+
 ROLLOUT = "algorithm.rollout_correction."
 LEVEL = "--algo.advantage.is_correction_"
 WITH_VLLM = "GRPOConfig(use_vllm=True, vllm_importance_sampling_"

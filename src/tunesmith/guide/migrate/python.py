@@ -106,6 +106,8 @@ class _Reading:
             if name in made.texts and name not in ("model", "peft_config"):
                 known = f"lora_{name}" if of_peft and name in _MARKS["peft"] else name
                 yield self.given(known, value, *made.texts[name])
+        if made.name == "LoraConfig" and "r" in made.fields and "lora_alpha" not in made.fields:
+            yield self.given("lora_alpha", 8, "LoraConfig without lora_alpha", made.line)
 
     def switches(self, made: Object) -> Iterator[Given]:
         """``torch.compile(model)``, ``torch.backends.cuda.matmul.allow_tf32 = True`` and the

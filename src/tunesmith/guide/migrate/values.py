@@ -100,8 +100,32 @@ def every(given: Given, there: There) -> Result:
 
 def adapter(given: Given, there: There) -> Result:
     """A flag; here an adapter is trained whenever its rank is given."""
-    rank = there.get("lora_r", "lora.rank", default=16)
-    return Value("lora.rank", rank) if given.value else OFF
+    return Value("lora.rank", _rank(there) or 16, _layers(there)) if given.value else OFF
+
+
+def rank(given: Given, there: There) -> Result:
+    return OFF if is_off(given.value) else Value("lora.rank", given.value, _layers(there))
+
+
+def _rank(there: There) -> Any:
+    return there.get("lora_r", "lora_rank", "lora.rank")
+
+
+def _layers(there: There) -> str:
+    """peft's own choice of layers, where a script makes none."""
+    named = there.given("lora_target_modules") or there.framework not in ("trl", "transformers")
+    return "" if named else "all linear layers; peft's own choice there is mostly q_proj, v_proj"
+
+
+def alpha(given: Given, there: There) -> Result:
+    off = is_off(_rank(there)) and not there.get("use_peft")
+    return without("no adapter is trained there") if off else Value("lora.alpha", given.value)
+
+
+def turns(given: Given, _there: There) -> Result:
+    """Turns of the policy, from the number of its calls."""
+    how = f"{given.count} calls, and the last answer"
+    return Value("environment.max_turns", given.count + 1, how) if given.count else OFF
 
 
 def half(given: Given, there: There) -> Result:
