@@ -31,7 +31,7 @@ def last_rate(given: Given, there: There) -> Result:
     return Value(key, value) if isinstance(value, int | float) and value > 0 else OFF
 
 
-def _last_rate_of(table: dict[str, Any], there: There) -> Result:
+def _last_rate_of(table: Mapping[str, object], there: There) -> Result:
     """``lr_scheduler_kwargs``, whose keys depend on the schedule."""
     shares = [table.get("min_lr_rate", table.get("min_lr_ratio"))]
     shares.append(_share_of(table.get("min_lr"), there.get("learning_rate", "lr")))
@@ -107,7 +107,7 @@ def rank(given: Given, there: There) -> Result:
     return OFF if is_off(given.value) else Value("lora.rank", given.value, _layers(there))
 
 
-def _rank(there: There) -> Any:
+def _rank(there: There) -> object:
     return there.get("lora_r", "lora_rank", "lora.rank")
 
 
