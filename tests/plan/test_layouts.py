@@ -14,7 +14,8 @@ from tunesmith.config.commands import DistillConfig, DPOConfig, GenerateConfig, 
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.plan.cost.memory import planned_devices
+from tunesmith.plan.cost.copies import adapter_numbers
+from tunesmith.plan.cost.memory import kv_bytes_per_token, planned_devices
 from tunesmith.plan.cost.seconds import step_seconds
 from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.machines import machine
@@ -39,6 +40,7 @@ KINDS: dict[Any, list[str]] = {
 }
 THREE = replace(QWEN_7B, parameters=3_000_000_000, layers=16)
 VLLM = ("system.engine=vllm",)
+TENSOR = "system.vllm.tensor_parallel_size"
 
 
 def facts(on: str, model: ModelFacts | None, **changes: Any) -> Facts:
@@ -56,7 +58,7 @@ def layout(*arguments: Any, **changes: Any) -> dict[str, Any]:
         key: config.settings.get(f"system.{key}")
         for key in ("trainer_ranks", "zero_stage", "engines", "hybrid")
     }
-    return values | {"tensor": config.settings.get("system.vllm.tensor_parallel_size")}
+    return values | {"tensor": config.settings.get(TENSOR)}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,27 @@ def test_an_engine_that_trains_nothing_is_split_as_far_as_it_pays() -> None:
     assert split["tensor"] == 4 and split["engines"] == 2
     with pytest.raises(CapacityError):
         resolved(GenerateConfig, "8xA100-80GB", LLAMA_70B)  # the local engine is on one GPU
+
+
+def test_ranks_of_an_engine_have_as_many_heads_of_keys_each_or_a_copy_of_one() -> None:
+    """As vLLM asserts: 10 heads are not divided by 4, and 4 are copied by 8 ranks."""
+    ten = replace(LLAMA_70B, heads=40, kv_heads=10)
+    assert layout(GenerateConfig, "8xA100-80GB", ten, *VLLM)["tensor"] == 2
+    with pytest.raises(ConfigError, match=r"use one of \[1, 2, 5, 10, 20, 40\]"):
+        resolved(GenerateConfig, "8xA100-80GB", ten, *VLLM, f"{TENSOR}=4")
+    four = replace(LLAMA_70B, kv_heads=4)
+    split = [resolved(GenerateConfig, "8xA100-80GB", four, *VLLM, f"{TENSOR}={n}") for n in (4, 8)]
+    per_token = 2 * 80 * 4 * 128 * 2
+    assert [kv_bytes_per_token(plan, four) for plan in split] == [per_token, 2 * per_token]
+
+
+def test_an_engine_on_its_own_gpu_holds_a_draft_and_an_adapter_too() -> None:
+    model = replace(QWEN_7B, family="qwen2")
+    said = (*VLLM, "rollout.max_staleness=1", "lora.rank=12")
+    plan = resolved(RLConfig, "2xH100-80GB", model, *said, draft=SMALL)
+    engine = dict(each[:2] for each in planned_devices(plan))["engine"]
+    numbers = (model.parameters or 0) + (SMALL.parameters or 0) + adapter_numbers(model, 16)
+    assert plan.reserved_rank == 16 and engine.engine == 2 * numbers
 
 
 def test_ranks_share_sequences_that_fit_no_rank_alone() -> None:

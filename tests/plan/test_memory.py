@@ -112,6 +112,10 @@ def test_parts_of_a_price_by_hand() -> None:
     alone = price(SMALL, Layout(2, lora_rank=8, engines=1, turns=True, reserved_rank=16))
     assert alone.engine == 2 * n + 2 * 2 * lora and alone.training == adapter.training
     assert alone.host == adapter.host + int(1.1 * 2 * n)  # the base, while the policy trains
+    swaps = price(SMALL, Layout(2, turns=True, swaps=True, host_copy=5))
+    assert swaps.host == int(1.1 * 12 * n) + 5, "moments and masters wait there"
+    there = Layout(2, references=1, frozen_parameters=3, offload_frozen=True, staying=7)
+    assert price(SMALL, there).frozen == 7, "the rest comes to score"
     assert price(SMALL, Layout(2, trains=False)).peak == 2 * n
     assert price(SMALL, Layout(2, tokens=10)).activations == 10 * activation_bytes(SMALL, Layout(2))
 
@@ -243,12 +247,8 @@ def test_a_share_is_derived_for_a_model_of_any_depth() -> None:
 def test_turns_are_taken_where_memory_is_short() -> None:
     small = replace(QWEN_7B, parameters=500_000_000)
     assert resolved(RLConfig, on(A100, small)).settings["system.hybrid"] is False
-    assert (
-        resolved(RLConfig, on(A100, replace(small, parameters=3_500_000_000))).settings[
-            "system.hybrid"
-        ]
-        is True
-    )
+    large = on(A100, replace(small, parameters=3_500_000_000), memory=128 * GB)
+    assert resolved(RLConfig, large).settings["system.hybrid"] is True
     assert resolved(RLConfig, on(None, SMALL)).settings["system.hybrid"] is False
 
 
@@ -270,6 +270,40 @@ def test_models_beside_the_policy_count() -> None:
     assert peak(DistillConfig, frozen_parameters=7) == 18 * n + 14
     assert peak(GenerateConfig) == 2 * n
     assert peak(RLConfig, "algorithm.kl.coef=0.1", "train.ema_decay=0.9") == 24 * n
+
+
+def test_judges_and_drafts_are_counted_where_memory_is_divided() -> None:
+    """Micro-batches and the KV cache share what they leave."""
+    judge = {"judge_parameters": 7 * GB, "judge_kv": GB}
+    for kind, said in ((RLConfig, "lora.rank=16"), (GenerateConfig, "sampling.n=64")):
+        plan = resolved(kind, on(A100, QWEN_7B, **judge), said)
+        found = planned(plan)
+        assert found is not None
+        assert found.frozen == 15 * GB and found.peak <= LIMIT * plan.free_memory
+    plan = resolved(RLConfig, on(A100, QWEN_7B, draft=SMALL), "lora.rank=16")
+    found = planned(plan)
+    assert found is not None and found.frozen == 2 * 5_000_000
+    tokens = 2 * 28 * 4 * 128 * 2 + 2 * 6 * 2 * 64 * 2
+    assert request_kv(plan, QWEN_7B) == tokens * ((plan.training.longest or 0) + 64)
+
+
+def test_what_waits_in_host_memory_has_to_fit_there() -> None:
+    model = replace(QWEN_7B, parameters=3_000_000_000)
+    told = refusal(RLConfig, on(A100, model, memory=32 * GB), "system.hybrid=true")
+    assert "system.hybrid = true: this takes 39.6GB of host memory" in told
+    assert not resolved(RLConfig, on(A100, model, memory=32 * GB)).devices.hybrid
+    assert resolved(RLConfig, on(A100, model), "system.hybrid=true").devices.hybrid
+
+
+def test_a_conversations_limit_is_that_of_its_samples() -> None:
+    """Though a turn alone might be longer, it gets the room that is left."""
+    said = ("environment.path=textarena:Game-v0", "rollout.max_new_tokens=3000")
+    facts = on(None, SMALL, longest=100)
+    plan = resolved(RLConfig, facts, *said, "environment.max_tokens=1000")
+    assert plan.training.longest == 1000 <= (plan.memory.microbatch or 0) < 3000
+    cap = "system.max_tokens_per_microbatch=999"
+    told = refusal(RLConfig, facts, *said, "environment.max_tokens=1000", cap)
+    assert "1000 tokens (environment.max_tokens)" in told
 
 
 def test_the_table_names_every_part_and_what_is_free() -> None:

@@ -3,6 +3,7 @@ says."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,15 @@ def test_what_a_profile_excludes_is_refused_by_its_keys() -> None:
         resolve(said(SFTConfig, "system.offload_parameters=true", "system.profile=fast"), facts)
     keys = {"system.offload_optimizer", "system.offload_parameters"}
     assert keys in [{*problem.keys} for problem in error.value.problems]
+
+
+def test_a_profiles_reason_takes_the_place_of_another() -> None:
+    """Of a CPU, which decodes no more requests at once."""
+    plan = resolve(
+        load_config(
+            KINDS["generate"], None, ["model.path=o/m", "data.train=o/d", "system.profile=memory"]
+        ),
+        Facts(machine("this"), replace(MODEL, parameters=10_000_000), longest=64),
+    )
+    keys = [entry.key for entry in plan.reasons]
+    assert "system.max_running" in keys and len(keys) == len(set(keys))

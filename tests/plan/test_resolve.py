@@ -149,7 +149,8 @@ def test_micro_batches_follow_the_memory_and_always_hold_the_longest_sample() ->
     assert tokens(sft(), state + 2 * per_token * 1024, longest=1500) >= 1500, "of some layers again"
     whole = "system.gradient_checkpointing=false"
     assert tokens(sft(whole), state + 2 * per_token * 1024, longest=1500) == 1500
-    assert tokens(rl(whole), state + 3 * per_token * 256, longest=100) == 612
+    prepared = 8 * 5_000_000
+    assert tokens(rl(whole), state + prepared + 3 * per_token * 256, longest=100) == 612
     checkpointed = tokens(sft("system.gradient_checkpointing=true"), state + 2 * per_token * 1024)
     assert checkpointed is not None and checkpointed > 1024
     assert tokens(sft("system.max_tokens_per_microbatch=500"), 8 * GB) == 500

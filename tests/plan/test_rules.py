@@ -65,6 +65,7 @@ FACTS = {
     "experts": Facts(
         CPU, replace(USUAL, expert_widths=(256, 20), mixtures=Mixtures(6, 4, 2, 100_000))
     ),
+    "keys": Facts(CPU, replace(USUAL, heads=12), longest=100),
     "at once": Facts(CPU, replace(USUAL, family="llama4_text")),
     "windows": Facts(CPU, replace(USUAL, narrow=True), train_size=1000, longest=100),
     "images": Facts(CPU, USUAL, train_size=1000, longest=100, images=3),
@@ -141,3 +142,9 @@ def test_what_is_unknown_is_neither_more_nor_as_much() -> None:
         for of in (more, at_least)
         for one, other in ((None, 1), (1, None), (None, None))
     )
+
+
+def test_a_setting_that_nothing_reads_is_told_once_and_by_its_command() -> None:
+    found = [*problems("unread", "GenerateConfig", ["eval.every=5", "lora.save_merged=true"], "")]
+    assert sorted(each.keys for each in found) == [("eval.every",), ("lora.save_merged",)]
+    assert not [each for each in found if "set data.eval" in each.text]

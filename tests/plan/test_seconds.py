@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from tests.support.documents import ROOT
 from tests.support.hardware_table import MODELS
-from tunesmith.config.commands import DPOConfig, KTOConfig, RMConfig
+from tunesmith.config.commands import DPOConfig, KTOConfig, RFTConfig, RMConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.guide.tune.machine import fit_rates, nonnegative, predictions, shapes
@@ -286,6 +286,26 @@ def test_python_handles_the_tokens_of_steps_without_graphs() -> None:
         )
     )
     assert graphs == 0 < none
+
+
+def test_a_rollout_batch_is_scored_once_for_all_passes_over_it() -> None:
+    said = ('reward.functions=["math"]', "algorithm.kl.coef=0.1", "rollout.max_new_tokens=256")
+    once, often = (
+        step_work(plan, QWEN3, plan.training.samples, 512)
+        for plan in (
+            on_an_h100(RLConfig, 256, *said, f"train.passes_per_batch={count}") for count in (1, 4)
+        )
+    )
+    assert often["scoring"][0]["operations"] == pytest.approx(once["scoring"][0]["operations"])
+    assert often["training"][0]["operations"] > 3.9 * once["training"][0]["operations"]
+
+
+def test_only_engines_that_take_turns_send_the_optimizer_away() -> None:
+    reward = 'reward.functions=["math"]'
+    first = on_an_h100(RFTConfig, 256, reward)  # samples before it trains
+    turns = on_an_h100(RLConfig, 256, reward, "system.hybrid=true")
+    works = [step_work(plan, QWEN3, plan.training.samples, 512) for plan in (first, turns)]
+    assert ["taking turns" in work for work in works] == [False, True]
 
 
 def test_a_pair_is_two_sequences() -> None:

@@ -335,6 +335,6 @@ def device_problems(devices: Devices, gpus: int) -> Iterator[Problem]:
         yield Problem(
             ("system.weight_plane",),
             'system.weight_plane = "nccl" copies between GPUs, and engine and trainer share one '
-            'here; use "memory"',
+            "here; leave it out",
             "machine",
         )

@@ -74,6 +74,8 @@ class Layout:
     """Frozen copies of the policy."""
     frozen_parameters: int = 0
     """Parameters of reward models or a teacher."""
+    staying: int = 0
+    """Bytes of frozen models that never leave the device: a tower, judges, drafts of engines."""
     teaches: str | None = None
     """When a teacher scores: before training on a ``batch``, or in each ``microbatch``; None: the
     frozen models are reward models, which score rollouts."""
@@ -109,9 +111,13 @@ class Layout:
     """Bytes of the KV cache of all engines on this device."""
     published: int = 0
     """Bytes of weights that are kept for engines or in transfer to them."""
+    host_copy: int = 0
+    """Bytes of weights that are kept for engines in host memory."""
     turns: bool = False
-    """Whether engines free their memory while the policy trains; the optimizer state is offloaded
-    while they sample."""
+    """Whether engines free their memory while the policy trains, and the optimizer state is not on
+    the device while they sample."""
+    swaps: bool = False
+    """Whether that state is then in host memory."""
     keeps_base: bool = (
         False  # with ``turns``, engines keep their weights: only the adapter's are sent again
     )

@@ -68,7 +68,6 @@ def layout_of(plan: AnyPlan, tokens: int | None = None, kv_bytes: int = 0) -> La
     if not (kind.rl and kind.teacher):
         here = devices.shares_trainer_device("reward")
         frozen = ceil(frozen / devices.scoring_shards("reward")) * here
-    frozen += tower_for(plan.facts.model, plan) if plan.facts.model else 0
     return Layout(
         bytes_per_number=devices.bytes_per_number,
         device="cuda" if devices.on_gpu else "cpu",
@@ -87,6 +86,7 @@ def layout_of(plan: AnyPlan, tokens: int | None = None, kv_bytes: int = 0) -> La
         models=1 + (kind.critic and devices.shares_trainer_device("critic")),
         references=int(kind.reference and devices.shares_trainer_device("ref")),
         frozen_parameters=frozen,
+        staying=_staying(plan),
         shards=devices.shards,
         zero_stage=devices.zero_stage or 3 * memory.offload_parameters,
         divides=devices.expert_parallel > 1,
@@ -106,6 +106,8 @@ def layout_of(plan: AnyPlan, tokens: int | None = None, kv_bytes: int = 0) -> La
         keeps_base=kind.rl and kind.adapter and not devices.engine.third_party,
         reserved_rank=plan.reserved_rank,
         published=_bytes_to_send(plan, plan.facts.model) if plan.facts.model else 0,
+        host_copy=_host_copy(plan, plan.facts.model) if plan.facts.model else 0,
+        swaps=devices.hybrid and devices.on_gpu,
     )
 
 
@@ -138,12 +140,25 @@ def _bytes_to_send(plan: AnyPlan, model: ModelFacts) -> int:
         return 3 * bucket
     if devices.weight_copy != "gpu":
         return 2 * bucket
-    whole = copy_bytes(model, devices.bytes_per_number)
-    tower = tower_in_training(plan)
-    whole += tower.numbers * devices.bytes_per_number if tower else 0
-    if devices.adapter_sync == "adapter":
-        whole = 4 * adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
+    whole = _published(plan, model)
     return whole if senders == 1 else whole // senders + 2 * bucket
+
+
+def _published(plan: AnyPlan, model: ModelFacts) -> int:
+    """Bytes of all weights that engines get."""
+    number = plan.devices.bytes_per_number
+    if plan.devices.adapter_sync == "adapter":
+        return 4 * adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
+    tower = tower_in_training(plan)
+    return copy_bytes(model, number) + (tower.numbers * number if tower else 0)
+
+
+def _host_copy(plan: AnyPlan, model: ModelFacts) -> int:
+    """Each rank's part of the copy in host memory from which NCCL sends, which the first rank
+    keeps."""
+    devices = plan.devices
+    sent = devices.on_gpu and devices.weight_plane == "nccl" and devices.weight_copy == "host"
+    return _published(plan, model) // _ranks_on_a_machine(plan) if sent else 0
 
 
 def _bucket_bytes(plan: AnyPlan, model: ModelFacts) -> int:
@@ -203,7 +218,6 @@ def planned(plan: AnyPlan, *, least: bool = False) -> Price | None:
     kv = engines * engine_kv(plan, model, least=least) if engines else 0
     layout = layout_of(plan, tokens, kv)
     found = price(model, layout)
-    found = replace(found, frozen=found.frozen + _judges(plan))
     if plan.kind.in_turn and not plan.devices.loads_model:
         found = replace(found, unloaded=found.weights)
     critic = layout.tokens if least else memory.critic
@@ -221,12 +235,21 @@ def planned(plan: AnyPlan, *, least: bool = False) -> Price | None:
     return replace(found, **passes) if passes else found
 
 
-def _judges(plan: AnyPlan) -> int:
-    """Judges that the run loads, with their keys and values. On a CPU an engine also prepares
-    weights for products with few rows."""
+def _staying(plan: AnyPlan) -> int:
+    """Bytes of frozen models that never leave the device: a tower, judges that the run loads with
+    their keys and values, and drafts. On a CPU an engine also prepares weights for products with
+    few rows."""
+    facts = plan.facts
     copies = 1 if plan.devices.on_gpu else 2
-    weights = copies * plan.facts.judge_parameters * plan.devices.bytes_per_number
-    return weights + plan.facts.judge_kv
+    numbers = copies * (facts.judge_parameters + plan.engines_here * _draft(plan))
+    numbers += tower_for(facts.model, plan) if facts.model else 0
+    return numbers * plan.devices.bytes_per_number + facts.judge_kv
+
+
+def _draft(plan: AnyPlan) -> int:
+    """Parameters of an engine's draft on each of its devices."""
+    draft = plan.facts.draft
+    return ((draft and draft.parameters) or 0) // plan.devices.ranks_per_engine
 
 
 def engine_kv(plan: AnyPlan, model: ModelFacts, *, least: bool = False) -> int:
@@ -312,8 +335,10 @@ def planned_elsewhere(plan: AnyPlan, *, least: bool = False) -> Price | None:
     # With NCCL: the bucket that is being written, the next one on its way, and the last tensor of
     # the one before.
     arriving = 3 * _bucket_bytes(plan, model) if plan.devices.weight_plane == "nccl" else 0
-    kv = engine_kv(plan, model, least=least)
-    return Price(engine=copy // plan.devices.ranks_per_engine, kv=kv, published=arriving)
+    number = plan.devices.bytes_per_number
+    room = adapter_numbers(model, plan.reserved_rank) + _draft(plan)
+    held = copy // plan.devices.ranks_per_engine + number * room
+    return Price(engine=held, kv=engine_kv(plan, model, least=least), published=arriving)
 
 
 def planned_devices(plan: AnyPlan, *, least: bool = False) -> list[tuple[str, Price, int]]:
@@ -358,8 +383,10 @@ def _roles_apart(plan: AnyPlan) -> Iterator[tuple[str, Price]]:
         models=1,
         references=0,
         frozen_parameters=0,
+        staying=0,
         engines=0,
         published=0,
+        host_copy=0,
     )
     critic = plan.memory.critic or layout.tokens
     scoring = plan.memory.scoring or layout.tokens
@@ -404,7 +431,8 @@ def planned_roles(plan: AnyPlan) -> dict[str, Price]:
     if model is None or own is None:
         return {}
     layout = layout_of(plan)
-    policy = price(model, replace(layout, models=1, references=0, frozen_parameters=0))
+    policy = replace(layout, models=1, references=0, frozen_parameters=0, staying=0)
+    policy = price(model, policy)
     policy = replace(policy, engine=0, kv=0, scored=own.scored)
     roles = {"policy": policy}
     if layout.models > 1:
@@ -415,7 +443,7 @@ def planned_roles(plan: AnyPlan) -> dict[str, Price]:
             **{part: getattr(both, part) - getattr(one, part) for part in parts}
         )
     if layout.references:
-        alone = price(model, replace(layout, frozen_parameters=0))
+        alone = price(model, replace(layout, frozen_parameters=0, staying=0))
         roles["reference"] = Price(frozen=alone.frozen, scorer=alone.scorer)
     frozen, scorer = (
         sum(getattr(role, part) for role in roles.values()) for part in ("frozen", "scorer")
@@ -450,10 +478,14 @@ def kept_of_request(plan: AnyPlan, model: ModelFacts, tokens: float) -> float:
 
 
 def kv_bytes_per_token(plan: AnyPlan, model: ModelFacts) -> int:
-    """Bytes that an engine keeps of a token in all layers, on all of its ranks: each that divides
-    heads keeps all of a latent."""
-    copies = plan.devices.tensor if model.latent else 1
-    return copies * model.kv_bytes_per_token(kv_bytes_per_number(plan))
+    """Bytes that an engine keeps of a token in all layers, its draft's too, on all of its ranks: of
+    those that divide heads, each keeps all of a latent, and one head of keys where there are
+    fewer."""
+    kept = 0
+    for each in filter(None, (model, plan.facts.draft)):
+        copies = max(1, plan.devices.tensor // (1 if each.latent else each.kv_heads))
+        kept += copies * each.kv_bytes_per_token(kv_bytes_per_number(plan))
+    return kept
 
 
 def kv_bytes_per_number(plan: AnyPlan) -> int:

@@ -37,8 +37,11 @@ LIBRARIES_WITH_NCCL = 25 * 10**8
 
 
 def price(model: ModelFacts, layout: Layout) -> Price:
-    """Memory of a run, with the tower that it trains."""
-    return with_tower(_price(model, layout), layout)
+    """Memory of a run, with the tower that it trains, and with what is in host memory between
+    training and sampling."""
+    found = with_tower(_price(model, layout), layout)
+    waiting = layout.host_copy + int(PINNED * found.optimizer) * layout.swaps
+    return replace(found, host=found.host + waiting)
 
 
 def _price(model: ModelFacts, layout: Layout) -> Price:
@@ -70,7 +73,7 @@ def _price(model: ModelFacts, layout: Layout) -> Price:
         "judge": 0 if layout.teaches else others,
     }
     beside |= {"teaches": layout.teaches} | (away if layout.offload_frozen else {})
-    frozen = 0 if layout.offload_frozen else references + others
+    frozen = layout.staying + (0 if layout.offload_frozen else references + others)
     pinned = int(PINNED * (references + others)) if layout.offload_frozen else 0
     pinned += int(PINNED * engines) if layout.turns and layout.reserved_rank else 0
     if not layout.trains:

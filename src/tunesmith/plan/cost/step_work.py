@@ -49,9 +49,10 @@ def step_work(
     passes = plan.kind.reference + plan.kind.critic + plan.kind.decoupled
     if passes:
         away = layout.offload_frozen and plan.kind.reference
+        sweeps = plan.said.train.passes_per_batch if plan.kind.rl else 1  # scored once for all
         scoring = {
-            "operations": passes * step.body / 3 / devices.trainer_ranks,
-            "bytes over PCIe": step.coming
+            "operations": passes * step.body / sweeps / 3 / devices.trainer_ranks,
+            "bytes over PCIe": step.coming / sweeps
             + (copy_bytes(model, layout.bytes_per_number) if away else 0),
         }
         phases["scoring"] = [scoring]
@@ -143,14 +144,19 @@ def _beside_training(
     layout = step.layout
     if plan.memory.offload_optimizer:
         kept = replace(
-            layout, offload_frozen=False, offload_parameters=False, tokens=0, reserved_rank=0
+            layout,
+            offload_frozen=False,
+            offload_parameters=False,
+            tokens=0,
+            reserved_rank=0,
+            host_copy=0,
         )
         host = step.batches * price(model, kept).host
         yield (
             "optimizer step on the host",
             {"bytes of the host": HOST_STEP * host, "bytes over PCIe": HOST_SENT * host},
         )
-    if layout.turns and plan.kind.samples:
+    if plan.devices.hybrid and plan.kind.samples:
         away = price(model, replace(layout, tokens=0)).optimizer
         yield "taking turns", {"bytes over PCIe": 2 * away}
     if layout.offload_frozen and layout.frozen_parameters:

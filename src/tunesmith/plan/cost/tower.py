@@ -115,10 +115,9 @@ def image_operations(plan: AnyPlan, lines: float, again: float) -> tuple[float, 
     passes = 1.0
     said = plan.said.model.vision_tower
     if said != "frozen":
-        passes = plan.kind.reference + plan.kind.decoupled
-        passes += 3.0 + (again > 0) if said == "trained" else 1.0
-    if plan.kind.rl:
-        passes *= 1 if said == "frozen" else plan.said.train.passes_per_batch
+        passes = 3.0 + (again > 0) if said == "trained" else 1.0
+        passes *= plan.said.train.passes_per_batch if plan.kind.rl else 1
+        passes += plan.kind.reference + plan.kind.decoupled
     return passes * forward, forward * plan.kind.rl
 
 

@@ -64,6 +64,8 @@ class Facts:
     """Parameters of the judges that the run loads."""
     judge_kv: int = 0
     """Bytes of their keys and values."""
+    draft: ModelFacts | None = None
+    """The model that guesses tokens ahead (``system.draft_model``)."""
     ranks_here: int | None = None
     """Trainer ranks that a launcher started on this machine; None without a launcher."""
     instances_for: str | None = None

@@ -73,8 +73,8 @@ def memory_problems(plan: Plan[C], given: C) -> Iterator[Problem]:
                 "offload_reference",
             )
             keys = [f"system.{name}" for name in names if getattr(plan.memory, name)]
-            keys = keys or ["system.hybrid"]
-            what = " and ".join(f"{key} = true" for key in keys)
+            keys = keys or ["system.hybrid" if devices.hybrid else "system.weight_copy"]
+            what = " and ".join(f"{key} = {toml_value(plan.settings[key])}" for key in keys)
             adapter = "" if plan.said.lora.rank else " or set lora.rank"
             cure = f"Leave it out,{' ' if adapter else ' or '}shard the model{adapter}"
             yield Problem(tuple(keys), f"{what}: this takes {problem}. {cure}", "memory")

@@ -121,7 +121,7 @@ def with_system_profile(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     if facts.tuned:
         measured = {key: v for key, v in facts.tuned.values.items() if key not in given}
         for key, value in measured.items():
-            reasons.add(key, value, facts.tuned.reason)
+            reasons.lower(key, value, facts.tuned.reason)
         plan = with_said(plan, measured)
     profile = said.system.profile
     if profile is None:
@@ -133,7 +133,7 @@ def with_system_profile(plan: Plan[C], reasons: Reasons) -> Plan[C]:
         there = with_said(plan, {entry.key: entry.value})
         if wanted and (not entry.if_fits or _fits(there)):
             plan = there
-            reasons.add(entry.key, entry.value, f"profile {profile}: {entry.why}")
+            reasons.lower(entry.key, entry.value, f"profile {profile}: {entry.why}")
     return plan
 
 

@@ -163,7 +163,8 @@ def weights_through_mapped_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     if s.config.rl and s.system.hybrid is False:
         yield s.clash(PLANE,
             "hands over the weights that the trainer trains, which may not change meanwhile: "
-            'engine and trainer take turns. Set system.hybrid = true, or use "memory"', TURNS)
+            "engine and trainer take turns. Set system.hybrid = true, or leave "
+            f"{PLANE} out", TURNS)
     if s.config.system.cluster == "ray" and not s.placed_together:
         yield s.clash(PLANE,
             f"with {s.said(CLUSTER)} is for engines on the GPUs of trainer ranks; set "

@@ -251,10 +251,9 @@ class Situation(Generic[C]):
             tokens = self.facts and (self.facts.together or self.facts.longest)
             return tokens, f"one sample may take {tokens} tokens"
         prompt = self.longest or self.lengths.prompt or 1  # before the data is read, little
-        tokens = prompt + config.rollout.max_new_tokens
+        tokens = self.lengths.episode or prompt + config.rollout.max_new_tokens
         parts = "prompt and rollout.max_new_tokens"
-        if more(self.lengths.episode, tokens):
-            tokens = self.lengths.episode
+        if self.lengths.episode:
             parts = "environment.max_tokens"
         return tokens, f"one rollout may take {tokens} tokens ({parts})"
 

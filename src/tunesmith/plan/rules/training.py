@@ -169,16 +169,17 @@ def labels_of_steps(s: Situation[PRMConfig]) -> Iterator[Problem]:
         yield s.clash("prm.good", why, "prm.bad")
 
 
-unread(RunConfig, "train.min_lr_ratio", lambda s: s.config.train.schedule == "constant",
+unread(RunConfig, "train.min_lr_ratio",
+       lambda s: s.config.trains and s.config.train.schedule == "constant",
        "on the constant schedule; leave it out, or set train.schedule = 'cosine' or 'linear'",
        harmless=(0.0,))
 unread(RunConfig, "model.vision_lr_ratio", lambda s: s.config.model.vision_tower == "frozen",
        "with a frozen tower; leave it out, or set model.vision_tower", harmless=(1.0,))
 unread(RunConfig, "lora.rank lora.alpha lora.targets", lambda s: s.config.lora.path is not None,
        "with lora.path: the saved adapter has its own; leave it out")
-unread(RunConfig, "lora.", lambda s: not s.config.lora.on,
+unread(RunConfig, "lora.", lambda s: s.config.trains and not s.config.lora.on,
        "without an adapter to train: set lora.rank, such as 16, or lora.path", harmless=(False,))
-unread(RunConfig, "eval.", lambda s: s.config.data.eval is None,
+unread(RunConfig, "eval.", lambda s: s.config.trains and s.config.data.eval is None,
        "without an eval set: set data.eval, or leave [eval] out (on the command line: eval=none)",
        harmless=(False,))
 unread(RunConfig, "eval.temperature eval.pass_at",

@@ -14,6 +14,8 @@ from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.system import SystemSection
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import Problem, closest
+from tunesmith.plan.cost.memory import kv_bytes_per_token
+from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import C, Plan, Reasons
 from tunesmith.plan.rules.rule import rule
 from tunesmith.plan.rules.situation import ENGINE, Situation, more
@@ -97,12 +99,11 @@ def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield Problem((GRAPHS,),
             f"{GRAPHS} is empty; set system.vllm.eager = true for no CUDA graphs, or leave it out")
     longest = s.training.longest
-    if s.model is None or longest is None or kv is None or vllm.memory_share is not None:
+    if s.facts is None or s.model is None or longest is None or kv is None or vllm.memory_share:
         return
     blocks = -(-longest // BLOCK_TOKENS) + 1  # one block stays empty
-    each = s.model.kv_bytes_per_token(s.devices.bytes_per_number)
-    ranks = 1 if s.model.latent else s.devices.ranks_per_engine  # each rank keeps the whole latent
-    needed = blocks * BLOCK_TOKENS * each // ranks
+    each = kv_bytes_per_token(s.whole(s.facts), s.model)
+    needed = blocks * BLOCK_TOKENS * each // s.devices.ranks_per_engine
     if needed > parse_size(kv):
         why = f"does not hold one sequence of {longest} tokens, which takes {format_size(needed)}"
         yield Problem(("system.kv_memory",), f"system.kv_memory = {kv} {why}; raise it", "memory")
@@ -121,10 +122,11 @@ def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
                 "system.engine_process")
     if more(vllm.pipeline_parallel_size, s.layers):
         yield s.clash(PIPELINE, f", and the model has {s.layers} layers; ask for at most as many")
-    if s.model and tensor and s.model.heads % tensor:
+    if s.model and tensor and not _divides_heads(s.model, tensor):
         heads = s.model.heads
-        fitting = [count for count in range(1, heads + 1) if heads % count == 0]
-        why = f"does not divide the model's {heads} attention heads; use one of {fitting}"
+        fitting = [count for count in range(1, heads + 1) if _divides_heads(s.model, count)]
+        why = (f"does not divide the model's {heads} attention heads, and its {s.model.kv_heads} "
+               f"heads of keys and values; use one of {fitting}")
         yield s.clash(TENSOR, why)
     if s.machine is None or s.config.system.cluster != "none":
         return
@@ -135,6 +137,14 @@ def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
         yield Problem((TENSOR, PIPELINE),
             f"{TENSOR} × pipeline_parallel_size = {ranks} ranks, and this machine has {devices} "
             f"{what}; ask for at most as many", "machine")
+
+
+def _divides_heads(model: ModelFacts, ranks: int) -> bool:
+    """Whether each rank gets as many heads: of keys and values some, or a copy of one."""
+    keys = model.kv_heads
+    return model.heads % ranks == 0 and (
+        bool(model.latent) or keys % ranks == 0 or ranks % keys == 0
+    )
 
 
 def _quantization(s: Situation[RunConfig]) -> Iterator[Problem]:

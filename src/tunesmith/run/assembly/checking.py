@@ -232,6 +232,7 @@ def facts_of_run(
         frozen_parameters=frozen,
         judge_parameters=sum(known_parameters(str(each.path)) or 0 for each in judges),
         judge_kv=sum(parse_size(each.kv_memory) for each in judges),
+        draft=_draft_of(config),
         ranks_here=here,
         fast_engine=fast_engine(config, machine),
         tuned=tuned,
@@ -253,6 +254,12 @@ def _own_machines(config: RunConfig, launch: Launch | None) -> Sequence[Hardware
 
     found = read_machines(config.system, here)
     return kinds_of_machines(found, len(here.gpus)) if found else [here]
+
+
+def _draft_of(config: RunConfig) -> ModelFacts | None:
+    draft = config.system.draft_model
+    with about("system.draft_model"):
+        return None if draft is None else known_model_facts(draft)
 
 
 def frozen_parameters(config: RunConfig) -> int:
