@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from tests.support.tiny import save_model
@@ -71,3 +72,16 @@ def test_an_adapter_is_merged_into_a_base_whose_embedding_is_its_head(tmp_path: 
     merged = ScoreModel.load(tmp_path / "merged").scores(forest)
     torch.testing.assert_close(merged, model.scores(forest))
     assert merged.abs().max() > 0.1
+
+
+def test_an_adapter_may_bring_new_tokens_to_a_base_without_a_head(tmp_path: Path) -> None:
+    model = ScoreModel.load(save_model(tmp_path / "base", "qwen2", tie_word_embeddings=False))
+    attach(model, LoraSection(rank=2))
+    model.save(tmp_path / "adapter")
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    rows = torch.randn(304, 32)
+    more = {"base_model.model.model.embed_tokens.weight": rows}
+    save_file(load_file(file) | more, file, metadata={"format": "pt"})
+    merge(tmp_path / "adapter", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert merged["model.embed_tokens.weight"].equal(rows)

@@ -283,7 +283,8 @@ def _resize(module: PreTrainedModel, adapter: Path) -> None:
     current = cast(Any, module.get_input_embeddings()).weight.shape[0]
     if not rows or set(rows.values()) == {current}:
         return
-    if len(set(rows.values())) > 1 or len(rows) + module.config.tie_word_embeddings < 2:
+    apart = module.get_output_embeddings() is not None and not module.config.tie_word_embeddings
+    if len(set(rows.values())) > 1 or len(rows) < 1 + apart:
         found = " and ".join(f"{count} for {name}" for name, count in rows.items())
         raise ModelError(
             f"{adapter / WEIGHTS} has as rows of the vocabulary {found}, and the base has {current}"
