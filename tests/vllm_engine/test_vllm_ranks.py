@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.engine_contract import FREE, PROMPT, Subject
 from tests.support.pool_bench import PoolBench, each_check
 from tests.support.token_versions import check_each_token_has_its_version
-from tunesmith.errors import EngineLostError
+from tunesmith.errors import EngineError, EngineLostError
 from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.run.engines.far import FarEngine
 
@@ -69,6 +69,25 @@ def test_each_rank_takes_its_part_of_new_weights(bench: Bench) -> None:
             done = await bench.engine.generate(PROMPT, FREE)
             assert done.versions == [version] * 12
             assert done.logprobs == pytest.approx(bench.score(PROMPT, done.token_ids), abs=1e-4)
+
+    bench.runner.run(run())
+
+
+def test_weights_that_do_not_come_cost_no_engine(bench: Bench) -> None:
+    """Every rank says so, and answers what it is asked next."""
+    offer = {"plane": "file", "version": 103, "paths": ["/nowhere/weights"], "bytes": 0}
+
+    async def run() -> None:
+        await bench.engine.load_weights(102)
+        [member] = bench.engine.members
+        with pytest.raises(EngineError, match="/nowhere/weights") as failed:
+            await member.take(103, offer)
+        assert not isinstance(failed.value, EngineLostError)
+        await bench.engine.load_weights(104)
+        assert bench.engine.members == [member]
+        done = await bench.engine.generate(PROMPT, FREE)
+        assert done.versions == [104] * 12
+        assert done.logprobs == pytest.approx(bench.score(PROMPT, done.token_ids), abs=1e-4)
 
     bench.runner.run(run())
 

@@ -114,9 +114,12 @@ class Samplers:
             first = sampling.seed
             seeds = [None if first is None else first + n for n in range(ask.num_samples)]
             generated = (engine.generate(prompt, replace(sampling, seed=seed)) for seed in seeds)
-            tasks = [asyncio.ensure_future(each) for each in generated]
-            await asyncio.wait(tasks)  # the engine may sleep when all have ended
-            completions = [task.result() for task in tasks]
+            # All have ended before the engine may sleep.
+            answers = await asyncio.gather(*generated, return_exceptions=True)
+            completions = [done for done in answers if isinstance(done, Completion)]
+            for failure in answers:
+                if isinstance(failure, BaseException):
+                    raise failure
             top = ask.topk_sample_logprobs
             scored = [(each, await _own_scores(engine, prompt, each, top)) for each in completions]
             scores = await _prompt_scores(engine, prompt, ask) if wants_prompt else None

@@ -25,7 +25,12 @@ from tunesmith.run.engines.partial import PartialCompletion, StopStrings, follow
 from tunesmith.run.engines.step_thread import StepThread, promise
 from tunesmith.run.engines.vllm import KIND
 from tunesmith.run.engines.vllm.images import ImagePrompts
-from tunesmith.run.engines.vllm.new_weights import adapter_request, take_adapter, take_weights
+from tunesmith.run.engines.vllm.new_weights import (
+    adapter_request,
+    attempt,
+    take_adapter,
+    take_weights,
+)
 from tunesmith.run.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.run.weights.base import NamedTensors
 from tunesmith.types import Completion, ExpertChoices, FinishReason, Sampling
@@ -167,7 +172,9 @@ class VllmEngine:
                 self._fetch(["weights"])  # the trainer may keep the KV memory for now
             self._whole = False
             self._interrupt({n: r for n, r in self._requests.items() if r.sees and not r.token_ids})
-            self._vllm.collective_rpc(partial(self._take, weights=self._weights))
+            taking = partial(attempt, take=self._take, weights=self._weights)
+            for failure in filter(None, self._vllm.collective_rpc(taking)):
+                raise EngineError(failure)
             if self._images is not None:  # its ranks have forgotten all features of images
                 self._vllm.reset_encoder_cache()
             if self._keeps_base and not self._adapter:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG, WEIGHTS
+from tunesmith.errors import TunesmithError
 from tunesmith.run.weights.base import NamedTensors
 from tunesmith.run.weights.directories import shared_directory
 
@@ -27,6 +28,17 @@ class VllmWorker(Protocol):
     def get_model(self) -> torch.nn.Module: ...
 
     def add_lora(self, lora_request: object) -> bool: ...
+
+
+def attempt(worker: VllmWorker, *, take: Callable[..., None], weights: NamedTensors) -> str | None:
+    """On each rank: take new weights; returns why that failed. If ranks raised their errors, vLLM
+    would read the first one's, and those of the others as answers to its next call."""
+    try:
+        take(worker, weights=weights)
+    except Exception as error:
+        known = isinstance(error, TunesmithError)
+        return str(error) if known else f"{type(error).__name__}: {error}"
+    return None
 
 
 def take_weights(worker: VllmWorker, *, weights: NamedTensors) -> None:
