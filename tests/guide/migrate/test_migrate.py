@@ -760,6 +760,7 @@ def test_the_last_rate_of_a_schedule(kwargs: dict[str, float], share: Any, name:
         ("SFTConfig(use_peft=True, lora_r=64)", "lora.alpha", 32),
         ("SFTConfig(lora_alpha=64)", "lora.alpha", None),
         ("SFTConfig(max_length=64)", "data.too_long", "truncate_right"),
+        ("SFTConfig(max_grad_norm=None)", "train.max_grad_norm", 0.0),
         ("RewardConfig(max_length=64)", "data.too_long", "skip"),
         ("SFTConfig(completion_only_loss=False)", "data.loss_on", "all"),
         ("SFTConfig(completion_only_loss=True)", "data.loss_on", "completion"),
