@@ -255,6 +255,22 @@ async def test_closing_ends_the_processes(program: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+async def test_a_worker_for_which_nobody_waits_any_more_is_used_next(tmp_path: Path) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text("import os, time\ntime.sleep(0.3)\ndef work(): return os.getpid()\n")
+    pool = Pool(UserProgram(file, "work"), 5.0)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await pool.run()
+    server = (await asyncio.to_thread(pool.server)).pid
+    children = Path(f"/proc/{server}/task/{server}/children")
+    while not children.read_text():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert children.read_text().split() == [str(await pool.run())] == children.read_text().split()
+    pool.close()
+
+
 FORGES = """
 import os, stat, struct, time
 

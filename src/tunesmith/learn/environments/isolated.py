@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -87,7 +86,7 @@ class IsolatedGames:
     @asynccontextmanager
     async def open_game(self, loaded: Loaded) -> AsyncGenerator[Game]:
         try:
-            worker = await asyncio.to_thread(self._pool.take)
+            worker = await self._pool.take()
         except WorkerError as error:
             raise EpisodeError(f"{loaded.reference}: {error}") from None
         methods = {tool.name: tool for tool in loaded.methods.values()}

@@ -122,7 +122,7 @@ class IsolatedRewards:
             async with self._starting.here:
                 worker = self._worker
                 if worker is None or worker.lost:
-                    worker = self._worker = await asyncio.to_thread(self._pool.take)
+                    worker = self._worker = await self._pool.take()
             return await worker.ask(question, timeout, coroutine=coroutine, shared=coroutine)
         except WorkerLost as lost:
             if not (lost.from_outside or coroutine):

@@ -93,7 +93,7 @@ class ProcessRunner:
     async def open(self) -> AsyncGenerator[Opened]:
         async with self._places.here:
             try:
-                worker = await asyncio.to_thread(self._pool.take)
+                worker = await self._pool.take()
             except WorkerError as error:
                 raise SandboxError(str(error)) from None
             try:

@@ -374,8 +374,21 @@ class Pool:
                 self._server = ForkServer(self._program)
             return self._server
 
-    def take(self) -> Worker:
-        """An idle worker, or a new one. Raises WorkerError."""
+    async def take(self) -> Worker:
+        """An idle worker, or a new one. If nobody waits for it any more when it has started, it is
+        idle then. Raises WorkerError."""
+        taking = asyncio.ensure_future(asyncio.to_thread(self._take))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            taking.add_done_callback(self._untaken)
+            raise
+
+    def _untaken(self, taking: asyncio.Future[Worker]) -> None:
+        if not taking.cancelled() and taking.exception() is None:
+            self.give_back(taking.result())
+
+    def _take(self) -> Worker:
         with self._lock:
             while self._idle:
                 worker = self._idle.pop()
@@ -412,7 +425,7 @@ class Pool:
                 return await call()
 
     async def _run(self, arguments: Sequence[object], timeout: float, coroutine: bool) -> Any:
-        worker = await asyncio.to_thread(self.take)
+        worker = await self.take()
         try:
             return await worker.ask(arguments, timeout, coroutine=coroutine)
         finally:
