@@ -3,6 +3,7 @@ run."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from huggingface_hub import HfApi, ModelCard
 
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.errors import ConfigError
+from tunesmith.records.interrupts import Interrupted
 from tunesmith.run import assembly
 from tunesmith.run.assembly.opening import Caller
 from tunesmith.run.loop.callbacks import Callbacks
@@ -94,6 +96,31 @@ def test_the_model_with_which_a_callback_ends_the_run_is_the_last_one(
     assert outcome.checkpoint.parent.name == "step-000002"
     [call] = api.upload_folder.call_args_list
     assert call.kwargs["folder_path"] == outcome.checkpoint
+
+
+def test_a_run_that_was_stopped_after_its_last_step_uploads_its_model_when_continued(
+    tmp_path: Path, model: Path, api: MagicMock
+) -> None:
+    said = sft_settings(
+        tmp_path,
+        model,
+        train__steps=2,
+        checkpoint__push_to_hub="a/b",
+        checkpoint__model_only="last",
+    )
+
+    def stop(step: int, _: object) -> None:
+        if step == 2:
+            raise Interrupted(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        assembly.run_sft(None, said, Caller(callbacks=Callbacks(on_step=stop)))
+    stopped = tmp_path / "sft/checkpoints/step-000002"
+    assert (stopped / "optimizer.safetensors").exists() and not api.upload_folder.call_args_list
+    outcome = assembly.run_sft(None, [*said, "checkpoint.resume=true"])
+    [call] = api.upload_folder.call_args_list
+    assert call.kwargs["folder_path"] == outcome.checkpoint == stopped / "model"
+    assert not (stopped / "optimizer.safetensors").exists()
 
 
 def test_a_push_that_fails_costs_nothing_and_shows_no_token(

@@ -46,7 +46,8 @@ class Saved(NamedTuple):
     """When the last checkpoint was written, or the run was started."""
 
     step: int
-    evaluated: bool
+    evaluated: bool | None
+    """None: a signal ended the run, and what else belongs to a checkpoint was left out."""
     epoch: int
     time: float
 
@@ -151,6 +152,7 @@ class Session:
         """
         self._parts = parts
         self._describe = describe
+        stopped = False
         if self.resume_from is not None:
             with boundary(CheckpointError, f"cannot continue from {self.resume_from}", _UNREADABLE):
                 state = read_state(self.resume_from)
@@ -159,6 +161,7 @@ class Session:
                 self.recorder.total_tokens = state["total_tokens"]
                 self.evaluated = state.get("evaluated", True)
                 self._pass_ended = state.get("pass_ended", False)
+                stopped = state.get("stopped", False)
                 self.best.value, self.best.step = state["best"].get(self.best.metric, (None, None))
                 parts.take(state)
             self.note(f"continuing at step {self.step} from {self.resume_from}")
@@ -169,7 +172,8 @@ class Session:
                 self.note(f"nothing is left to do: {done}")
         self._state = parts.state()
         self._epoch = parts.epoch
-        self._saved = Saved(self.step, self.evaluated, self._epoch, self.recorder.clock.now())
+        whole = None if stopped else self.evaluated
+        self._saved = Saved(self.step, whole, self._epoch, self.recorder.clock.now())
         if self.running:
             self.checkpoints.rehearse(self._state, self._rehearse)
 
@@ -255,6 +259,7 @@ class Session:
             "total_tokens": self.recorder.total_tokens,
         }
         state |= {"model_only": True, "finished": not self.running} if model_only else {}
+        state |= {"stopped": True} if stopping else {}
 
         def write(directory: Path) -> None:
             self._parts.write(directory, model_only=model_only)
