@@ -18,6 +18,7 @@ from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu import decoding, products
 from tunesmith.models.cpu.products import HEADS, LAYERS, Kind, works
+from tunesmith.models.prepared import PreparedLinear
 from tunesmith.plan.cost.copies import SMALL, prepared_bytes
 from tunesmith.run.engines.local import decode_model
 from tunesmith.run.engines.local.engine import LocalEngine
@@ -257,3 +258,34 @@ def test_prompts_of_a_float32_model_are_read_by_the_products_that_decode(tmp_pat
     assert runner._prefill_model() is runner._decode_model.decoder() is not model
     for done in completions(engine, 4):
         assert done.logprobs == pytest.approx(scores(model, done.token_ids), abs=1e-5)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["olmo2", "lfm2", "granite", "qwen3_moe", "gpt_neox"])
+def test_modules_of_hugging_face_decode_with_prepared_weights(
+    family: str, dtype: torch.dtype, adapted: bool, tmp_path: Path
+) -> None:
+    """Attention, gated convolutions, experts beside attention, and biases; before and after new
+    weights. The model's own modules stay as they are."""
+    model = CausalLM.load(save_model(tmp_path / "model", family), dtype=dtype)
+    if adapted:
+        attach(model, LoraSection(rank=4))
+    own = [type(module) for module in model.module.modules()]
+    engine = LocalEngine(model, kv_bytes=1 << 20, max_running=8, max_prefill_tokens=64)
+    decoder = engine._runner._decode_model.decoder()  # pyright: ignore[reportPrivateUsage]
+    assert any(isinstance(module, PreparedLinear) for module in decoder.module.modules())
+    told = []
+    for version in range(2):
+        asyncio.run(engine.load_weights(version))
+        found = completions(engine, 4)
+        for done in found:
+            close = 1e-4 if dtype == torch.float32 else 0.06
+            assert done.logprobs == pytest.approx(scores(model, done.token_ids), abs=close)
+        told.append([done.logprobs for done in found])
+        with torch.no_grad():
+            for parameter in model.module.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    assert told[0] != told[1]
+    assert own == [type(module) for module in model.module.modules()]

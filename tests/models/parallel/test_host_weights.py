@@ -88,7 +88,7 @@ def test_the_joint_products_are_used_when_the_weights_are_back(path: Path) -> No
     there = backend_of(path, "lean", away=True)
     assert there.reference is not None and there.reference.model.lean is not None
     with there.reference.here():
-        assert there.reference.model.lean.plain and there.reference.model.lean.bound()
+        assert there.reference.model.lean.prepares and there.reference.model.lean.bound()
 
 
 def test_weights_do_not_stay_where_not_all_came(

@@ -3,7 +3,6 @@ imported on use."""
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -158,15 +157,12 @@ class ModelSpec:
 
     def twin(self, model: CausalLM) -> CausalLM:
         """Another model with the same frozen weights, in the same memory, to adapt by itself."""
-        if model.sharding is not None:
-            twin = self._load(model.tokenizer, model)
-        else:
-            weights = (*model.module.parameters(), *model.module.buffers())
-            module = copy.deepcopy(model.module, {id(weight): weight for weight in weights})
-            twin = type(model)(module, model.tokenizer, trust_remote_code=self.trust_remote_code)
-            twin.towers = model.towers
-        self._set_passes(twin)
-        return twin
+        from tunesmith.models.prepared import twin
+
+        sharded = model.sharding is not None
+        other = self._load(model.tokenizer, model) if sharded else twin(model)
+        self._set_passes(other)
+        return other
 
     def _load(self, tokenizer: Any, like: CausalLM | None = None) -> Any:
         import torch

@@ -9,8 +9,6 @@ computed beside the prepared weights.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor
 
@@ -20,6 +18,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.decoding import DECODING, Decoding, PreparedProducts, float32_head
 from tunesmith.models.kernels.functions import Product
 from tunesmith.models.kernels.quantised import is_quantised
+from tunesmith.models.prepared import prepared, prepares
 from tunesmith.plan.cost.copies import SMALL
 
 
@@ -58,7 +57,7 @@ class DecodeModel:
             for room in (DECODING.rooms if whole else ())
         )
         self._products = rounded if weights != "model" else next(filter(None, products), None)
-        if weights != "model" and (rounded is None or not _prepares(model)):
+        if weights != "model" and (rounded is None or not model.lean or not prepares(model)):
             raise UserError(
                 f'system.engine_weights = "{weights}" is for plain decoder layers in float32 or '
                 "bfloat16 on a CPU with a C++ compiler: leave it out",
@@ -87,9 +86,8 @@ class DecodeModel:
             self._decoder = whole
             products = self._fitting(whole)
             assert products is not None or self.weights == "model", "it was checked"
-            if whole.lean is not None and products is not None and products.layer is not None:
-                self._decoder = copy.copy(whole)
-                self._decoder.runner = whole.lean.with_products(products.layer, products.rows)
+            if products is not None:
+                self._decoder = prepared(whole, products)
         return self._decoder
 
     @torch.inference_mode(False)
@@ -105,7 +103,7 @@ class DecodeModel:
 
     def _fitting(self, whole: CausalLM) -> PreparedProducts | None:
         """How to prepare products, if the weights of the layers are known."""
-        return self._products if _prepares(whole) else None
+        return self._products if prepares(whole) else None
 
     def _whole(self) -> CausalLM:
         """The model with its adapter merged: unmerged, each large product has two small ones and
@@ -118,10 +116,6 @@ class DecodeModel:
             self._merged = CausalLM(module, self._model.tokenizer)
             self._merged.towers = self._model.towers
         return self._merged
-
-
-def _prepares(model: CausalLM) -> bool:
-    return model.lean is not None and model.lean.prepares
 
 
 def wide_head(weight: Tensor, bias: Tensor | None) -> Product:
