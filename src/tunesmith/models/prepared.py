@@ -60,9 +60,10 @@ def twin(model: CausalLM) -> CausalLM:
 
 def _with_modules(model: CausalLM, products: PreparedProducts) -> CausalLM:
     decoder = twin(model)
-    for parent in list(text_decoder(decoder.module).modules()):
+    layers = text_decoder(decoder.module)
+    for parent in list(layers.modules()):
         for name, module in parent.named_children():
             if type(module) is nn.Linear:
                 setattr(parent, name, PreparedLinear(module, products))
-    decoder.runner.bind()
+    decoder.runner = type(model.runner)(layers)
     return decoder
