@@ -274,7 +274,8 @@ def _without_weights(
 
 def cast_weights(module: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give a model's weights a dtype, but float32 to those that transformers would load in it."""
-    make = partial(type(module)._from_config, copy.deepcopy(module.config), dtype=dtype)
+    made = type(module)._from_config  # pyright: ignore[reportPrivateUsage]
+    make = partial(made, copy.deepcopy(module.config), dtype=dtype)
     like = _without_weights(str(module.name_or_path), make, trains=False, device=None)
     dtypes = {name: tensor.dtype for name, tensor in like.state_dict().items()}
     for name, tensor in module.state_dict(keep_vars=True).items():
