@@ -22,7 +22,7 @@ from tests.support.clocks import passing
 from tests.support.fake_engine import FakeEngine
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, RewardError
 from tunesmith.learn.environments.base import Generate
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run import assembly
@@ -32,7 +32,7 @@ from tunesmith.run.loop.buffer import Buffer, Started
 from tunesmith.run.loop.collect import Collector
 from tunesmith.run.loop.gate import Gate
 from tunesmith.run.loop.groups import engine_metrics
-from tunesmith.run.loop.rollouts import SyncRollouts
+from tunesmith.run.loop.rollouts import AsyncRollouts, SyncRollouts
 from tunesmith.types import Completion, Rollout, RolloutGroup, Sampling, Status, Task
 
 
@@ -401,3 +401,51 @@ async def test_a_step_counts_the_bytes_of_the_sync_before_it(
         assert metrics["sampled_tokens"] == 5.0
         async with source.evaluating():
             pass
+
+
+async def test_an_error_while_the_policy_trains_ends_the_run_though_a_batch_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def play(*_: object) -> list[RolloutGroup]:
+        played.append(1)
+        if len(played) > 1:
+            await trains.wait()
+        return [group()]
+
+    def check(*_: object) -> None:
+        if trains.is_set():
+            raise RewardError("all failed")
+
+    played: list[int] = []
+    trains = asyncio.Event()
+    fakes: dict[str, Any] = {
+        "play": play,
+        "draws": lambda *_: None,
+        "check_failures": check,
+        "select_learnable": lambda _, groups: groups,
+        "step_metrics": lambda *_: {},
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(rollouts, name, fake)
+    rollout = SimpleNamespace(max_staleness=1, over_generation=1.0)
+    plan = SimpleNamespace(
+        said=SimpleNamespace(rollout=rollout),
+        training=SimpleNamespace(prompts=1),
+        sampling=SimpleNamespace(queue=2),
+    )
+    tasks = MagicMock()
+    tasks.__len__.return_value = 9
+    tasks.next_batch.side_effect = lambda count: [None] * count
+    engine = SimpleNamespace(version=0, stats=EngineStats)
+    parts: Any = SimpleNamespace(plan=plan, tasks=tasks, engine=engine, gate=object())
+    session: Any = MagicMock(step=0)
+    source = AsyncRollouts(parts, session)
+    batch, _ = await source.next()
+    assert len(batch) == 1
+    trains.set()
+    while not source.buffer.waiting:
+        await asyncio.sleep(0)
+    engine.version = 1
+    with pytest.raises(RewardError, match="all failed"):
+        await source.next()
+    await source.close()

@@ -144,11 +144,11 @@ class AsyncRollouts:
     async def next(self) -> tuple[list[RolloutGroup], Metrics]:
         """A full batch, oldest groups first. It is short only if too many groups of the data set
         were rejected."""
+        self._raise_failures()
         while (groups := self.buffer.take(self.parts.engine.version)) is None:
             self._admit()
-            ended, _ = await asyncio.wait(self._players, return_when=asyncio.FIRST_COMPLETED)
-            for player in ended:
-                player.result()
+            await asyncio.wait(self._players, return_when=asyncio.FIRST_COMPLETED)
+            self._raise_failures()
         batch, rejected = groups
         self.parts.tasks.settle([group.task for group in batch])
         self._admit()
@@ -204,6 +204,12 @@ class AsyncRollouts:
         if len(self.buffer.finished) >= self.buffer.batch_size:
             check_failures(self.parts, self.buffer.finished)
         self._admit()
+
+    def _raise_failures(self) -> None:
+        """Raise the error of a player that failed, also while the policy was training."""
+        for player in self._players:
+            if player.done():
+                player.result()
 
     def _forget(self, player: asyncio.Task[None]) -> None:
         if player.cancelled() or player.exception() is None:
