@@ -276,11 +276,12 @@ def test_what_cannot_be_is_refused_by_name(said: list[str], words: str) -> None:
 
 
 def test_ranks_divide_the_heads_and_have_devices() -> None:
-    assert "6 attention heads; use one of [1, 2, 3, 6]" in refused(
-        "system.vllm.tensor_parallel_size=4", facts=ON_GPUS
-    )
-    assert "take 4 GPUs, and this process sees 2" in refused(
+    """Of queries, and of keys and values, of which ranks may have copies."""
+    assert "keys and values; use one of [1, 2, 6]" in refused(
         "system.vllm.tensor_parallel_size=3", facts=ON_GPUS
+    )
+    assert "take 7 GPUs, and this process sees 2" in refused(
+        "system.vllm.tensor_parallel_size=6", facts=ON_GPUS
     )
     apart = refused("system.vllm.tensor_parallel_size=2", "system.hybrid=false", facts=ON_GPUS)
     assert "take 3 GPUs, and this process sees 2" in apart
