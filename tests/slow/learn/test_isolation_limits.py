@@ -3,6 +3,7 @@ fails."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_a_fork_computes_without_the_threads_of_its_parent(tmp_path: Path) -> No
     )
     workers = Pool(UserProgram(tmp_path / "program.py", "Program", arguments=(str(tmp_path),)))
     assert workers.server().forks
-    assert workers.take().submit("__call__").result(300) == [1.0]
+    assert asyncio.run(workers.take()).submit("__call__").result(300) == [1.0]
     workers.close()
 
 
