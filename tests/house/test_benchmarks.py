@@ -342,7 +342,7 @@ def test_a_run_without_peers_writes_the_documented_file(
         == sum(WORKLOADS["tiny"].lengths())
         == results["workloads"]["tiny"]["completion_tokens"]
     )
-    assert measure["mismatch_max"] <= 2e-3  # it samples with float16 weights
+    assert measure["mismatch_max"] <= 1e-3  # it samples with float16 weights
     assert measure["peak_memory_mb"] > 0
     assert results["failed"] == []
     assert "tunesmith" in capsys.readouterr().out

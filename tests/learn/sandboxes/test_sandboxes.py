@@ -352,14 +352,19 @@ def test_the_command_of_docker() -> None:
     assert name not in docker(DockerSandbox()).command
 
 
-def test_started_sandboxes_say_why_they_did_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in for docker that fails, and one that runs the program as it is."""
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for docker that does nothing."""
     tool = tmp_path / "docker"
-    tool.write_text("#!/bin/sh\n[ $1 = version ] || { echo no such image >&2; exit 125; }\n")
+    tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tool
+
+
+def test_started_sandboxes_say_why_they_did_not_start(tool: Path) -> None:
+    """A stand-in for docker that fails, and one that runs the program as it is."""
+    tool.write_text("#!/bin/sh\n[ $1 = version ] || { echo no such image >&2; exit 125; }\n")
     runner = make_runner(DockerSandbox(**LIMITS))
     with pytest.raises(SandboxError, match="125: no such image"):
         run(runner, "print(1)")
@@ -375,13 +380,10 @@ def test_started_sandboxes_say_why_they_did_not_start(
     runner.close()
 
 
+@pytest.mark.usefixtures("tool")
 def test_a_sandbox_that_the_system_does_not_start_is_no_end_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tool = tmp_path / "docker"
-    tool.write_text("#!/bin/sh\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     runner = make_runner(DockerSandbox(**LIMITS))
 
     def too_many(*_: object, **__: object) -> None:

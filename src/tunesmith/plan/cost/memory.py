@@ -25,8 +25,8 @@ from tunesmith.plan.cost.copies import (
 )
 from tunesmith.plan.cost.device import Layout, Price
 from tunesmith.plan.cost.price import LIBRARIES, LIBRARIES_WITH_NCCL, USUAL_RANK, price
+from tunesmith.plan.cost.published import bucket_bytes, bytes_to_send, published_bytes
 from tunesmith.plan.cost.tower import tower_for, tower_in_training, trains_on_images
-from tunesmith.plan.devices import BUCKET
 from tunesmith.plan.facts.families import family_around
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import AnyPlan
@@ -105,7 +105,7 @@ def layout_of(plan: AnyPlan, tokens: int | None = None, kv_bytes: int = 0) -> La
         turns=devices.hybrid or kind.in_turn,
         keeps_base=kind.rl and kind.adapter and not devices.engine.third_party,
         reserved_rank=plan.reserved_rank,
-        published=_bytes_to_send(plan, plan.facts.model) if plan.facts.model else 0,
+        published=bytes_to_send(plan, plan.facts.model) if plan.facts.model else 0,
         host_copy=_host_copy(plan, plan.facts.model) if plan.facts.model else 0,
         swaps=devices.hybrid and devices.on_gpu,
     )
@@ -123,55 +123,12 @@ def attends_without_kernel(plan: AnyPlan) -> bool:
     return plan.devices.on_gpu and not narrow
 
 
-def _bytes_to_send(plan: AnyPlan, model: ModelFacts) -> int:
-    """Bytes that a trainer GPU holds for engines: a copy of the published weights, or buckets of
-    them in transfer. With CUDA IPC these are the rank's buffer, the tensor that it gathers, and the
-    engine's bucket; with a copy in host memory, the two that are sent.
-
-    Ranks that shard the model divide the copy among them; a rank may keep one bucket more than
-    another, and needs room for a bucket that another rank sends.
-    """
-    devices = plan.devices
-    senders = devices.publishing_ranks
-    if not devices.on_gpu or devices.weight_plane not in ("nccl", "ipc"):
-        return 0
-    bucket = _bucket_bytes(plan, model)
-    if devices.weight_plane == "ipc":
-        return 3 * bucket
-    if devices.weight_copy != "gpu":
-        return 2 * bucket
-    whole = _published(plan, model)
-    return whole if senders == 1 else whole // senders + 2 * bucket
-
-
-def _published(plan: AnyPlan, model: ModelFacts) -> int:
-    """Bytes of all weights that engines get."""
-    number = plan.devices.bytes_per_number
-    if plan.devices.adapter_sync == "adapter":
-        return 4 * adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
-    tower = tower_in_training(plan)
-    return copy_bytes(model, number) + (tower.numbers * number if tower else 0)
-
-
 def _host_copy(plan: AnyPlan, model: ModelFacts) -> int:
     """Each rank's part of the copy in host memory from which NCCL sends, which the first rank
     keeps."""
     devices = plan.devices
     sent = devices.on_gpu and devices.weight_plane == "nccl" and devices.weight_copy == "host"
-    return _published(plan, model) // _ranks_on_a_machine(plan) if sent else 0
-
-
-def _bucket_bytes(plan: AnyPlan, model: ModelFacts) -> int:
-    """Bytes of the largest bucket: the embedding or a layer's matrix, if larger than the usual
-    bucket."""
-    if plan.devices.adapter_sync == "adapter":
-        return BUCKET
-    return max(
-        BUCKET,
-        max(model.vocab_size, model.intermediate_size)
-        * model.hidden_size
-        * plan.devices.bytes_per_number,
-    )
+    return published_bytes(plan, model) // _ranks_on_a_machine(plan) if sent else 0
 
 
 def _prepared(plan: AnyPlan) -> int:
@@ -334,7 +291,7 @@ def planned_elsewhere(plan: AnyPlan, *, least: bool = False) -> Price | None:
     copy = engine_copy_bytes(model, plan.devices.bytes_per_number, plan.engine_quantize)
     # With NCCL: the bucket that is being written, the next one on its way, and the last tensor of
     # the one before.
-    arriving = 3 * _bucket_bytes(plan, model) if plan.devices.weight_plane == "nccl" else 0
+    arriving = 3 * bucket_bytes(plan, model) if plan.devices.weight_plane == "nccl" else 0
     number = plan.devices.bytes_per_number
     room = adapter_numbers(model, plan.reserved_rank) + _draft(plan)
     held = copy // plan.devices.ranks_per_engine + number * room

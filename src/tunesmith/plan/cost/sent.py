@@ -6,6 +6,7 @@ from tunesmith.plan.cost.activations import travelling_bytes
 from tunesmith.plan.cost.copies import adapter_numbers, copy_bytes, shared_part
 from tunesmith.plan.cost.memory import layout_of
 from tunesmith.plan.cost.price import USUAL_RANK
+from tunesmith.plan.cost.published import policy_bytes, published_bytes
 from tunesmith.plan.cost.tower import tower_in_training
 from tunesmith.plan.cost.work import Amounts, StepSize
 from tunesmith.plan.facts.model import ModelFacts
@@ -36,15 +37,10 @@ def sent_to_engines(plan: AnyPlan, model: ModelFacts) -> Amounts:
     plane = devices.weight_plane or ("gloo" if several else "memory")
     if not devices.engines_apart:
         plane = "ipc"  # an engine in the trainer's process copies from GPU memory to GPU memory
-    copy = copy_bytes(model, devices.bytes_per_number)
-    tower = tower_in_training(plan)
-    copy += tower.numbers * devices.bytes_per_number if tower else 0
+    copy = policy_bytes(plan, model)
     # A base that engines keep is in host memory while the trainer has the GPU.
     kept = 2 * copy / devices.ranks_per_engine * (devices.hybrid and plan.reserved_rank > 0)
-    sent = copy
-    if plan.kind.adapter and devices.adapter_sync == "adapter":
-        sent = 4 * adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
-        sent += tower.trained * devices.bytes_per_number if tower else 0
+    sent = published_bytes(plan, model)
     through_host = plane == "nccl" and devices.weight_copy != "gpu"
     gathers = devices.zero_stage == 3 or devices.expert_parallel > 1
     spread = devices.shards > (plan.gpus or devices.shards)
