@@ -1,6 +1,6 @@
 """What this package registers for a trainer's passes on CPUs (``kernels.functions``): a layer's
-operations beside products on float32 and bfloat16, for any CPU, products of float32, for CPUs with
-AVX2, and gradients' products of bfloat16, for CPUs with AMX or AVX-512 BF16.
+operations beside products on float32 and bfloat16, for any CPU, products for CPUs with AVX2, and
+gradients' products of bfloat16, for CPUs with AMX or AVX-512 BF16.
 
 They compute in float32 and round their results; sums over rows are float32. Elsewhere ``lean_ops``
 and others compute the same with PyTorch's operations.
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tunesmith.models.cpu import layer_functions
 from tunesmith.models.cpu.native import OPERATIONS, load
 from tunesmith.models.kernels.functions import AttentionParts
+from tunesmith.plan.facts.instructions import Level, highest
 
 _allowed = True
 
@@ -49,6 +50,18 @@ def _narrow() -> bool:
     return OPERATIONS.multiplies_narrow()
 
 
+@cache
+def _without_narrow() -> bool:
+    """Whether this CPU has no instructions for bfloat16: PyTorch's products then take twenty times
+    as long as those of float32."""
+    return highest() < Level.PAIRS
+
+
+def _widened(dtype: torch.dtype) -> bool:
+    """Whether products of this type are computed here, in float32."""
+    return _many() and (dtype == torch.float32 or _without_narrow())
+
+
 class CpuFunctions:
     """Compiled when a process first asks whether they take a tensor."""
 
@@ -75,17 +88,17 @@ class CpuFunctions:
 
     @staticmethod
     def multiplies_rows(x: Tensor, weight: Tensor) -> bool:
-        wide = x.dtype == torch.float32 and x.dim() == 2 and len(x) >= MANY
-        return wide and CpuFunctions.fits(x, weight) and _many()
+        many = x.dim() == 2 and len(x) >= MANY
+        return many and CpuFunctions.fits(x, weight) and _widened(x.dtype)
 
     @staticmethod
     def product(x: Tensor, weight: Tensor, *, turned: bool) -> Tensor:
-        return OPERATIONS.multiply_rows(x, weight, turned)
+        return OPERATIONS.multiply_rows(x.float(), weight.float(), turned).to(x.dtype)
 
     @staticmethod
     def multiplies(weight: Tensor) -> bool:
-        if weight.dtype == torch.float32:
-            return CpuFunctions.fits(weight) and _many()
+        if CpuFunctions.fits(weight) and _widened(weight.dtype):
+            return True
         whole = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
         here = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
         return whole and here and multiplies_narrow()
@@ -94,6 +107,8 @@ class CpuFunctions:
     def add_product(grad: Tensor, x: Tensor, sums: Sequence[tuple[Tensor, bool]]) -> None:
         """PyTorch's backward pass would make the gradient in the dtype of the weight, then add
         it."""
+        if _widened(x.dtype):
+            grad, x = grad.float(), x.float()
         OPERATIONS.weight_gradients(grad, x, [total for total, _ in sums], [a for _, a in sums])
 
     @staticmethod

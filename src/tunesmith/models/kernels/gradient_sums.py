@@ -42,12 +42,12 @@ def multiplier(weight: Tensor) -> Functions | None:
 
 def gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """``grad.T @ x``, the gradient of a weight, in its dtype."""
-    functions = multiplier(weight) if weight.dtype == torch.float32 else None
+    functions = multiplier(weight)
     if functions is None:
         return grad.t() @ x
-    whole = torch.empty_like(weight)
+    whole = torch.empty_like(weight, dtype=torch.float32)
     functions.add_product(grad, x, [(whole, False)])
-    return whole
+    return whole.to(weight.dtype)
 
 
 def add_product(grad: Tensor, x: Tensor, weight: Tensor, sums: Sequence[GradientSum]) -> None:

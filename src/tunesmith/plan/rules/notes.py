@@ -19,7 +19,7 @@ def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
     machine = s.machine
     on_cpu = s.system.device == "cpu"
     if on_cpu and s.dtype == "bfloat16" and machine and not machine.bf16:
-        yield "this CPU does not compute bfloat16 natively; float32 would be faster"
+        yield "this CPU has no instructions for bfloat16: leave model.dtype out, float32 is faster"
     if on_cpu and device_derived and machine and machine.unseen is not None:
         yield (
             f"{machine.unseen}, but nvidia-smi lists no such GPU, so the CPU computes. If torch "
