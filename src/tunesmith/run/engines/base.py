@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
-from tunesmith.errors import UserError
+from tunesmith.errors import EngineError, UserError
 from tunesmith.run.weights.base import Offer
 from tunesmith.types import Completion, Sampling
 
@@ -63,10 +64,9 @@ _values = attrgetter(*_NAMES)
 def add_stats(total: EngineStats, more: EngineStats, *, separate: bool = False) -> EngineStats:
     """Counters add up; peaks and budgets are the highest, or add up if the engines are
     ``separate``. Engines do it at each step."""
-    pairs = zip(_values(total), _values(more), _IS_PEAK, strict=True)
-    return EngineStats(
-        *(max(a, b) if is_peak and not separate else a + b for a, b, is_peak in pairs)
-    )
+    parts = zip(_values(total), _values(more), _IS_PEAK, strict=True)
+    every = (max(a, b) if is_peak and not separate else a + b for a, b, is_peak in parts)
+    return EngineStats(*every)
 
 
 class Sampler(Protocol):
@@ -91,7 +91,6 @@ class Sampler(Protocol):
 
     async def interrupt(self) -> None:
         """End every request in flight with the tokens it has, ``finish_reason="abort"``."""
-        ...
 
     async def sleep(self, level: int = 1) -> None:
         """Free the KV memory; requests in flight must have ended.
@@ -100,11 +99,9 @@ class Sampler(Protocol):
             level: 1 moves the engine's own weights off the device; 2 discards them, and
                 ``load_weights`` must be called before the next request, possibly before ``wake``.
         """
-        ...
 
     async def wake(self) -> None:
         """Reallocate the KV memory."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -125,7 +122,6 @@ class RolloutEngine(Sampler, Protocol):
         weights may be a mix of versions; all requests, in flight or new, then wait until a load
         succeeds.
         """
-        ...
 
 
 class Member(Sampler, Protocol):
@@ -141,7 +137,6 @@ class Member(Sampler, Protocol):
 
     async def take(self, version: int, offer: Offer) -> None:
         """Load offered weights; requests in flight continue with them."""
-        ...
 
 
 TokenScore = tuple[float, dict[int, float]]
@@ -169,34 +164,31 @@ class RunningEngine(Protocol):
     """The version of these weights."""
 
 
+def check_idle(count: int) -> None:
+    """Raises EngineError: requests are in flight, so that the engine cannot sleep."""
+    if count:
+        raise EngineError(f"{count} requests are in flight: an engine sleeps when they have ended")
+
+
 def check_sampling(sampling: Sampling) -> None:
     """Reject settings that make no sense.
 
     Raises:
         UserError: a setting is out of its range.
     """
+    s = sampling
     ranges = {
-        "max_new_tokens": (sampling.max_new_tokens >= 1, "at least 1"),
-        "temperature": (
-            0 <= sampling.temperature < float("inf"),
-            "0 (greedy) or a positive number",
-        ),
-        "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
-        "top_k": (sampling.top_k >= 0, "0 (off) or a positive number"),
-        "repetition_penalty": (
-            0 < sampling.repetition_penalty < float("inf"),
-            "a positive number; 1 is off",
-        ),
-        "min_new_tokens": (
-            0 <= sampling.min_new_tokens <= sampling.max_new_tokens,
-            "at least 0 and at most max_new_tokens",
-        ),
-        "min_p": (0 <= sampling.min_p < 1, "at least 0 and below 1"),
-        "continued": (sampling.continued >= 0, "0 (a new completion) or more"),
-        "stop": (all(sampling.stop), "strings of at least one character"),
+        "max_new_tokens": (s.max_new_tokens >= 1, "at least 1"),
+        "temperature": (0 <= s.temperature < inf, "0 (greedy) or a positive number"),
+        "top_p": (0 < s.top_p <= 1, "above 0 and at most 1"),
+        "top_k": (s.top_k >= 0, "0 (off) or a positive number"),
+        "repetition_penalty": (0 < s.repetition_penalty < inf, "a positive number; 1 is off"),
+        "min_new_tokens": (0 <= s.min_new_tokens <= s.max_new_tokens, "0 to max_new_tokens"),
+        "min_p": (0 <= s.min_p < 1, "at least 0 and below 1"),
+        "continued": (s.continued >= 0, "0 (a new completion) or more"),
+        "stop": (all(s.stop), "strings of at least one character"),
     }
     for name, (valid, expected) in ranges.items():
         if not valid:
-            raise UserError(
-                f"sampling.{name} = {getattr(sampling, name)!r} is out of range: use {expected}"
-            )
+            value = getattr(sampling, name)
+            raise UserError(f"sampling.{name} = {value!r} is out of range: use {expected}")

@@ -134,9 +134,8 @@ class FarEngine:
             raise EngineError(f"{far.name} was not ready within {timeout:g} s") from None
         except BaseException as error:
             await asyncio.shield(asyncio.to_thread(far.close))
-            if (
-                isinstance(error, EngineLostError) and (far.code or 0) > 0
-            ):  # a restart would exit again
+            exited = isinstance(error, EngineLostError) and (far.code or 0) > 0
+            if exited:  # a restart would exit again
                 raise EngineError(str(error)) from None
             raise
         return cls(far, keeps=keeps, images=images)

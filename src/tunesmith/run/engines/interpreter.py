@@ -46,8 +46,7 @@ def fast_engine(config: RunConfig, machine: Hardware) -> FastEngine | None:
         lacking = vllm_lacking()
         return FastEngine("vllm", lacking or "installed in this environment", not lacking)
     if system.cluster != "none":
-        where = f"nothing is known of {python} on the cluster"
-        return FastEngine("vllm", where, usable=False)
+        return FastEngine("vllm", f"nothing is known of {python} on the cluster", usable=False)
     try:
         check_interpreter(config, "vllm")
     except ConfigError as error:
@@ -95,9 +94,8 @@ def check_interpreter(config: RunConfig, engine: str | None) -> None:
     try:
         done = _ask(str(python))
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(
-            f"{named} cannot be run ({getattr(error, 'strerror', None) or error}); {cure}"
-        ) from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{named} cannot be run ({why}); {cure}") from error
     lines = done.stdout.splitlines()
     answer = lines[0].split() if lines else []
     if done.returncode or not answer:

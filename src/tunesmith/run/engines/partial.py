@@ -29,12 +29,8 @@ class PartialCompletion:
 
     def beyond(self, count: int) -> Tokens:
         """The tokens after the first ones; another thread may be adding some."""
-        end = len(self.versions)  # a token's version is added last
-        return (
-            self.token_ids[count:end],
-            self.logprobs[count:end],
-            self.versions[count:end],
-        )
+        new = slice(count, len(self.versions))  # a token's version is added last
+        return self.token_ids[new], self.logprobs[new], self.versions[new]
 
     def extend(self, tokens: Tokens) -> None:
         token_ids, logprobs, versions = tokens
@@ -96,10 +92,10 @@ class StopStrings:
         piece = text[len(before) :]
         # A stop string within the tail was found before; a new one begins less than its length
         # before the piece.
+        tail = len(self._tail)
         searched = self._tail + piece.rstrip(INCOMPLETE)
-        if len(token_ids) > self._least and any(
-            searched.find(s, max(0, len(self._tail) - len(s) + 1)) >= 0 for s in self._stop
-        ):
+        found = any(searched.find(s, max(0, tail - len(s) + 1)) >= 0 for s in self._stop)
+        if found and len(token_ids) > self._least:
             return True
         if len(text) > len(before) and not text.endswith(INCOMPLETE):
             self._tail = searched[-self._keep :] if self._keep else ""

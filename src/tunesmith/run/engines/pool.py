@@ -11,7 +11,7 @@ from typing import Any
 
 from tunesmith.errors import EngineError, EngineLostError
 from tunesmith.records.timeline import Timeline
-from tunesmith.run.engines.base import EngineStats, Member, add_stats, check_sampling
+from tunesmith.run.engines.base import EngineStats, Member, add_stats, check_idle, check_sampling
 from tunesmith.run.engines.deadline import paused
 from tunesmith.run.engines.roster import (
     PATIENCE,
@@ -63,13 +63,7 @@ class EnginePool:
         patience: float = PATIENCE,
     ) -> None:
         self.roster = Roster(
-            start,
-            self._join,
-            size=size,
-            restarts=restarts,
-            report=report,
-            timeline=timeline,
-            patience=patience,
+            start, self._join, report, timeline, size=size, restarts=restarts, patience=patience
         )
         self._plane = plane
         self._timeline = timeline
@@ -144,10 +138,7 @@ class EnginePool:
             self._loaded_version = version
 
     async def sleep(self, level: int = 1) -> None:
-        if self._running:
-            raise EngineError(
-                f"{self._running} requests are in flight: an engine sleeps when they have ended"
-            )
+        check_idle(self._running)
         await self.roster.hold()
 
         await self._all(lambda member: member.sleep(level))
@@ -214,7 +205,8 @@ class EnginePool:
         as lost, if another one has them.
         """
         tries = OFFERS
-        while seats := self._behind(await self.roster.ready()):
+        ready = self.roster.ready
+        while seats := [s for s in await ready() if s.publication != self._publications]:
             if tries == 1:
                 answers = [(await self._give([seat]))[0] for seat in seats]
                 self._lose(seats, answers)
@@ -225,10 +217,6 @@ class EnginePool:
             if failures and not any(isinstance(failure, EngineLostError) for failure in failures):
                 tries -= 1
                 await asyncio.sleep(PAUSE)
-
-    def _behind(self, seats: Sequence[EngineSeat]) -> list[EngineSeat]:
-        """Engines without the published weights."""
-        return [seat for seat in seats if seat.publication != self._publications]
 
     async def _give(self, seats: Sequence[EngineSeat]) -> list[Any]:
         """Offer the published weights; an engine that fails does not keep the others waiting."""

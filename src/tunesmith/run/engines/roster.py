@@ -98,11 +98,11 @@ class Roster:
         self,
         start: Start,
         join: Callable[[EngineSeat], Awaitable[None]],
+        report: Callable[[str], None],
+        timeline: Timeline | None,
         *,
         size: int,
         restarts: int,
-        report: Callable[[str], None],
-        timeline: Timeline | None,
         patience: float = PATIENCE,
     ) -> None:
         self._start = start
@@ -240,21 +240,19 @@ class Roster:
         """Start one engine and give it what the others have."""
         await self._may_start.wait()
         self._starting.add(number)
-        member = None
-        seat = None
         try:
-            member = await self._start(number)
-            joining = EngineSeat(number, member)
-            await self._join(joining)
-            seat = joining
+            seat = EngineSeat(number, await self._start(number))
+            try:
+                await self._join(seat)
+            except BaseException:
+                await seat.member.close()
+                raise
             self.seats.append(seat)
             if self._timeline:
                 self._timeline.enter(engine_lane(number))
         finally:
             self._starting.discard(number)
             self._changed.set()
-            if member is not None and seat is None:
-                await member.close()
 
     def _goes_on(self, number: int, error: TunesmithError, *, is_new: bool) -> bool:
         """Whether to try again after an engine could not be started; a new reason is reported."""
@@ -271,10 +269,8 @@ class Roster:
             return False
         if is_new:
             until = f"; the run ends if there is none for {limit}" if alone else ""
-            again = f"tried again every {RETRY:g} s"
-            self._report(
-                f"engine {number} cannot be started: {error}; {again}, {self._others()}{until}"
-            )
+            again = f"tried again every {RETRY:g} s, {self._others()}{until}"
+            self._report(f"engine {number} cannot be started: {error}; {again}")
         return True
 
     def _affords(self, number: int, error: TunesmithError) -> bool:
@@ -309,14 +305,10 @@ class Roster:
         if self._timeline:
             self._timeline.leave(engine_lane(seat.number))
         self.departed = add_stats(self.departed, seat.member.stats())
-        _go(seat.member.close(), self._ending)
+        task = asyncio.ensure_future(seat.member.close())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
         self._changed.set()
-
-
-def _go(work: Awaitable[None], tasks: set[asyncio.Future[None]]) -> None:
-    task = asyncio.ensure_future(work)
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
 
 
 async def gather_with_errors(calls: Iterable[Awaitable[Any]]) -> list[Any]:

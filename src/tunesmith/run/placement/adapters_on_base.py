@@ -71,9 +71,10 @@ class AdapterOnRank:
         """Add the last gradient to that of the next step."""
         for name, master in self.backend.optimizer.masters.items():
             if master.grad is not None:
-                sum_so_far = self.gradient.get(name)
-                own = master.grad
-                self.gradient[name] = own.clone() if sum_so_far is None else sum_so_far + own
+                before = self.gradient.get(name)
+                self.gradient[name] = (
+                    master.grad.clone() if before is None else before + master.grad
+                )
         self.forget()
 
     def forget(self) -> None:
@@ -332,8 +333,7 @@ class FrozenBase:
         model = self._spec.whole.twin(self._sampled)
         if adapter is not None:
             attach(model, LoraSection(path=adapter), path=adapter, frozen=True)
-        source = WeightSource(model, None)
-        return Here().engine(self._engine, source, partial(print, flush=True))
+        return Here().engine(self._engine, WeightSource(model, None), partial(print, flush=True))
 
     @cached_property
     def _sampled(self) -> CausalLM:

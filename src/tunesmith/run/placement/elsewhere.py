@@ -95,14 +95,11 @@ class Elsewhere(Placement):
         async def start(number: int) -> Member:
             from tunesmith.run.engines.far import FarEngine
 
+            spawn = partial(self.starter.spawn, "rollout", EngineLostError, spec.python)
+            options: Any = {"keeps": spec.pool.keeps, "images": self._images}
             with long_wait(f"starting engine {number}", report):
-                far = await asyncio.to_thread(
-                    self.starter.spawn, "rollout", EngineLostError, spec.python
-                )
-                keeps = spec.pool.keeps
-                return await FarEngine.start(
-                    far, spec.build, spec.patience, keeps=keeps, images=self._images
-                )
+                far = await asyncio.to_thread(spawn)
+                return await FarEngine.start(far, spec.build, spec.patience, **options)
 
         return EnginePool(
             start,
@@ -123,9 +120,8 @@ class Elsewhere(Placement):
                 build(fars, spec.shards)
             return fars
 
-        return far_reward_model(
-            [RestartingFars(start, spec.restarts, report) for _ in range(spec.copies)]
-        )
+        copies = [RestartingFars(start, spec.restarts, report) for _ in range(spec.copies)]
+        return far_reward_model(copies)
 
     def end_training(self) -> None:
         self.starter.close(*TRAINING)

@@ -91,12 +91,9 @@ class LocalProcesses(Starter):
         environment = None
         if role in self._gpus:
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[role][place])}
-        name = (
-            f"rank {place} of the {NAMES[role]}"
-            if role in RANKED
-            else f"the {NAMES[role]}'s process"
-        )
-        return ChildProcess(name, lost, python=python, environment=environment)
+        name = NAMES[role]
+        shown = f"rank {place} of the {name}" if role in RANKED else f"the {name}'s process"
+        return ChildProcess(shown, lost, python=python, environment=environment)
 
     def _places(self, role: Role) -> int | None:
         """How many processes of a role there is room for; None: any number may run."""
@@ -110,9 +107,8 @@ class LocalProcesses(Starter):
     def _free_place(self, role: Role) -> int:
         places = self._places(role)
         while True:
-            running = {
-                place: far for far, (other, place) in list(self._running.items()) if other == role
-            }
+            started = list(self._running.items())
+            running = {place: far for far, (other, place) in started if other == role}
             numbers = count() if places is None else range(places)
             usable = (place for place in numbers if self._usable(role, place))
             free = next((place for place in usable if place not in running), None)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile, zip_longest
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,8 @@ def watched(connection: Connection) -> Connection:
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         if same.family == socket.AF_INET:
             same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in (
-                ("TCP_KEEPIDLE", idle),
-                ("TCP_KEEPINTVL", interval),
-                ("TCP_KEEPCNT", count),
-            ):
+            times = {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": count}
+            for name, value in times.items():
                 if hasattr(socket, name):
                     same.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
@@ -128,14 +126,9 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]
         other = theirs.get(name, "none")
         if one == other:
             continue
-        lines = one.splitlines()
-        others = other.splitlines()
-        same = next(
-            (n for n, pair in enumerate(zip(lines, others, strict=False)) if pair[0] != pair[1]),
-            None,
-        )
-        place = min(len(lines), len(others)) if same is None else same
-        here, there = (text[place] if place < len(text) else "nothing" for text in (lines, others))
-        where = f" line {place + 1}" if max(len(lines), len(others)) > 1 else ""
+        pairs = list(zip_longest(one.splitlines(), other.splitlines(), fillvalue="nothing"))
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        here, there = [*pairs, ("nothing", "nothing")][alike]
+        where = f" line {alike + 1}" if len(pairs) > 1 else ""
         found.append(f"{name}{where}: {here!r} and {there!r}")
     return found

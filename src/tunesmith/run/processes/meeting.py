@@ -133,17 +133,12 @@ class Meeting:
                     del self._there[key]
             if any(key not in self._there for key in keys):
                 return []
-            newcomers = [self._there[key] for key in keys]
-            differing = [
-                _differing(rank, newcomer)
-                for rank, newcomer in zip(ranks, newcomers, strict=True)
-                if newcomer.differs
-            ]
-            if differing:
-                for key, newcomer in zip(keys, newcomers, strict=True):
-                    del self._there[key]
-                    newcomer.connection.close()
-                raise NoPlaceError(differing[0])
+            other = next((key for key in keys if self._there[key].differs), None)
+            if other:
+                why = _differing(other[1], self._there[other])
+                for key in keys:
+                    self._there.pop(key).connection.close()
+                raise NoPlaceError(why)
         self._taken.difference_update(keys)
         return [self.take(RANKED[0], rank, TrainerLostError) for rank in ranks]
 

@@ -65,9 +65,8 @@ def process_group(
         make = dist.ProcessGroupNCCL
         options: Any = make.Options()
         options._timeout = limit
-        options.config.blocking = (
-            0  # otherwise nothing ends the initialisation if a process is lost
-        )
+        # Otherwise nothing ends the initialisation if a process is lost.
+        options.config.blocking = 0
         os.environ.setdefault(_INITIALISING, str(ceil(patience)))
         with nullcontext() if vital else _errors_left_to_the_caller():
             return make(prefixed, rank, world, options)

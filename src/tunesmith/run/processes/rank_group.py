@@ -26,12 +26,10 @@ BUCKET = 64 << 20
 
 def reach_store(host: str, port: int) -> dist.TCPStore:
     """Connect to another process's store."""
-    with boundary(
-        TrainerLostError, f"no rank of the trainer is reached at {host}:{port}", RuntimeError
-    ):
-        store = dist.TCPStore(
-            host, port, None, is_master=False, timeout=timedelta(seconds=REACHING)
-        )
+    limit = timedelta(seconds=REACHING)
+    unreached = f"no rank of the trainer is reached at {host}:{port}"
+    with boundary(TrainerLostError, unreached, RuntimeError):
+        store = dist.TCPStore(host, port, None, is_master=False, timeout=limit)
     store.set_timeout(timedelta(seconds=PATIENCE))
     return store
 
@@ -60,9 +58,8 @@ def _make_default_group(store: dist.Store, rank: int, world: int, device: str) -
     if device.startswith("cuda"):
         kind = "cpu:gloo,cuda:nccl"
         torch.cuda.init()
-        torch.cuda.set_device(
-            torch.device(device).index or 0
-        )  # otherwise a mesh uses that of LOCAL_RANK
+        # Otherwise a mesh uses that of LOCAL_RANK.
+        torch.cuda.set_device(torch.device(device).index or 0)
     limit = timedelta(seconds=PATIENCE)
     dist.init_process_group(kind, store=store, rank=rank, world_size=world, timeout=limit)
 
@@ -112,11 +109,7 @@ class RankGroup:
         self.sum(there, over)
         for bucket in buckets([p for p, n in zip(every, there.tolist(), strict=True) if n]):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            flat = (
-                grads[0].contiguous().view(-1)
-                if len(grads) == 1
-                else torch.cat([g.flatten() for g in grads])
-            )
+            flat = torch.cat([g.flatten() for g in grads]) if grads[1:] else grads[0].flatten()
             flat = self.sum(flat.to(self.device), over)
             pieces = flat.split([p.numel() for p in bucket])
             for parameter, grad, piece in zip(bucket, grads, pieces, strict=True):

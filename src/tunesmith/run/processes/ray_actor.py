@@ -69,9 +69,8 @@ class RayActor(Far):
         elif isinstance(error, TaskCancelledError):
             self._settle(number, None, error)
         else:  # on another thread: Ray waits for this one while it kills an actor
-            threading.Thread(
-                target=self._lose, args=(f"is lost ({_reason(error)})",), daemon=True
-            ).start()
+            lose = partial(self._lose, f"is lost ({_reason(error)})")
+            threading.Thread(target=lose, daemon=True).start()
 
     def _kill(self) -> None:
         with suppress(RayError, ValueError):

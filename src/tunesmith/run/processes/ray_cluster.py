@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,7 @@ class RayCluster(Starter):
     bundle."""
 
     def __init__(
-        self,
-        group: Any,
-        bundles: Sequence[Bundle],
-        machines: Mapping[int, str],
-        *,
-        connected: bool,
+        self, group: Any, bundles: Sequence[Bundle], machines: Mapping[int, str], *, connected: bool
     ) -> None:
         super().__init__()
         self._group = group
@@ -106,9 +102,8 @@ class RayCluster(Starter):
 
         named = type(NAMES[role].title().replace(" ", ""), (Actor,), {})  # what `ps` shows
         made: Any = ray.remote(named)
-        rooms = [
-            i for i in self._order if self._taken(i, role) < self._bundles[i].roles.count(role)
-        ]
+        places = {i: self._bundles[i].roles.count(role) for i in self._order}
+        rooms = [i for i, places_there in places.items() if self._taken(i, role) < places_there]
         if role == "rollout" and rooms:
             rooms = self._with_machine(rooms)
         # Each process of a reward model has a different place; consecutive trainer ranks share one.
@@ -160,9 +155,8 @@ class RayCluster(Starter):
     def _taken(self, bundle: int, role: Role) -> int:
         """Places of the bundle that processes of a role take; Ray waits for those that are
         ending."""
-        return sum(
-            place == (role, bundle) and not far.lost for far, place in list(self._running.items())
-        )
+        running = list(self._running.items())
+        return sum(place == (role, bundle) and not far.lost for far, place in running)
 
     def _inside(self, bundle: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -239,8 +233,7 @@ def read_machines(system: SystemSection, here: Hardware) -> list[Hardware]:
     try:
         nodes = [node for node in _alive() if node["Resources"].get("GPU")]
         found: list[Hardware] = []
-        answers = _seen_there([node["NodeID"] for node in nodes])
-        for node, seen in zip(nodes, answers, strict=True):
+        for node, seen in zip(nodes, _seen_there([node["NodeID"] for node in nodes]), strict=True):
             machine = seen if seen and seen.gpus else here
             gpus = machine.gpus[: int(node["Resources"]["GPU"])]
             names = [name for name in node["Resources"] if name.startswith(ACCELERATOR)]
@@ -259,9 +252,8 @@ def _seen_there(nodes: Sequence[str]) -> list[Hardware | None]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-    asked = [
-        _asked(_own_hardware, {"num_cpus": 0, "scheduling_strategy": place}) for place in places
-    ]
+    options = [{"num_cpus": 0, "scheduling_strategy": place} for place in places]
+    asked = [_asked(_own_hardware, option) for option in options]
     ray.wait(asked, num_returns=len(asked), timeout=DESCRIBING)
     found: list[Hardware | None] = []
     for answer in asked:
@@ -330,16 +322,10 @@ def _open(system: SystemSection, processes: int, address: str | None) -> bool:
     if ray.is_initialized():
         for key, said in (("ray_runtime_env", environment), ("ray_address", system.ray_address)):
             if said:
-                what = (
-                    f"system.{key}: this process uses Ray already, as it was started; leave it out"
-                )
-                raise ConfigError(what, keys=(f"system.{key}",))
+                what = "this process uses Ray already, as it was started; leave it out"
+                raise ConfigError(f"system.{key}: {what}", keys=(f"system.{key}",))
         return False
-    common: dict[str, Any] = {
-        "runtime_env": environment,
-        "logging_level": "error",
-        "log_to_driver": True,
-    }
+    init = partial(ray.init, runtime_env=environment, logging_level="error", log_to_driver=True)
     if address is not None:
         missing = (
             f"there is no Ray cluster at {address}. Start it (ray start --head), correct "
@@ -352,18 +338,17 @@ def _open(system: SystemSection, processes: int, address: str | None) -> bool:
             "(as `ray start` says), set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN"
         )
         with boundary(ClusterError, closed, Exception):
-            ray.init(address=address, **common)
+            init(address=address)
         return True
     # Processes may share cores, so that a small machine is large enough.
     cores = max(len(os.sched_getaffinity(0)), processes)
     with boundary(ClusterError, "cannot start Ray on this machine", Exception):
-        ray.init(
+        init(
             address="local",
             num_cpus=cores,
             include_dashboard=False,
             object_store_memory=OBJECT_STORE,
             _node_ip_address="127.0.0.1",
-            **common,
         )
     return True
 
@@ -408,8 +393,7 @@ def _reserve(bundles: Sequence[Bundle]) -> Any:
     """Reserve a placement group, and wait until it is ready."""
     import ray
 
-    machines = [node["Resources"] for node in _alive()]
-    problem = missing(bundles, machines)
+    problem = missing(bundles, [node["Resources"] for node in _alive()])
     if problem is not None:
         raise ClusterError(problem)
     group = ray.util.placement_group([bundle.resources for bundle in bundles], strategy="PACK")
@@ -425,11 +409,5 @@ def _reserve(bundles: Sequence[Bundle]) -> Any:
 
 
 def _in_words(resources: Mapping[str, float]) -> str:
-    return (
-        " and ".join(
-            f"{resources.get(unit, 0.0):g} {unit}s"
-            for unit in ("CPU", "GPU")
-            if resources.get(unit)
-        )
-        or "none"
-    )
+    known = {unit: resources.get(unit, 0.0) for unit in ("CPU", "GPU")}
+    return " and ".join(f"{n:g} {unit}s" for unit, n in known.items() if n) or "none"

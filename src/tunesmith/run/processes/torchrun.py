@@ -47,8 +47,7 @@ class LaunchedProcesses(LocalProcesses):
         return self._others
 
     def __exit__(self, *error: object) -> None:
-        ranks = {*self._running, *self._others}
-        for far in ranks:
+        for far in {*self._running, *self._others}:
             # otherwise launchers on other machines would see a success
             if error[0] and isinstance(far, ServedRank):
                 far.exit_code = 1
@@ -66,7 +65,7 @@ class LaunchedProcesses(LocalProcesses):
         """Whether the machine of a place is still there, or again."""
         if role != "rollout" or not self._engines:
             return True
-        first = self._first_rank(self._engine_place(place))
+        first = self._first_rank(self._engines[place])
         return not first or not self._others[first - 1].lost or self._is_back(first)
 
     def _is_back(self, first: int) -> bool:
@@ -94,14 +93,11 @@ class LaunchedProcesses(LocalProcesses):
                 return self._others[place - 1]
             return self._meeting.take(role, place, lost)
         if role == "rollout" and self._engines:
-            there = self._engine_place(place)
+            there = self._engines[place]
             if there.machine:
                 start = ChildStart(there.gpus, python)
                 return self._meeting.take(role, self._first_rank(there), lost, start)
         return super()._start_at(place, role, lost, python)
-
-    def _engine_place(self, place: int) -> EnginePlace:
-        return self._engines[place]
 
     def _first_rank(self, place: EnginePlace) -> int:
         """The first of the launcher's processes on a machine."""

@@ -251,11 +251,10 @@ class VllmSpec(EngineSpec):
         from tunesmith.run.engines.vllm.engine import VllmEngine
         from tunesmith.run.engines.vllm.start import VllmSettings
 
-        nothing = dict[str, Any]().items
+        model = source.model
         merged = not self.settings.get("adapter_rank")
-        weights = nothing
-        if source.model:
-            weights = published(source.model, merged=merged, as_stored=True)
+        none = dict[str, Any]().items
+        weights = published(model, merged=merged, as_stored=True) if model else none
         with long_wait("starting vLLM", report):
             engine = VllmEngine(VllmSettings(**self.settings), weights, self._images(source.model))
         return TimedEngine(engine, timeline) if timeline else engine
@@ -275,8 +274,7 @@ class VllmSpec(EngineSpec):
             newest.update(offer)
 
         images = self._images()
-        settings = VllmSettings(**self.settings)
-        engine = VllmEngine(settings, lambda: read_offer(newest), images)
+        engine = VllmEngine(VllmSettings(**self.settings), lambda: read_offer(newest), images)
         if images is None:
             return EngineHost(engine, take)
         return EngineHost(engine, take, images.vocabulary.rows.extend)
@@ -314,10 +312,9 @@ def local_engine_for(model: CausalLM, plan: AnyPlan, longest: int, requests: int
     running = plan.sampling.running
     layout, _ = probe(model, compiled=compiled)
     needed = ceil(1.5 * min(running, requests) * longest * layout.token_bytes)
-    kv_bytes = max(LEAST_KV_BYTES, min(needed, free // 2))
     return LocalEngine(
         model,
-        kv_bytes=kv_bytes,
+        kv_bytes=max(LEAST_KV_BYTES, min(needed, free // 2)),
         max_running=running,
         max_prefill_tokens=plan.said.system.max_prefill_tokens,
         compiled=compiled,

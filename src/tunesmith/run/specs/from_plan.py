@@ -17,12 +17,7 @@ from tunesmith.run.specs.base import EngineSpec, WeightSource
 from tunesmith.run.specs.models import Ends, ModelSpec, PredictSpec, TokenizerSpec
 from tunesmith.run.specs.planes import PlaneSpec
 from tunesmith.run.specs.scorers import ScorerSpec
-from tunesmith.run.specs.trainers import (
-    OptimizerSpec,
-    ReferenceSpec,
-    TeacherSpec,
-    TrainerSpec,
-)
+from tunesmith.run.specs.trainers import OptimizerSpec, ReferenceSpec, TeacherSpec, TrainerSpec
 
 
 def tokenizer_spec(config: RunConfig) -> TokenizerSpec:

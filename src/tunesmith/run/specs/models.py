@@ -62,15 +62,14 @@ class TokenizerSpec:
         template = HERMES if self.chat_template == "hermes" else self.chat_template
         source = self.directory or self.path
         with about(self.key):
+            trusts = self.trust_remote_code
             with long_wait(f"loading the tokenizer of {source}"):
                 tokenizer: Any = load_tokenizer(
-                    source,
-                    trust_remote_code=self.trust_remote_code,
-                    chat_template=template,
+                    source, trust_remote_code=trusts, chat_template=template
                 )
             facts = known_model_facts(self.path)
             set_rows(tokenizer, facts.vocab_size if facts else None)
-            config = load_config(self.path, trust_remote_code=self.trust_remote_code)
+            config = load_config(self.path, trust_remote_code=trusts)
             attach_vocabulary(tokenizer, self.path, config)
             check_end(self.path, tokenizer)
             if template is HERMES:
@@ -159,44 +158,31 @@ class ModelSpec:
         """Another model with the same frozen weights, in the same memory, to adapt by itself."""
         from tunesmith.models.prepared import twin
 
-        sharded = model.sharding is not None
-        other = self._load(model.tokenizer, model) if sharded else twin(model)
+        other = self._load(model.tokenizer, model) if model.sharding else twin(model)
         self._set_passes(other)
         return other
 
     def _load(self, tokenizer: Any, like: CausalLM | None = None) -> Any:
         import torch
 
-        sharding = (
-            like.sharding
-            if like
-            else sharding_over(
-                self.device,
-                self.zero_stage,
-                self.shard_size,
-                streams=self.streams,
-                experts=self.divides,
-            )
-        )
-        return self._kind().load(
+        from tunesmith.models.causal_lm import CausalLM
+        from tunesmith.models.score_model import ScoreModel
+
+        places = (self.device, self.zero_stage, self.shard_size)
+        own = partial(sharding_over, *places, streams=self.streams, experts=self.divides)
+        return (ScoreModel if self.scores else CausalLM).load(
             self.path,
             dtype=getattr(torch, self.dtype),
             device=self.device,
             trust_remote_code=self.trust_remote_code,
             tokenizer=tokenizer,
             quantize=self.quantize,
-            sharding=sharding,
+            sharding=like.sharding if like else own(),
             trains=not self.frozen and self.lora is None,
             experts=self.experts,
             tower=self.vision_tower,
             like=like,
         )
-
-    def _kind(self) -> type[Decoder]:
-        from tunesmith.models.causal_lm import CausalLM
-        from tunesmith.models.score_model import ScoreModel
-
-        return ScoreModel if self.scores else CausalLM
 
     def _set_passes(self, model: Decoder) -> None:
         self._share_sequences(model)
@@ -244,19 +230,12 @@ class ModelSpec:
         from tunesmith.models.adapters import attach
 
         torch.manual_seed(self.seed)
-        adapter = attach(
-            model,
-            lora,
-            path=lora.path,
-            trust_remote_code=self.trust_remote_code,
-            frozen=self.frozen,
-        )
+        trusts = self.trust_remote_code
+        adapter = attach(model, lora, path=lora.path, trust_remote_code=trusts, frozen=self.frozen)
         if not self.frozen:
             trained, total = adapter.counts()
-            print(
-                f"LoRA: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})",
-                flush=True,
-            )
+            share = f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
+            print(f"LoRA: {share}", flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,12 +266,7 @@ class PredictSpec:
 
 
 def sharding_over(
-    device: str,
-    zero_stage: int,
-    shard_size: int,
-    *,
-    streams: bool = False,
-    experts: bool = False,
+    device: str, zero_stage: int, shard_size: int, *, streams: bool = False, experts: bool = False
 ) -> Sharding | None:
     """How a model is sharded; None outside processes that share a model.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tunesmith.models.openmp import to_thread
 from tunesmith.plan.devices import BUCKET
@@ -72,12 +72,8 @@ class PlaneSpec:
 
     def tensors(self, model: Decoder) -> NamedTensors:
         """The weights that engines get."""
-        return published(
-            model,
-            merged=self.merged,
-            as_stored=self.as_stored,
-            in_host_memory=not self.stays_on_gpu,
-        )
+        here = not self.stays_on_gpu
+        return published(model, merged=self.merged, as_stored=self.as_stored, in_host_memory=here)
 
     def build(self, model: Decoder, seat: Seat = ALONE) -> Plane | None:
         """A rank's part of the plane; None if it has none."""
@@ -115,24 +111,16 @@ class PlaneSpec:
 
         tensors = self.tensors(model)
         room = published_bytes(model, merged=self.merged)
-        senders = self.publishers if self.stays_on_gpu else 1
+        on_gpu = self.stays_on_gpu
+        senders = self.publishers if on_gpu else 1
         if senders > 1:
             room = room // senders + largest_bytes(model)
-        common: dict[str, Any] = {
-            "host": seat.address,
-            "room": room,
-            "ranks": self.ranks_per_engine,
-        }
-        if self.kind == "gloo":
-            return BroadcastPlane(tensors, "cpu", plane="gloo", group="gloo", **common)
-        return BroadcastPlane(
-            tensors,
-            str(model.device),
-            self.stays_on_gpu,
-            rank=seat.rank,
-            senders=senders,
-            **common,
+        make = partial(
+            BroadcastPlane, tensors, host=seat.address, room=room, ranks=self.ranks_per_engine
         )
+        if self.kind == "gloo":
+            return make("cpu", plane="gloo", group="gloo")
+        return make(str(model.device), on_gpu, rank=seat.rank, senders=senders)
 
 
 def file_plane(
@@ -211,11 +199,7 @@ def published(
     elif model.sharding is not None:
         named = partial(whole_weights, model.module, model.dtype, in_host_memory=in_host_memory)
     else:
-        named = (
-            dict[str, Any]().items
-            if is_quantised(model.module)
-            else model.module.state_dict().items
-        )
+        named = ({} if is_quantised(model.module) else model.module.state_dict()).items
     return (lambda: stored_weights(model.module, named())) if as_stored else named
 
 

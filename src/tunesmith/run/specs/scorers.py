@@ -107,10 +107,9 @@ class SequenceScores:
         while True:
             cap = max(self.max_tokens, longest)
             packing = pack_sequences(batch, cap, world, self.passes.model.context)
+            own = packing.for_rank(rank, world, columns=False)
             try:
-                return self.passes.score(
-                    packing.for_rank(rank, world, columns=False), "values"
-                ).tolist()
+                return self.passes.score(own, "values").tolist()
             except DeviceMemoryError as failure:
                 self.max_tokens = max(longest, cap // 2)
                 if self.max_tokens == cap:
@@ -120,11 +119,8 @@ class SequenceScores:
                         "processes share the model: system.placement.reward.shards, on Ray"
                     ) from None
                 if rank == 0:
-                    print(
-                        f"{failure}; system.reward_max_tokens lowered from {cap} to "
-                        f"{self.max_tokens}",
-                        flush=True,
-                    )
+                    lowered = f"lowered from {cap} to {self.max_tokens}"
+                    print(f"{failure}; system.reward_max_tokens {lowered}", flush=True)
 
 
 def pack_sequences(batch: Batch, max_tokens: int, multiple_of: int, context: int | None) -> Packing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -161,9 +161,8 @@ class TrainerSpec:
             backend.join(seat.group)
         plane = self.plane.build(backend.model, seat) if self.plane else None
         dtype: Any = self.model.dtype
-        return TrainerPart(
-            backend, None if seat.rank else measure_limits(self.device, dtype), plane
-        )
+        limits = None if seat.rank else measure_limits(self.device, dtype)
+        return TrainerPart(backend, limits, plane)
 
     def train_here(self, tokenizer: Any) -> Trained:
         """The trainer in this process."""
@@ -192,15 +191,7 @@ class TrainerSpec:
         how = self.optimizer
         return TorchBackend(
             model,
-            AdamWSettings(
-                how.weight_decay,
-                how.betas,
-                how.eps,
-                how.max_grad_norm,
-                how.muon,
-                how.offload,
-                how.tower_lr_ratio,
-            ),
+            AdamWSettings(**{each.name: getattr(how, each.name) for each in fields(AdamWSettings)}),
             predict,
             reference=reference,
             value_head=head,

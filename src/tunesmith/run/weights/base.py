@@ -29,7 +29,6 @@ class Plane(Protocol):
     async def publish(self, version: int) -> None:
         """Publish the trainer's current weights as ``version``. They may change again once this
         returns."""
-        ...
 
     async def offer(self, takers: int) -> list[Offer]:
         """Offer the last published version to ``takers`` engines: one offer each, to be read

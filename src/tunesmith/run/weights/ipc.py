@@ -146,14 +146,12 @@ class _Outlet:
     def _announce(self) -> None:
         run = self._run
         if run.table:
-            self._say({"size": run.size, "table": run.table, "sum": self._sum(run.size)})
+            # On a GPU the host waits here for the copies into the bucket.
+            own = checksum(self.buffer[: run.size]) if self.readers else 0
+            self._say({"size": run.size, "table": run.table, "sum": own})
             self._announced += 1
         self._run = Run(0, 0)
         self._last = None
-
-    def _sum(self, size: int) -> int:
-        """The bucket's checksum; on a GPU the host waits for the copies into it."""
-        return checksum(self.buffer[:size]) if self.readers else 0
 
     def _say(self, bucket: object) -> None:
         self.member.write(_bucket_key(self.member.rank, self._announced), bucket)

@@ -65,8 +65,7 @@ class Link:
         """
         work = transfer.work
         if work is not None:
-            late = f"{transfer.bucket.nbytes} bytes did not arrive"
-            self.member.until(work.is_completed, late)
+            self.member.until(work.is_completed, f"{transfer.bucket.nbytes} bytes did not arrive")
             work.wait(timedelta(seconds=self.member.patience))  # raises any error
         return transfer.bucket
 
@@ -128,11 +127,11 @@ def _all_have(member: RoundMember, link: Link | None) -> bool:
 
 def _new_link(member: RoundMember) -> Link:
     offer = member.offer
+    rank = member.rank
     kind: GroupKind = offer["group"]
     host: str = offer["host"]
     world: int = offer["world"]
-    own = address_towards(host, offer["port"]) if member.rank else host
-    rank = member.rank
+    own = address_towards(host, offer["port"]) if rank else host
     group = process_group(kind, member.store, rank, world, own, member.patience, vital=False)
     # The store is open as long as one of the links made in it, so its port is nobody else's.
     return Link(kind, group, member.store, world, f"{host}:{offer['port']}", member)

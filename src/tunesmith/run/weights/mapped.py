@@ -34,7 +34,6 @@ class MappedMemory(Protocol):
 
     def clean(self) -> None:
         """Give memory that is free again to the device's other processes."""
-        ...
 
     def share(self, buffer: Tensor) -> Handle:
         """A handle for one reader."""
@@ -109,7 +108,8 @@ class CudaMemory:
     def share(self, buffer: Tensor) -> Handle:
         # Each reader has its own: the memory counts as in use until that handle is dropped.
         storage: Any = buffer.untyped_storage()
-        return [_text(part) for part in storage._share_cuda_()]
+        parts = storage._share_cuda_()
+        return [{"hex": part.hex()} if isinstance(part, bytes) else part for part in parts]
 
     def opened(self, handle: Handle, size: int, place: str) -> Tensor:
         parts = [bytes.fromhex(p["hex"]) if isinstance(p, dict) else p for p in handle]
@@ -164,7 +164,3 @@ def _map(path: Path, size: int) -> Tensor:
 
 def _uuid(device: int) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _text(part: object) -> Any:
-    return {"hex": part.hex()} if isinstance(part, bytes) else part

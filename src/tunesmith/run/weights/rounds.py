@@ -198,18 +198,15 @@ class SendingPlane(ABC):
     def _begin(self, takers: int, offer: Offer, header: Header) -> list[Offer]:
         """Begin a round; returns the offer of each engine, with the rank of its first process. If
         there are several senders, each of the others must ``help`` with the first offer."""
-        begun = Round(
-            {
-                **offer,
-                "host": self.host,
-                "world": self.senders + takers * self.ranks,
-                "senders": self.senders,
-                "ranks": self.ranks,
-                "patience": self.patience,
-            },
-            {**header, "version": offer["version"]},
-            self._send,
-        )
+        members = {
+            "host": self.host,
+            "world": self.senders + takers * self.ranks,
+            "senders": self.senders,
+            "ranks": self.ranks,
+            "patience": self.patience,
+        }
+        header = {**header, "version": offer["version"]}
+        begun = Round({**offer, **members}, header, self._send)
         self._rounds[begun.store.port] = begun
         firsts = (self.senders + taker * self.ranks for taker in range(takers))
         return [{**begun.offer, "rank": first} for first in firsts]

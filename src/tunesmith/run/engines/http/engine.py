@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import EngineError, UserError
-from tunesmith.run.engines.base import EngineStats, check_sampling
+from tunesmith.run.engines.base import EngineStats, check_idle, check_sampling
 from tunesmith.run.engines.http import KIND
 from tunesmith.run.engines.http.server import PATIENCE, Continuation, SglangServer
 from tunesmith.run.engines.partial import RunningRequest, follow, stop_strings, stop_token_ids
@@ -128,16 +128,12 @@ class SglangEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """See ``Sampler``. Raises UserError, EngineError, EngineLostError."""
         check_sampling(sampling)
-        altered = sampling.altered
-        if altered:
-            settings = ", ".join(f"{name} = {value:g}" for name, value in altered.items())
-            raise UserError(
-                f"sampling: {settings}: {KIND.unaltered_only}; leave out what alters the "
-                "distribution"
-            )
-        state = self._state
-        if state != "awake":
-            raise EngineError(f"{self.name}: the engine is {state}")
+        if sampling.altered:
+            settings = ", ".join(f"{name} = {value:g}" for name, value in sampling.altered.items())
+            why = f"{KIND.unaltered_only}; leave out what alters the distribution"
+            raise UserError(f"sampling: {settings}: {why}")
+        if self._state != "awake":
+            raise EngineError(f"{self.name}: the engine is {self._state}")
         request = _Request(
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
@@ -179,11 +175,7 @@ class SglangEngine:
 
     async def sleep(self, level: int = 1) -> None:
         del level  # the server keeps its memory
-        if self._running:
-            raise EngineError(
-                f"{len(self._running)} requests are in flight: an engine sleeps when they have "
-                "ended"
-            )
+        check_idle(len(self._running))
         self._state = "asleep"
 
     async def wake(self) -> None:
@@ -226,10 +218,8 @@ class SglangEngine:
     async def _check_server(self) -> None:
         served = self._served
         try:
-            model, server = [
-                await self._server.info(name, START_PATIENCE)
-                for name in ("model_info", "server_info")
-            ]
+            model = await self._server.info("model_info", START_PATIENCE)
+            server = await self._server.info("server_info", START_PATIENCE)
         except EngineError as error:
             port = self._server.url.rpartition(":")[2]
             command = KIND.launch.format(path=served.path, port=port if port.isdigit() else "30000")
@@ -260,9 +250,8 @@ class SglangEngine:
     async def _check_probe(self) -> None:
         """Refuse a server where a token sampled at the temperature ``HOT`` has a probability other
         than 1 / V."""
-        probe = await self._server.generate(
-            [0], {"temperature": HOT, "max_new_tokens": 1, "ignore_eos": True}
-        )
+        settings = {"temperature": HOT, "max_new_tokens": 1, "ignore_eos": True}
+        probe = await self._server.generate([0], settings)
         logprob: Any = probe.logprobs[0] if probe.logprobs else None
         size = self._served.vocab_size
         # A low-precision server returns only three digits.
@@ -302,10 +291,8 @@ class SglangEngine:
             answer = await self._server.generate(so_far, settings | {"max_new_tokens": left})
             weights = next((w for w in (sent, self._weights) if w.tag == answer.tag), None)
             aborted = answer.finish_reason == "abort" and not request.interrupted
-            if weights is None or (
-                aborted and sent == self._weights and self._not_loading.is_set()
-            ):
-                spoiled += 1
+            by_others = aborted and sent == self._weights and self._not_loading.is_set()
+            spoiled += weights is None or by_others
             if spoiled > SPOILED:
                 raise EngineError(
                     f"{self.name}: another client aborts its requests or changes its weights (it "
@@ -323,15 +310,10 @@ class SglangEngine:
         """Append the answer's tokens up to the one that ends the completion. Raises EngineError if
         one is invalid."""
         for token_id, logprob in zip(answer.token_ids, answer.logprobs, strict=True):
-            if (
-                type(token_id) is not int
-                or type(logprob) not in (int, float)
-                or not math.isfinite(logprob)
-            ):
-                url = self._server.url
-                raise EngineError(
-                    f"{url} answered the token {token_id!r} with the log-probability {logprob!r}"
-                )
+            finite = type(logprob) in (int, float) and math.isfinite(logprob)
+            if type(token_id) is not int or not finite:
+                what = f"the token {token_id!r} with the log-probability {logprob!r}"
+                raise EngineError(f"{self._server.url} answered {what}")
             reason = request.append(token_id, min(0.0, float(logprob)), version)
             if reason is not None:
                 request.finish_reason = reason
@@ -344,9 +326,8 @@ class SglangEngine:
         async with self._loading:
             if self._weights == before:
                 if before.tag:
-                    self._report(
-                        f"{self.name} has lost its weights (it has '{tag}'): they are loaded again"
-                    )
+                    lost = f"has lost its weights (it has '{tag}'): they are loaded again"
+                    self._report(f"{self.name} {lost}")
                 await self._load()
 
     async def _load(self) -> None:

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,12 +118,12 @@ class SglangServer:
             "weight_version": tag,
             "flush_cache": True,
         }
-        for path, body in (
-            ("/pause_generation", {"mode": "abort"}),
-            ("/update_weights_from_disk", update),
-        ):
-            once = partial(self._once, path, body, UPDATE)
-            answer = await self._persist(lambda once=once: self._watched(once()))
+
+        async def long(path: str, body: object) -> Any:
+            return await self._persist(lambda: self._watched(self._once(path, body, UPDATE)))
+
+        await long("/pause_generation", {"mode": "abort"})
+        answer = await long("/update_weights_from_disk", update)
         current = (await self.info("model_info")).get("weight_version")
         if not answer["success"] or current != tag:
             message = one_line(str(answer.get("message")))
@@ -213,24 +212,21 @@ class SglangServer:
         deadline = ANSWER if deadline is None else deadline
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
-            self._session = aiohttp.ClientSession(
-                timeout=limits, connector=aiohttp.TCPConnector(limit=0)
-            )
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(timeout=limits, connector=connector)
         data = None if body is None else json.dumps(body).encode()
+        url = self.url + path
         limit = asyncio.timeout(deadline)
         try:
             async with limit:
-                return await request_json(
-                    self._session, self.url + path, data, longest=ANSWER_BYTES
-                )
+                return await request_json(self._session, url, data, longest=ANSWER_BYTES)
         except BadAnswer as error:
             raise EngineError(str(error)) from None
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise EngineLostError(
-                f"the server {self.url} has not answered {path} for {deadline:g} s"
-            ) from None
+            silent = f"has not answered {path} for {deadline:g} s"
+            raise EngineLostError(f"the server {self.url} {silent}") from None
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._aborts.discard(task)

@@ -130,8 +130,7 @@ class PoolAttention:
         self._whole: ForestAttention | None = None
         """Attention of pieces without a context on a GPU: one kernel call computes all of them."""
         if self._device.type == "cuda" and not any(piece.positions[0] for piece in pieces):
-            starts = [0, *accumulate(self._lengths)]
-            runs = zip(starts, self._lengths, strict=False)
+            runs = zip([0, *accumulate(self._lengths)], self._lengths, strict=False)
             segments = [Segment(start, length, -1) for start, length in runs]
             self._whole = ForestAttention(segments, images)
         self._images: Sequence[Tensor | None] = [None] * len(pieces)
@@ -160,22 +159,16 @@ class PoolAttention:
         if self._whole is not None:
             return self._whole.attend(layer, query, key, value, rule)
         if self._together:
-            context = [
-                torch.cat([self._blocks(2 * place + i, table) for table in where.tables], 2)
-                for i in range(2)
-            ]
+            keys, values = (
+                torch.cat([self._blocks(plane, table) for table in where.tables], 2)
+                for plane in (2 * place, 2 * place + 1)
+            )
             mask = self._rows_see(where.tables, rule.window, rule.chunk)
             rule = with_sinks(rule, (heads, -1, 1))
-            rows = attend(grouped, context[0], context[1], mask, rule)
-            return rows.flatten(1, 2).to(query.dtype)
+            return attend(grouped, keys, values, mask, rule).flatten(1, 2).to(query.dtype)
         out: list[Tensor] = []
-        parts = zip(
-            self._pieces,
-            where.contexts,
-            self._images,
-            *(t.split(self._lengths) for t in (grouped, key, value)),
-            strict=True,
-        )
+        rows = [t.split(self._lengths) for t in (grouped, key, value)]
+        parts = zip(self._pieces, where.contexts, self._images, *rows, strict=True)
         for piece, context, images, queries, *new in parts:
             keys, values = (
                 t.transpose(0, 1).to(dtype)
@@ -198,8 +191,7 @@ class PoolAttention:
         plane.view(-1, latent.width).index_copy_(0, where.new, rows.to(plane.dtype))
         if self._whole is not None:
             keys, values = latent.expand(rows)
-            whole = self._whole.attend(layer, query, keys, values, rule)
-            return whole[..., : latent.value_size]
+            return self._whole.attend(layer, query, keys, values, rule)[..., : latent.value_size]
         if self._together:
             queries = latent.absorb(query.to(plane.dtype)).unsqueeze(1)
             kept = torch.cat([self._blocks(place, table) for table in where.tables], 2)
@@ -208,13 +200,8 @@ class PoolAttention:
             mixed = attend(queries, kept, kept[..., : latent.rank], mask, rule)
             return latent.values(mixed.squeeze(1)).to(query.dtype)
         out: list[Tensor] = []
-        parts = zip(
-            self._pieces,
-            where.contexts,
-            query.to(plane.dtype).split(self._lengths),
-            rows.split(self._lengths),
-            strict=True,
-        )
+        split = [t.split(self._lengths) for t in (query.to(plane.dtype), rows)]
+        parts = zip(self._pieces, where.contexts, *split, strict=True)
         for piece, context, row_queries, new in parts:
             seen = new
             if piece.positions[0]:

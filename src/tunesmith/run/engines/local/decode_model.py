@@ -83,11 +83,9 @@ class DecodeModel:
         """The model to run on the last tokens of requests."""
         if self._decoder is None:
             whole = self._whole()
-            self._decoder = whole
             products = self._fitting(whole)
             assert products is not None or self.weights == "model", "it was checked"
-            if products is not None:
-                self._decoder = prepared(whole, products)
+            self._decoder = whole if products is None else prepared(whole, products)
         return self._decoder
 
     @torch.inference_mode(False)
@@ -112,8 +110,7 @@ class DecodeModel:
             return self._model
         if self._merged is None:
             assert self._model.adapter is not None
-            module = self._model.adapter.merged()
-            self._merged = CausalLM(module, self._model.tokenizer)
+            self._merged = CausalLM(self._model.adapter.merged(), self._model.tokenizer)
             self._merged.towers = self._model.towers
         return self._merged
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from tunesmith.config.engines import BLOCK_TOKENS, ROUNDED_BYTES, EngineWeights
-from tunesmith.costs import ForwardCost, PeakRates
+from tunesmith.costs import PeakRates
 from tunesmith.errors import EngineError, UserError
 from tunesmith.learn.data.tokens import decode
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.host_weights import HostWeights
-from tunesmith.run.engines.base import EngineStats, TokenScore, check_sampling
+from tunesmith.run.engines.base import EngineStats, TokenScore, check_idle, check_sampling
 from tunesmith.run.engines.local.metering import Meter
 from tunesmith.run.engines.local.pool import KVLayout, KVPool
 from tunesmith.run.engines.local.requests import LocalRequest, Uniforms
@@ -83,9 +83,8 @@ class LocalEngine:
         self._kv_bytes = kv_bytes
         self._update = update
         self._weights = weights
-        self._eos = frozenset(
-            end_of_sequence_ids(model) if eos_token_ids is None else eos_token_ids
-        )
+        own_ends = end_of_sequence_ids(model) if eos_token_ids is None else eos_token_ids
+        self._eos = frozenset(own_ends)
         self._context: int = text_config(model).max_position_embeddings
         self._vocab_size: int = model.head.out_features
         self.version = 0
@@ -100,10 +99,12 @@ class LocalEngine:
         layouts, costs = zip(*(probe(each, compiled=compiled) for each in models), strict=True)
         if assistant is not None:
             _check_speculation(model, layouts)
-        self._meter = Meter(_reading(rounded, costs[0]), limits)
+        cost = costs[0]
+        if rounded != "model":
+            cost = replace(cost, weight_bytes=ROUNDED_BYTES[rounded] * cost.weights)
+        self._meter = Meter(cost, limits)
         # Each running request has a prompt at most.
-        slots = 2 * max_running
-        self._pool = KVPool(layouts, kv_bytes, block_size=block_size, slots=slots)
+        self._pool = KVPool(layouts, kv_bytes, block_size=block_size, slots=2 * max_running)
         self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
         formats: tuple[EngineWeights, ...] = (rounded, "model")  # the assistant's is its own
         self._runner, *others = (
@@ -125,9 +126,8 @@ class LocalEngine:
         try:
             return await asyncio.wrap_future(request.done)
         except asyncio.CancelledError:
-            if (
-                self._state != "closed"
-            ):  # wait for the end of the current step: the weights may change afterwards
+            # Wait for the end of the current step: the weights may change afterwards.
+            if self._state != "closed":
                 await asyncio.shield(self._thread.call(lambda: self._scheduler.release([request])))
             raise
         finally:
@@ -171,10 +171,7 @@ class LocalEngine:
         Raises:
             EngineError: requests are in flight.
         """
-        if self._in_flight:
-            raise EngineError(
-                "the engine cannot sleep while requests are in flight: await them first"
-            )
+        check_idle(len(self._in_flight))
         if self._state == "awake":
             self._state = "asleep"
 
@@ -219,26 +216,20 @@ class LocalEngine:
     def _request(self, prompt_ids: tuple[int, ...], sampling: Sampling) -> LocalRequest:
         """Check the arguments and build a request."""
         if self._state != "awake":
-            raise EngineError(
-                "the engine is closed"
-                if self._state == "closed"
-                else "the engine is asleep: wake it"
-            )
+            raise EngineError(f"the engine is {self._state}")
         check_sampling(sampling)
         prompt = len(prompt_ids)
-        if not 0 < prompt < self._context:
-            raise UserError(
-                f"a prompt of {prompt} tokens leaves no room: the model's context is "
-                f"{self._context} tokens"
-                if prompt
-                else "the prompt is empty: at least one token is needed"
-            )
+        context = self._context
+        if not prompt:
+            raise UserError("the prompt is empty: at least one token is needed")
+        if prompt >= context:
+            why = f"the model's context is {context} tokens"
+            raise UserError(f"a prompt of {prompt} tokens leaves no room: {why}")
         vision = self._model.vision
         words = prompt_ids if vision is None else vision.vocabulary.shown(prompt_ids)
-        if not 0 <= min(words) <= max(words) < self._vocab_size:
-            raise UserError(
-                f"the prompt holds a token id outside the vocabulary of {self._vocab_size}"
-            )
+        size = self._vocab_size
+        if not 0 <= min(words) <= max(words) < size:
+            raise UserError(f"the prompt holds a token id outside the vocabulary of {size}")
         tokenizer: Any = self._model.tokenizer
         request = LocalRequest(
             prompt_ids=prompt_ids,
@@ -317,13 +308,6 @@ def _check_speculation(model: CausalLM, layouts: Sequence[KVLayout]) -> None:
         )
 
 
-def _reading(rounded: EngineWeights, cost: ForwardCost) -> ForwardCost:
-    """A pass that reads weights of this format."""
-    if rounded == "model":
-        return cost
-    return replace(cost, weight_bytes=ROUNDED_BYTES[rounded] * cost.weights)
-
-
 def _deliver(ended: dict[LocalRequest, FinishReason]) -> None:
     for request, reason in ended.items():
         request.done.set_result(request.completion(reason))
@@ -339,11 +323,8 @@ def _fail(requests: Iterable[LocalRequest], cause: Exception) -> None:
 def end_of_sequence_ids(model: CausalLM) -> set[int]:
     """End-of-sequence ids of the generation config and of the tokenizer."""
     eos_ids: set[int] = set()
-    generation = getattr(model.module, "generation_config", None)
-    for ids in (
-        getattr(generation, "eos_token_id", None),
-        getattr(model.tokenizer, "eos_token_id", None),
-    ):
+    for said in (getattr(model.module, "generation_config", None), model.tokenizer):
+        ids = getattr(said, "eos_token_id", None)
         if ids is not None:
             eos_ids.update([ids] if isinstance(ids, int) else ids)
     return eos_ids

@@ -34,12 +34,11 @@ class Meter:
             tokens = len(rows) + batch.drafted
             read = own + shared
             pairs = own + sum(len(r.prompt_ids) for r in rows)
-            accepted = batch.sampled - len(rows)
             step = EngineStats(
                 decode_steps=1,
                 decode_seconds=seconds,
                 drafted_tokens=batch.drafted,
-                accepted_tokens=accepted,
+                accepted_tokens=batch.sampled - len(rows),
             )
         else:
             tokens = sum(map(len, batch.prefill))

@@ -116,18 +116,16 @@ class KVMemory:
             for layer, state in self.layout.states.items()
         }
         if device.type != "cpu" or sys.platform == "win32":
-            own = [
-                torch.zeros(shape, dtype=dtype, device=device).unbind() for shape in self._shapes
-            ]
-            self.planes = tuple(plane for of_layer in own for plane in of_layer)
+            layers = [torch.zeros(each, dtype=dtype, device=device) for each in self._shapes]
+            self.planes = tuple(plane for layer in layers for plane in layer.unbind())
             return
         numbers = [torch.Size(shape).numel() for shape in self._shapes]
         size = sum(numbers) * dtype.itemsize
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory = torch.frombuffer(pages, dtype=dtype)
         if self.layout.shapes:
-            layers = zip(memory.split(numbers), self._shapes, strict=True)
-            self.planes = tuple(plane for own, shape in layers for plane in own.view(shape))
+            parts = zip(memory.split(numbers), self._shapes, strict=True)
+            self.planes = tuple(plane for own, shape in parts for plane in own.view(shape))
         else:
             self.planes = memory.view(-1, *self._shapes[0][1:])
 
@@ -172,12 +170,12 @@ class KVPool:
         self.blocks = max(0, kv_bytes - self._slots * state_bytes) // block_bytes
         if self.blocks < 2 or (state_bytes and self._slots < 2):
             least = 2 * block_bytes + ceil(2 * state_bytes / STATE_SHARE)
+            states = f" and {self._slots} states" if state_bytes else ""
+            two = " and two states" if state_bytes else ""
             raise UserError(
-                f"a KV budget of {kv_bytes} bytes holds {self.blocks * block_size} tokens"
-                + (f" and {self._slots} states" if state_bytes else "")
-                + f": this model needs at least {least} bytes, two blocks of {block_size} tokens "
-                + ("and two states " if state_bytes else "")
-                + "(system.kv_memory)",
+                f"a KV budget of {kv_bytes} bytes holds {self.blocks * block_size} tokens{states}: "
+                f"this model needs at least {least} bytes, two blocks of {block_size} tokens{two} "
+                "(system.kv_memory)",
                 keys=("system.kv_memory",),
             )
         self.memories = [

@@ -93,8 +93,7 @@ class LocalRequest(RunningRequest):
         if not self.of_prompt:
             return done
         width = len(self.of_prompt) // len(self.prompt_ids)
-        data = bytes(self.of_prompt + self.experts)
-        return replace(done, experts=ExpertChoices(width, data))
+        return replace(done, experts=ExpertChoices(width, bytes(self.of_prompt + self.experts)))
 
     @property
     def kv_length(self) -> int:

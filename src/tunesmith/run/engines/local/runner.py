@@ -112,17 +112,8 @@ def probe(model: CausalLM, *, compiled: bool) -> tuple[KVLayout, ForwardCost]:
     weights = sum(p.numel() for p in model.module.parameters())
     weights -= 0 if head is embedding else embedding.numel()
     dtype = kv_dtype(model, compiled=compiled)
-    layout = KVLayout(
-        len(shapes),
-        kv_heads,
-        head_dim,
-        dtype,
-        model.device,
-        places,
-        context.states,
-        different,
-        context.latent,
-    )
+    shape = (len(shapes), kv_heads, head_dim, dtype, model.device)
+    layout = KVLayout(*shape, places, context.states, different, context.latent)
     cost = ForwardCost(
         weight_bytes=weights * head.element_size(),
         weights=weights,
@@ -229,8 +220,7 @@ class Runner:
     ) -> tuple[list[int], list[float]]:
         """Sample a token of each request by a number in [0, 1), and its log-probability."""
         if self._plan is None or self._plan[0] != list(requests):
-            samplings = [r.sampling for r in requests]
-            plan = SamplingPlan.of(samplings, logits.shape[1], logits.device)
+            plan = SamplingPlan.of([r.sampling for r in requests], logits.shape[1], logits.device)
             self._plan = (list(requests), plan)
         plan = self._plan[1]
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
@@ -299,11 +289,9 @@ class Runner:
         """``[tokens, d]``: the hidden states of all pieces."""
         tokens = torch.tensor([t for p in pieces for t in p.token_ids], device=model.device)
         positions = self._positions(pieces).to(model.device)
-        lengths = (
-            [p.prompt.rotary_length for p in pieces for _ in range(len(p))]
-            if self.model.lengths
-            else None
-        )
+        lengths = None
+        if self.model.lengths:
+            lengths = [p.prompt.rotary_length for p in pieces for _ in range(len(p))]
         routing = Routing() if self.records_experts else None
         images = None if self.model.vision is None else self.model.vision.blocks(tokens)
         attention = PoolAttention(self._memory, pieces, images)

@@ -71,14 +71,12 @@ def penalise(logits: Tensor, requests: Sequence[LocalRequest]) -> Tensor:
         logits: ``[B, V]``.
         requests: the request of each row.
     """
-    repeating = [
-        i for i, request in enumerate(requests) if request.sampling.repetition_penalty != 1
-    ]
+    penalties = {i: r.sampling.repetition_penalty for i, r in enumerate(requests)}
+    repeating = {i: [penalty] for i, penalty in penalties.items() if penalty != 1}
     if repeating:
         seen = torch.stack([_seen(requests[i], logits) for i in repeating])
-        rows = torch.tensor(repeating, device=logits.device)
-        penalties = [[requests[i].sampling.repetition_penalty] for i in repeating]
-        penalty = torch.tensor(penalties, dtype=logits.dtype, device=logits.device)
+        rows = torch.tensor([*repeating], device=logits.device)
+        penalty = logits.new_tensor([*repeating.values()])
         before = logits.index_select(0, rows)
         penalised = torch.where(before < 0, before * penalty, before / penalty)
         logits = logits.index_copy(0, rows, torch.where(seen, penalised, before))
@@ -90,9 +88,7 @@ def penalise(logits: Tensor, requests: Sequence[LocalRequest]) -> Tensor:
         if 0 <= token < logits.shape[1]
     ]
     if held_back:
-        rows, tokens = (
-            torch.tensor(place, device=logits.device) for place in zip(*held_back, strict=True)
-        )
+        rows, tokens = torch.tensor(held_back, device=logits.device).unbind(1)
         logits = logits.index_put((rows, tokens), logits.new_tensor(float("-inf")))
     return logits
 
@@ -154,16 +150,10 @@ def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """
     vocabulary = probs.shape[1]
     if probs.device.type != "cpu" or vocabulary <= 2 * CANDIDATES:
-        return _cut(
-            probs,
-            torch.arange(vocabulary, device=probs.device).expand_as(probs),
-            top_k,
-            top_p,
-            min_p,
-        )[0]
-    likeliest = (
-        probs.topk(CANDIDATES, sorted=False).indices.sort(-1).values
-    )  # by id: ties go to the lower one
+        every = torch.arange(vocabulary, device=probs.device).expand_as(probs)
+        return _cut(probs, every, top_k, top_p, min_p)[0]
+    # By id: ties go to the lower one.
+    likeliest = probs.topk(CANDIDATES, sorted=False).indices.sort(-1).values
     kept, least = _cut(probs, likeliest, top_k, top_p, min_p)
     # Tokens as unlikely as the last candidate may have been left out, and so may some of the top k.
     decided = least.squeeze(1) > probs.gather(1, likeliest).amin(-1)
@@ -171,9 +161,8 @@ def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     others = (~decided).nonzero().squeeze(1)
     if len(others):
         ids = torch.arange(vocabulary).expand(len(others), -1)
-        kept.index_copy_(
-            0, others, _cut(probs[others], ids, top_k[others], top_p[others], min_p[others])[0]
-        )
+        rows, k, p, least_p = (each[others] for each in (probs, top_k, top_p, min_p))
+        kept.index_copy_(0, others, _cut(rows, ids, k, p, least_p)[0])
     return kept
 
 
@@ -190,9 +179,8 @@ def _cut(
     rank = torch.arange(ids.shape[1], device=probs.device)
     ranked = ranked.masked_fill(rank >= top_k, 0)
     before = ranked.cumsum(-1, dtype=torch.float64) - ranked
-    total = torch.where(
-        top_k < probs.shape[1], ranked.sum(-1, keepdim=True), probs.sum(-1, keepdim=True)
-    )
+    of_ranked, of_all = (each.sum(-1, keepdim=True) for each in (ranked, probs))
+    total = torch.where(top_k < probs.shape[1], of_ranked, of_all)
     ranked = ranked.masked_fill((before >= top_p * total) & (rank > 0), 0)
     ranked = ranked.masked_fill(ranked < min_p * ranked[:, :1], 0)
     least = ranked.gather(1, ((ranked > 0).sum(-1, keepdim=True) - 1).clamp_min_(0))
@@ -218,18 +206,16 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     if probs.numel() <= _ONE_LEVEL:
         return _search(probs.cumsum(-1, dtype=torch.float64), uniforms).squeeze(1)
     rest = -probs.shape[1] % _BLOCK
-    blocks = (F.pad(probs, (0, rest)) if rest else probs).view(
-        len(probs), -1, _BLOCK
-    )  # F.pad always copies
+    padded = F.pad(probs, (0, rest)) if rest else probs  # F.pad always copies
+    blocks = padded.view(len(probs), -1, _BLOCK)
     totals = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     block = _search(totals, uniforms)
     before = F.pad(totals, (1, 0)).gather(1, block)
     chosen = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, _BLOCK)).squeeze(1)
     chosen = chosen.cumsum(-1, dtype=torch.float64)
     last = chosen[:, -1:]
-    rest = torch.minimum(
-        uniforms * totals[:, -1:] - before, torch.nextafter(last, torch.zeros_like(last))
-    )
+    below = torch.nextafter(last, torch.zeros_like(last))
+    rest = torch.minimum(uniforms * totals[:, -1:] - before, below)
     within = torch.searchsorted(chosen, rest, right=True)
     return (block * _BLOCK + within).squeeze(1).clamp_max(probs.shape[1] - 1)
 

@@ -137,10 +137,7 @@ class Scheduler:
             max(0, needed(min(len(r.token_ids) + HEADROOM, r.kv_length)) - len(r.span.blocks))
             for r in (*self.running, request)
         )
-        unused = sum(
-            len(p.span.blocks) for p in self._prompts.values() if self._is_unused(p, prompt)
-        )
-        if promised > self.pool.free + unused:
+        if promised > self.pool.free + sum(len(p.span.blocks) for p in self._unused(prompt)):
             return False
         first = fresh + needed(request.first_slots)
         spans = 1 if prompt else 2
@@ -149,13 +146,13 @@ class Scheduler:
                 return False
         return True
 
-    def _is_unused(self, prompt: CachedPrompt, wanted: CachedPrompt | None) -> bool:
-        return not prompt.running and prompt is not wanted
+    def _unused(self, wanted: CachedPrompt | None) -> list[CachedPrompt]:
+        return [p for p in self._prompts.values() if not p.running and p is not wanted]
 
     def _evict(self, wanted: CachedPrompt | None = None) -> bool:
         """Release the unused prompt that was used longest ago, those of the next requests last;
         False if there is none."""
-        unused = [p for p in self._prompts.values() if self._is_unused(p, wanted)]
+        unused = self._unused(wanted)
         if not unused:
             return False
         coming = {r.prompt_ids for r in islice(self.waiting, self._max_running)}

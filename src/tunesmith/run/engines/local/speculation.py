@@ -20,7 +20,7 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.decoding import KVSpan
 from tunesmith.run.engines.local.pool import KVPool
 from tunesmith.run.engines.local.requests import LocalRequest, Piece, StepBatch
-from tunesmith.run.engines.local.runner import Runner
+from tunesmith.run.engines.local.runner import Runner, text_config
 from tunesmith.types import FinishReason
 
 MOST_ROWS = 16
@@ -52,10 +52,8 @@ class Speculation:
         if len(requests) > self._most_rows:
             return 0
         tokens = min(self._tokens, *(r.kv_length - r.cached - 1 for r in requests))
-        lengths = self._model.model.lengths
-        if lengths is not None and any(
-            lengths.alike(r.length + tokens) != r.rotary_length for r in requests
-        ):
+        rule = self._model.model.lengths
+        if rule and any(rule.alike(r.length + tokens) != r.rotary_length for r in requests):
             return 0
         fits = all(self._pool.append(r.span, r.cached + 1 + tokens) for r in requests)
         return tokens if fits else 0
@@ -129,15 +127,11 @@ def check_assistant(assistant: CausalLM, model: CausalLM, tokens: int) -> None:
     if tokens < 1:
         raise UserError(f"speculative_tokens = {tokens} guesses nothing: use at least 1")
     problem = None
-    reads, needed = (
-        lm.module.config.get_text_config().max_position_embeddings for lm in (assistant, model)
-    )
+    reads, needed = (text_config(each).max_position_embeddings for each in (assistant, model))
     if assistant.tokenizer.get_vocab() != model.tokenizer.get_vocab():
         problem = "has a different vocabulary from the model"
     elif assistant.lengths not in (None, model.lengths):
-        problem = (
-            "changes its rotary frequencies at other lengths than the model (longrope, dynamic)"
-        )
+        problem = "changes its rotary frequencies at other lengths (longrope, dynamic)"
     elif reads < needed:
         problem = f"reads at most {reads} tokens, but the model {needed}"
     if problem:

@@ -20,7 +20,7 @@ from typing import Any
 
 from tunesmith.errors import EngineError, EngineLostError, UserError, boundary
 from tunesmith.learn.data.tokens import decode
-from tunesmith.run.engines.base import EngineStats, add_stats, check_sampling
+from tunesmith.run.engines.base import EngineStats, add_stats, check_idle, check_sampling
 from tunesmith.run.engines.partial import PartialCompletion, StopStrings, follow, stop_strings
 from tunesmith.run.engines.step_thread import StepThread, promise
 from tunesmith.run.engines.vllm import KIND
@@ -33,7 +33,7 @@ from tunesmith.run.engines.vllm.new_weights import (
 )
 from tunesmith.run.engines.vllm.start import VllmSettings, kv_bytes, start
 from tunesmith.run.weights.base import NamedTensors
-from tunesmith.types import Completion, ExpertChoices, FinishReason, Sampling
+from tunesmith.types import Completion, ExpertChoices, Sampling
 
 ANSWER = 10.0
 """Seconds that the processes of an engine's ranks have to answer after a failure."""
@@ -189,11 +189,7 @@ class VllmEngine:
     async def sleep(self, level: int = 1) -> None:
         if self._keeps_base or self._images is not None:
             level = 1  # an adapter does not bring the base back, nor a decoder its tower
-        if self._requests:
-            raise EngineError(
-                f"{len(self._requests)} requests are in flight: an engine sleeps when they have "
-                "ended"
-            )
+        check_idle(len(self._requests))
 
         def give_away() -> None:
             self._deliver_begun()
@@ -337,10 +333,8 @@ class VllmEngine:
                 self._vllm.abort_request([output.request_id])
                 return
         if output.finished:
-            reason: FinishReason = (
-                new.finish_reason if new.finish_reason in ("stop", "length") else "abort"
-            )
-            done = request.completion(reason)
+            ended = new.finish_reason in ("stop", "length")
+            done = request.completion(new.finish_reason if ended else "abort")
             request.done.set_result(replace(done, experts=expert_choices(new.routed_experts)))
 
     def _fail(self, cause: Exception) -> None:

@@ -78,12 +78,11 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    with boundary(
-        UserError,
+    lacking = (
         "vLLM cannot be imported; install it in Tunesmith's environment "
-        "(pip install 'tunesmith[vllm]'), or set system.engine=\"local\"",
-        ImportError,
-    ):
+        "(pip install 'tunesmith[vllm]'), or set system.engine=\"local\""
+    )
+    with boundary(UserError, lacking, ImportError):
         from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
@@ -100,10 +99,9 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
     if problem:
         raise UserError(problem)
     refused = f"vLLM {version} refuses system.vllm.extra"
+    own = engine_arguments(settings, on_cpu=current_platform.is_cpu())
     with boundary(UserError, refused, (TypeError, ValueError)) if settings.extra else nullcontext():
-        arguments = EngineArgs(
-            **engine_arguments(settings, on_cpu=current_platform.is_cpu()), **_reading(settings)
-        )
+        arguments = EngineArgs(**own, **_reading(settings))
     with _random_states():
         # vLLM refuses an unknown architecture here, before it loads any weights.
         try:
@@ -152,11 +150,8 @@ def _check_rope(config: Any, context: int) -> None:
     """
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
-    switches = [
-        kind["original_max_position_embeddings"]
-        for kind in kinds
-        if kind.get("rope_type") == "longrope"
-    ]
+    long = [kind for kind in kinds if kind.get("rope_type") == "longrope"]
+    switches = [kind["original_max_position_embeddings"] for kind in long]
     if switches and context > min(switches):
         raise UserError(
             f"system.vllm.max_model_len: with {context} tokens vLLM would give all sequences the "
@@ -231,8 +226,6 @@ def _random_states() -> Generator[None]:
 def kv_bytes(engine: Any) -> int:
     """KV memory per rank. Several groups of layers share it."""
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
-    pages = (
-        len(group.layer_names) * group.kv_cache_spec.page_size_bytes
-        for group in config.kv_cache_groups
-    )
+    groups = config.kv_cache_groups
+    pages = (len(each.layer_names) * each.kv_cache_spec.page_size_bytes for each in groups)
     return config.num_blocks * max(pages)
