@@ -188,15 +188,9 @@ class ApiCall:
         module = sys.modules.get(getattr(value, "__module__", None) or "")
         # Another process can import it from its module, unless that is the program's script, which
         # would run again.
-        file = (
-            getattr(module, "__file__", None) if module and module.__name__ != "__main__" else None
-        )
-        if (
-            module
-            and file
-            and (isfunction(value) or isclass(value))
-            and getattr(module, name, None) is value
-        ):
+        defined = (isfunction(value) or isclass(value)) and getattr(module, name, None) is value
+        file = getattr(module, "__file__", None)
+        if module and file and defined and module.__name__ != "__main__":
             return f"{module.__name__}:{name}" if module.__package__ else f"{file}:{name}"
         name = re.sub(r"\W", "", name) or "function"
         names = [

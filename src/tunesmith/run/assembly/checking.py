@@ -214,29 +214,27 @@ def facts_of_run(
             read.
         machines: other machines than this one, of different kinds.
     """
-    frozen = frozen_parameters(config)
     reward = _rewards_of(config)
     judges = [each for each in (reward.judge if reward else ()) if each.path]
     model = known_model_facts(config.model.path)
     launch = Launch.of()
-    here = launch.local_world if launch else None
     machine, *others = machines or _own_machines(config, launch)
-    tuned = (
-        read_tuned(config, machine, model) if config.system.tuned and not machine.named else None
-    )
-    instances = instances_for(config, base_dir) if base_dir else None
+    keeps_tuned = config.system.tuned and not machine.named
+    draft = config.system.draft_model
+    with about("system.draft_model"):
+        draft_facts = known_model_facts(draft) if draft is not None else None
     return Facts(
         machine,
         model,
         read_adapter(config.lora.path),
-        frozen_parameters=frozen,
+        frozen_parameters=frozen_parameters(config),
         judge_parameters=sum(known_parameters(str(each.path)) or 0 for each in judges),
         judge_kv=sum(parse_size(each.kv_memory) for each in judges),
-        draft=_draft_of(config),
-        ranks_here=here,
+        draft=draft_facts,
+        ranks_here=launch.local_world if launch else None,
         fast_engine=fast_engine(config, machine),
-        tuned=tuned,
-        instances_for=instances,
+        tuned=read_tuned(config, machine, model) if keeps_tuned else None,
+        instances_for=instances_for(config, base_dir) if base_dir else None,
         other_hardware=tuple(others),
     )
 
@@ -254,12 +252,6 @@ def _own_machines(config: RunConfig, launch: Launch | None) -> Sequence[Hardware
 
     found = read_machines(config.system, here)
     return kinds_of_machines(found, len(here.gpus)) if found else [here]
-
-
-def _draft_of(config: RunConfig) -> ModelFacts | None:
-    draft = config.system.draft_model
-    with about("system.draft_model"):
-        return None if draft is None else known_model_facts(draft)
 
 
 def frozen_parameters(config: RunConfig) -> int:
@@ -289,14 +281,10 @@ def checkpoint_to_continue(config: RunConfig, run_dir: RunDir) -> Path | None:
     resume = config.checkpoint.resume
     if resume is False:
         return None
-    checkpoint = (
-        resume
-        if isinstance(resume, Path)
-        else Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest()
-    )
-    if checkpoint is None and resume == "auto":
-        return None
-    if checkpoint is None:
+    if isinstance(resume, Path):
+        return resume
+    checkpoint = Checkpoints(run_dir.checkpoints, config.checkpoint.keep).newest()
+    if checkpoint is None and resume != "auto":
         raise CheckpointError(
             f"checkpoint.resume: there is no checkpoint to resume in {run_dir.checkpoints}: the "
             "run ended before its first one. Start it again without checkpoint.resume, in "

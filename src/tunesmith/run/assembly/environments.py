@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from tunesmith.config.changing import with_values
 from tunesmith.config.objects import parameters_in_source
 from tunesmith.config.schema import DataSection, RLConfig, RunConfig
 from tunesmith.errors import ConfigError, about
@@ -53,12 +54,9 @@ def sharing_process(config: RLConfig, base_dir: Path) -> RLConfig:
     the environments."""
     if instances_for(config, base_dir) is None:
         return config
-    sections = {"reward": config.reward, "environment": config.environment}
-    own = {
-        name: section.model_copy(update={"isolation": "thread"})
-        for name, section in sections.items()
-    }
-    return config.model_copy(update=own)
+    return with_values(
+        config, dict.fromkeys(("reward.isolation", "environment.isolation"), "thread")
+    )
 
 
 @contextmanager
@@ -109,13 +107,8 @@ class Unrewarded(RewardSet):
 
 def load_run_rewards(config: RLConfig, base_dir: Path) -> RewardSet:
     if _has_rewards(config):
-        environment = config.environment
-        return load_rewards(
-            config.reward,
-            base_dir,
-            instances=environment.plays,
-            sandbox=environment.sandbox,
-        )
+        own = config.environment
+        return load_rewards(config.reward, base_dir, instances=own.plays, sandbox=own.sandbox)
     kind = Unrewarded if config.command == "distill" and not config.environment.plays else RewardSet
     return kind({}, config.reward.timeout)
 

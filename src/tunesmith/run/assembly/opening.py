@@ -18,7 +18,7 @@ from tunesmith.config.load import load_config, read_tree
 from tunesmith.config.reading.overriding import Override
 from tunesmith.config.reading.places import placed
 from tunesmith.config.resolved import print_resolved, save_resolved
-from tunesmith.config.schema import DataSection, RLConfig, RunConfig
+from tunesmith.config.schema import DataSection, RunConfig
 from tunesmith.errors import CheckpointError, about
 from tunesmith.learn.data.prepare import Prepared, Sources
 from tunesmith.models.vision.processing import vocabulary_of
@@ -141,35 +141,20 @@ class OpenRun(Generic[C, T]):
         Raises:
             CheckpointError: its checkpoint does not go with the new settings or files.
         """
-        again = isinstance(
-            self.config, SamplingConfig
-        )  # these have no checkpoint, and files that say what made them
-        if self.checkpoint is None and not again:
+        checkpoint = self.checkpoint
+        # Commands that sample have no checkpoint, and files that say what made them.
+        if checkpoint is None and not isinstance(self.config, SamplingConfig):
             return
-        found = changes(
-            self.plan.listing,
-            contents,
-            self.checkpoint.parents[1] if self.checkpoint else self.directory.path,
-        )
-        if self.checkpoint and found.refused:
-            lines = [
-                f"{self.checkpoint} does not go with changes made since:",
-                *found.refused,
-                f"{REMEDY}.",
-            ]
-            raise CheckpointError("\n  ".join(lines))
+        before = checkpoint.parents[1] if checkpoint else self.directory.path
+        found = changes(self.plan.listing, contents, before)
+        if checkpoint and found.refused:
+            first = f"{checkpoint} does not go with changes made since:"
+            raise CheckpointError("\n  ".join([first, *found.refused, f"{REMEDY}."]))
         told = [*found.refused, *found.told]
         if told:
-            start = (
-                f"from step {read_state(self.checkpoint)['step']} on"
-                if self.checkpoint
-                else "from now on"
-            )
-            print(
-                "\n  ".join(
-                    [f"the run that is continued was begun with other settings; {start}:", *told]
-                )
-            )
+            start = f"step {read_state(checkpoint)['step']}" if checkpoint else "now"
+            first = f"the run that is continued was begun with other settings; from {start} on:"
+            print("\n  ".join([first, *told]))
 
     @property
     def eval_items(self) -> list[T] | None:
@@ -201,9 +186,7 @@ def open_run(
             caller, reasons={**read_tree(path, overrides)[1].reasons, **caller.reasons}
         )
         directory = config.run_dir
-        if isinstance(
-            config, SamplingConfig
-        ):  # if called again, these commands find the remaining work
+        if isinstance(config, SamplingConfig):  # called again, it finds the remaining work
             directory = directory or Path("runs").absolute() / name
         resume = config.checkpoint.resume
         if directory is not None:
@@ -273,21 +256,16 @@ def limited_data(config: RunConfig) -> DataSection:
     that are too long."""
     facts = known_model_facts(config.model.path)
     context = facts and facts.context
+    key = "max_prompt_tokens" if config.samples else "max_tokens"
     if isinstance(config, SamplingConfig):
         data = task_data(config)
-        key = "max_prompt_tokens"
         rooms = [context]
-        reserved = config.new_tokens
+        key = "max_prompt_tokens"
     else:
         data = config.data
         rooms = [context, config.system.max_tokens_per_microbatch]
-        key = "max_tokens"
-        reserved = int(config.score_model)
-        if isinstance(config, RLConfig):
-            key = "max_prompt_tokens"
-            reserved = config.rollout.max_new_tokens
+    reserved = config.new_tokens + config.score_model
     limit = min((room for room in rooms if room is not None), default=0) - reserved
     # If no room is left for a prompt, the settings conflict; resolving the run refuses that.
-    return (
-        data.model_copy(update={key: limit}) if getattr(data, key) is None and limit > 0 else data
-    )
+    open_yet = getattr(data, key) is None and limit > 0
+    return data.model_copy(update={key: limit}) if open_yet else data

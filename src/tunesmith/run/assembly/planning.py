@@ -28,11 +28,7 @@ from tunesmith.plan.mixed import idle_notes
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.said import reopened
-from tunesmith.run.assembly.checking import (
-    check_inputs,
-    check_launched_ranks,
-    facts_of_run,
-)
+from tunesmith.run.assembly.checking import check_inputs, check_launched_ranks, facts_of_run
 
 CLUSTER = "system.cluster"
 ASSUMED_SAMPLE = 2048
@@ -136,8 +132,7 @@ def _with_planned_cluster(plan: AnyPlan) -> AnyPlan:
     given = {key: value for key, value in plan.given.items() if key != CLUSTER}
     derived = Derived(CLUSTER, "ray", f"{_counted(plan)} machines take part")
     note = f'{CLUSTER} = "ray" is planned; a run does not choose it, so write it there'
-    reasons = (*plan.reasons, derived)
-    return replace(plan, given=given, reasons=reasons, notes=(note, *plan.notes))
+    return replace(plan, given=given, reasons=(*plan.reasons, derived), notes=(note, *plan.notes))
 
 
 def _plan_on(
@@ -184,7 +179,8 @@ def _with_launched_ranks(config: RunConfig, facts: Facts) -> Facts:
     """
     nodes = facts.hardware.nodes
     gpus = len(facts.hardware.gpus)
-    if nodes == 1 or (config.samples and not _launched(config)):
+    launched = config.rl and config.system.cluster == "none"
+    if nodes == 1 or (config.samples and not launched):
         return facts
     ranks = config.system.trainer_ranks
     if config.rl:
@@ -196,11 +192,6 @@ def _with_launched_ranks(config: RunConfig, facts: Facts) -> Facts:
             keys=("system.trainer_ranks",),
         )
     return replace(facts, ranks_here=gpus)
-
-
-def _launched(config: RunConfig) -> bool:
-    """Whether a run that samples on several machines has them from a launcher."""
-    return config.rl and config.system.cluster == "none"
 
 
 def _check_room_on_ray(plan: AnyPlan, said: RunConfig) -> None:

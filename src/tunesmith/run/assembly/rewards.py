@@ -72,13 +72,12 @@ def add_rewards(
         with about("reward.models"):
             model = placement.scorer(scorer_spec(plan, entry), report)
         exact = same_tokens(model.tokenizer, tokenizer)
-        conversation = partial(with_system, config.data) if model.template else None
         rewards.add(
             model_reward(
                 entry.name,
                 model,
                 exact=exact,
-                conversation=conversation,
+                conversation=partial(with_system, config.data) if model.template else None,
                 in_thread=placement.scores_elsewhere,
             )
         )
@@ -87,10 +86,7 @@ def add_rewards(
 
 @about("reward.judge")
 def _add_judges(
-    rewards: RewardSet,
-    config: RLConfig | SamplingConfig,
-    tokenizer: Tokenizer,
-    folder: Path | None,
+    rewards: RewardSet, config: RLConfig | SamplingConfig, tokenizer: Tokenizer, folder: Path | None
 ) -> None:
     from tunesmith.learn.rewards.judge import judge_reward
     from tunesmith.learn.rewards.judge_answers import AnswerFile, PolicyJudge, ServedJudge

@@ -148,22 +148,18 @@ def _engine_spec(plan: Plan[RLConfig]) -> EngineSpec:
 def _evaluation(run: RLRun, sampling: Sampling, rewards: RewardSet) -> EvaluationPlan | None:
     """None: there is no data to evaluate on."""
     items = run.eval_items
+    if not items:
+        return None
     said = run.plan.said
     pass_at = run.plan.intervals.pass_at
-    seed = said.train.seed
-    return (
-        EvaluationPlan(items, sampling, said.eval, rewards.weights, seed, pass_at)
-        if items
-        else None
-    )
+    return EvaluationPlan(items, sampling, said.eval, rewards.weights, said.train.seed, pass_at)
 
 
 def _tasks(run: RLRun, algorithm: Algorithm, rewards: RewardSet) -> Curriculum:
     section = algorithm.dynamic_filter
     resting = section.rest_epochs or 0 if section else 0
-    plan = run.plan
-    shuffle = plan.said.data.shuffle
-    loader = run.train.loader(shuffle=shuffle, seed=plan.training.data_seed)
-    by_rate = plan.said.data.curriculum == "success_rate"
+    data = run.plan.said.data
+    loader = run.train.loader(shuffle=data.shuffle, seed=run.plan.training.data_seed)
+    by_rate = data.curriculum == "success_rate"
     right = partial(passes, weights=rewards.weights) if by_rate else None
     return Curriculum(loader, resting, right)

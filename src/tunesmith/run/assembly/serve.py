@@ -87,9 +87,8 @@ class ServedPolicy(Policy):
             if ask.logprobs:
                 replied = replace(replied, scores=scores[start - 1 :])
             if ask.echo:
-                replied = replace(
-                    replied, prompt_ids=ids[:start], prompt_scores=scores[: start - 1]
-                )
+                before = scores[: start - 1]
+                replied = replace(replied, prompt_ids=ids[:start], prompt_scores=before)
             return replied
 
         return await all_replies(ask, reply)
@@ -182,8 +181,7 @@ def serve_model(
     """
     token = token_for(host, token_file, TOKEN_ENV)
     check_address(host, port)
-    served = open_model(path, overrides)
-    asyncio.run(_serve(served, host, port, token))
+    asyncio.run(_serve(open_model(path, overrides), host, port, token))
 
 
 async def _serve(served: ServedModel, host: str, port: int, token: str | None) -> None:

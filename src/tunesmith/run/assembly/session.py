@@ -197,18 +197,14 @@ def run_result(run: OpenRun[Any, Any], session: Session) -> RunResult:
     assert newest is not None, "a run ends with a checkpoint"
     evaluations = [line for line in read_metrics(run_dir.metrics) if is_evaluation(line)]
     session.recorder.clock.lap()
-    kept = session.checkpoints.path(session.best.step) if session.best.step else None
-    better = kept is not None and kept != newest and kept.exists()
-    evaluated = "ema" if run.config.eval.use_ema else "model"
-    best = (
-        f"{session.best.metric} {session.best.value:.3g} at step {session.best.step}: "
-        f"{shown_path(kept)}/{evaluated}"
-        if kept and better
-        else None
-    )
-    shown = (
-        examples(read_evaluated(run_dir.rollouts), SHOWN) if session.recorder.rollout_log else []
-    )
+    found = session.best
+    kept = session.checkpoints.path(found.step) if found.step else None
+    best = None
+    if kept and kept != newest and kept.exists():
+        model = f"{shown_path(kept)}/{'ema' if run.config.eval.use_ema else 'model'}"
+        best = f"{found.metric} {found.value:.3g} at step {found.step}: {model}"
+    log = session.recorder.rollout_log
+    shown = examples(read_evaluated(run_dir.rollouts), SHOWN) if log else []
     return RunResult(
         run_dir.path,
         newest / "model",

@@ -85,10 +85,8 @@ class _WholeSink(Sink):
 
     def __init__(self, own: Any) -> None:
         self.write = own.write
-        show: Any = getattr(own, "show", _ignore)
-        close: Any = getattr(own, "close", _ignore)
-        self.show = show
-        self.close = close
+        self.show: Any = getattr(own, "show", _ignore)
+        self.close: Any = getattr(own, "close", _ignore)
 
 
 def _ignore(*_: object, **__: object) -> None: ...

@@ -56,8 +56,7 @@ def train_on_data(
     """The run from ``checkpoint`` on, or from the beginning."""
     with open_session(run, checkpoint, TRAINING_DATA[type(run.config)].metric) as session:
         with session.phase("setup"):
-            timeline = session.recorder.timeline
-            parts = make_parts(run, placement, session.note, checkpoint, timeline)
+            parts = make_parts(run, placement, session.note, checkpoint, session.recorder.timeline)
             session.start(parts, parts.describe)
         with kept_on_interrupt(run, session):
             supervised.run(parts, session)
@@ -146,10 +145,8 @@ def make_parts(
 
 
 def _sft(setup: Setup[Sample]) -> SupervisedParts[Sample]:
-    learner = setup.learner("token_mean")
-    return setup.parts(
-        learner, SFTObjective(), Batch.of, without=("nonfinite", "nll")
-    )  # nll is the loss
+    unneeded = ("nonfinite", "nll")  # nll is the loss
+    return setup.parts(setup.learner("token_mean"), SFTObjective(), Batch.of, without=unneeded)
 
 
 def _distill(setup: Setup[Sample]) -> SupervisedParts[Sample]:
@@ -181,11 +178,8 @@ def _rm(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
     if measure is None:
         return parts
 
-    @lru_cache(maxsize=1)
-    def measure_after(_: int) -> Metrics:
-        """The metrics after a number of optimizer steps, shared by an evaluation and the checkpoint
-        after it."""
-        return measure()
+    # An evaluation and the checkpoint after it share the metrics after a number of steps.
+    measure_after: Callable[[int], Metrics] = lru_cache(maxsize=1)(lambda _steps: measure())
 
     def latest() -> Metrics:
         return measure_after(learner.backend.optimizer_steps)
@@ -222,9 +216,9 @@ def _kto(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
     objective = KTOObjective(section.beta, section.desirable_weight, section.undesirable_weight)
     learner = setup.learner()
     prepare = partial(preference.judged_answers, learner)
-    summarise = preference.with_margin
+    early = section.precompute_reference
     return _reference_parts(
-        setup, learner, objective, prepare, summarise, beforehand=section.precompute_reference
+        setup, learner, objective, prepare, preference.with_margin, beforehand=early
     )
 
 

@@ -148,8 +148,7 @@ def _scored_here(learner: Learner, *, reference: bool) -> Score:
     """The trainer's frozen teacher, or the policy itself."""
 
     def score(samples: Sequence[Sample]) -> Mapping[str, Floats]:
-        batch = Batch.of(samples)
-        return {"ref_logprobs": learner.score(batch, reference=reference, longer=True)}
+        return {"ref_logprobs": learner.score(Batch.of(samples), reference=reference, longer=True)}
 
     return score
 

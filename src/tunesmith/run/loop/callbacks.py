@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -30,14 +31,14 @@ class Callbacks:
     def __post_init__(self) -> None:
         for name in ("on_step", "on_evaluation", "on_checkpoint"):
             callback = getattr(self, name)
-            if callback is not None and not callable(callback):
+            if callback is None:
+                continue
+            if not callable(callback):
                 kind = type(callback).__name__
                 raise ConfigError(f"{name} is of type {kind}; give a function of two arguments")
-            if callback is not None and not _takes_two(callback):
-                raise ConfigError(
-                    f"{name} cannot be called with two arguments, the step and its metrics or "
-                    "directory"
-                )
+            if not _takes_two(callback):
+                two = "two arguments, the step and its metrics or directory"
+                raise ConfigError(f"{name} cannot be called with {two}")
 
 
 def _takes_two(callback: Callable[..., object]) -> bool:
@@ -46,8 +47,7 @@ def _takes_two(callback: Callable[..., object]) -> bool:
         arguments = signature(callback)
     except (TypeError, ValueError):
         return True
-    try:
+    with suppress(TypeError):
         arguments.bind(0, None)
-    except TypeError:
-        return False
-    return True
+        return True
+    return False

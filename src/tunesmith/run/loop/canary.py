@@ -104,11 +104,13 @@ class Canary:
     async def _differences(self, written: Sequence[Completion]) -> list[NDArray[np.float64]]:
         """How far each token's log-probability is from the trainer's, for each completion."""
         prompt = list(self.prompt_ids)
-        samples: list[Sample] = []
-        for done in written:
-            mask = [False] * len(prompt) + [True] * len(done.token_ids)
-            samples.append(Sample([*prompt, *done.token_ids], mask))
-        batch = Batch.of(samples)
+        before = [False] * len(prompt)
+        batch = Batch.of(
+            [
+                Sample([*prompt, *done.token_ids], before + [True] * len(done.token_ids))
+                for done in written
+            ]
+        )
         sampled = np.concatenate([done.logprobs for done in written])
         async with self.quiet():
             scores = self.learner.score(batch)

@@ -47,11 +47,10 @@ class Collector:
     ) -> list[RolloutGroup]:
         """One group per task, in order. A rollout's samples depend only on ``seed`` and its
         place."""
-        groups = [
-            self._group(task, sampling, group_size, derive_seed(seed, place))
-            for place, task in enumerate(tasks)
-        ]
-        return await all_or_error(groups)
+        seeded = [(task, derive_seed(seed, place)) for place, task in enumerate(tasks)]
+        return await all_or_error(
+            [self._group(task, sampling, group_size, own) for task, own in seeded]
+        )
 
     async def _group(self, task: Task, sampling: Sampling, size: int, seed: int) -> RolloutGroup:
         samplings = [replace(sampling, seed=derive_seed(seed, member)) for member in range(size)]
@@ -127,10 +126,9 @@ class Collector:
             FOLLOWER.set(follow)
             number = next(calls)
             seed = sampling.seed
-            changed = replace(
-                sampling.within(max_new_tokens, stop),
-                seed=seed if seed is None or number == 0 else derive_seed(seed, number),
-            )
+            if number and seed is not None:
+                seed = derive_seed(seed, number)
+            changed = replace(sampling.within(max_new_tokens, stop), seed=seed)
             return await self.complete(prompt_ids, changed)
 
         return generate

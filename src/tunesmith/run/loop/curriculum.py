@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from tunesmith.learn.data.loader import Loader, State
 from tunesmith.types import Rollout, RolloutGroup, Task
@@ -69,19 +70,17 @@ class Curriculum:
             self._unsettled.remove(task)
 
     def rest(self, groups: Sequence[RolloutGroup]) -> None:
-        if self.rest_epochs:
-            for name in (group.task.id for group in groups):
-                epoch = self._pass.get(name, self.epoch)
-                self._rest_until[name] = epoch + 1 + self.rest_epochs
+        for group in groups if self.rest_epochs else ():
+            epoch = self._pass.get(group.task.id, self.epoch)
+            self._rest_until[group.task.id] = epoch + 1 + self.rest_epochs
 
     def learn(self, groups: Sequence[RolloutGroup]) -> None:
         """Record how many rollouts of each task are right."""
-        passes = self.passes
-        if passes is None:
+        if self.passes is None:
             return
         for group in groups:
             right, played = self._seen.get(group.task.id, (0.0, 0.0))
-            right = FORGETTING * right + sum(map(passes, group.usable))
+            right = FORGETTING * right + sum(map(self.passes, group.usable))
             self._seen[group.task.id] = (right, FORGETTING * played + len(group.usable))
 
     def chance(self, task: Task) -> float:
@@ -99,16 +98,14 @@ class Curriculum:
         return draw.random() < self.chance(task)
 
     def _next(self) -> Task:
-        tried = 0
-        while True:
+        for tried in count(1):
             epoch = self.epoch  # the draw of a pass's last task ends the pass
             [task] = self.loader.take(1)
-            tried += 1
             if self._wanted(task, epoch) or tried > len(self.loader):  # if all rest, none does
-                break
-        self._rest_until.pop(task.id, None)
-        self._pass[task.id] = epoch
-        return task
+                self._rest_until.pop(task.id, None)
+                self._pass[task.id] = epoch
+                return task
+        raise AssertionError("tasks do not end")
 
     def state_dict(self) -> State:
         """The loader's state, and tasks by their position in the data, because the id of a task may

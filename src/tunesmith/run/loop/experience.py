@@ -43,9 +43,8 @@ def make_experience(
     Args:
         teacher: takes the reference's place.
     """
-    played = [
-        (r, number) for number, group in enumerate(groups) for r in group.usable if r.num_sampled
-    ]
+    numbered = [(rollout, n) for n, group in enumerate(groups) for rollout in group.usable]
+    played = [(rollout, n) for rollout, n in numbered if rollout.num_sampled]
     rollouts = [rollout for rollout, _ in played]
     shaped = partial(_shape, algorithm=algorithm, max_new_tokens=max_new_tokens)
     greedy = [group.greedy and shaped(group.greedy) for group in groups]
@@ -93,12 +92,10 @@ def rollout_batch(played: Sequence[tuple[Rollout, int]]) -> Batch:
     samples: list[Sample] = []
     sampler: list[float] = []
     for number, (rollout, group) in enumerate(played):
-        for record in rollout.records:
-            if record.num_sampled:
-                samples.append(
-                    Sample(record.token_ids, record.sampled, group, number, experts=record.experts)
-                )
-                sampler += compress(record.logprobs, record.sampled)
+        for r in rollout.records:
+            if r.num_sampled:
+                samples.append(Sample(r.token_ids, r.sampled, group, number, experts=r.experts))
+                sampler += compress(r.logprobs, r.sampled)
     batch = Batch.of(samples)
     batch.add("old_logprobs", sampler)
     batch.add("behaviour_logprobs", sampler)
@@ -166,9 +163,8 @@ def _note_tokens(rollouts: Sequence[Rollout], batch: Batch, algorithm: Algorithm
     if algorithm.decoupled:
         noted["ratio"] = np.exp(columns["old_logprobs"] - columns["behaviour_logprobs"])
     by_token = {name: by_rollout(batch, values) for name, values in noted.items()}
-    for number in np.unique(batch.rollout):
-        own = {name: values[number] for name, values in by_token.items()}
-        rollouts[number].by_token = own
+    for n in np.unique(batch.rollout):
+        rollouts[n].by_token = {name: values[n] for name, values in by_token.items()}
 
 
 def by_rollout(batch: Batch, values: Floats) -> list[Floats]:

@@ -95,11 +95,10 @@ def remaining(sampling: Sampling, written: int) -> Sampling:
     """The sampling settings for the rest of a completion, after ``written`` tokens."""
     if not written:
         return sampling
-    seed = None if sampling.seed is None else derive_seed(sampling.seed, "after", written)
     return replace(
         sampling,
         max_new_tokens=sampling.max_new_tokens - written,
         min_new_tokens=max(0, sampling.min_new_tokens - written),
-        seed=seed,
+        seed=None if sampling.seed is None else derive_seed(sampling.seed, "after", written),
         continued=written,
     )

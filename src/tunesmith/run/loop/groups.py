@@ -71,10 +71,9 @@ def engine_metrics(stats: EngineStats) -> Metrics:
         "kv_peak": float(stats.peak_kv_bytes),
     }
     prompt_tokens = stats.reused_prompt_tokens + stats.prefilled_tokens
-    if stats.steps:
-        metrics["engine_running"] = stats.running_requests / stats.steps
-        metrics["engine_waiting"] = stats.waiting_requests / stats.steps
     shares = {
+        "engine_running": (stats.running_requests, stats.steps),
+        "engine_waiting": (stats.waiting_requests, stats.steps),
         "prefix_hit_share": (stats.reused_prompt_tokens, prompt_tokens),
         "kv_used": (stats.peak_kv_bytes, stats.kv_budget_bytes),
         "draft_acceptance": (stats.accepted_tokens, stats.drafted_tokens),

@@ -30,8 +30,8 @@ def write_manifest(checkpoint: Path) -> None:
     names = sorted(_files(checkpoint))
     files = [checkpoint / name for name in names]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        entries = list(threads.map(_entry, files))
-    table = dict(zip(names, entries, strict=True))
+        sums = zip(names, files, threads.map(_crc32, files), strict=True)
+        table: Table = {n: {"bytes": f.stat().st_size, "crc32": crc} for n, f, crc in sums}
     text = json.dumps({"files": table, "crc32": _table_crc32(table)}, indent=1)
     (checkpoint / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -52,8 +52,7 @@ def damages(checkpoint: Path) -> list[str]:
         problems += [f"{name} was not written with the others" for name in added]
         names = sorted(table.keys() & files)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            damage = threads.map(partial(_damage, checkpoint, table), names)
-            problems += filter(None, damage)
+            problems += filter(None, threads.map(partial(_damage, checkpoint, table), names))
     return problems
 
 
@@ -74,10 +73,9 @@ def check_whole(checkpoint: Path, others: Sequence[Path]) -> None:
     if not problems:
         return
     whole = next((c for c in others if c != checkpoint and not damages(c)), None)
-    offer = "The run has no whole one."
-    if whole:
-        offer = f"The newest whole one is {whole}: checkpoint.resume={whole}"
-    raise CheckpointError("\n  ".join([f"{checkpoint} is damaged:", *problems]) + f"\n{offer}")
+    offer = f"The newest whole one is {whole}: checkpoint.resume={whole}"
+    lines = "\n  ".join([f"{checkpoint} is damaged:", *problems])
+    raise CheckpointError(f"{lines}\n{offer if whole else 'The run has no whole one.'}")
 
 
 def _read(checkpoint: Path) -> Table | str:
@@ -103,10 +101,6 @@ def _damage(checkpoint: Path, table: Table, name: str) -> str | None:
     if _crc32(file) != written["crc32"]:
         return f"{name} is not what was written (its checksum differs)"
     return None
-
-
-def _entry(file: Path) -> dict[str, int | str]:
-    return {"bytes": file.stat().st_size, "crc32": _crc32(file)}
 
 
 def _files(checkpoint: Path) -> list[str]:

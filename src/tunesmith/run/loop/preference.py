@@ -137,20 +137,15 @@ class References:
         self.logprobs[name] = values
         self.fingerprints[name] = fingerprint
         left = iter(values.tolist())
-        own = [tuple(next(left) for _ in item.samples) for item in items]
-        return [
-            replace(item, values={**item.values, REFERENCE: logprobs})
-            for item, logprobs in zip(items, own, strict=True)
-        ]
+        own = ((item, tuple(next(left) for _ in item.samples)) for item in items)
+        return [replace(item, values={**item.values, REFERENCE: each}) for item, each in own]
 
     def _saved(self, name: str, fingerprint: str) -> Floats | None:
         file = self.checkpoint / REFERENCE_FILE if self.checkpoint else None
         if file is None or not file.is_file():
             return None
-        with (
-            boundary(CheckpointError, f"cannot read {file}", Exception),
-            safe_open(file, framework="numpy") as opened,
-        ):
+        unreadable = boundary(CheckpointError, f"cannot read {file}", Exception)
+        with unreadable, safe_open(file, framework="numpy") as opened:
             known: dict[str, str] = opened.metadata() or {}
             return opened.get_tensor(name) if known.get(name) == fingerprint else None
 

@@ -27,8 +27,8 @@ class StepProfiler:
         from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
         from torch.profiler import ProfilerActivity, profile
 
-        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        kinds = [ProfilerActivity.CPU, *gpu]
+        kinds = [ProfilerActivity.CPU]
+        kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         # If rollouts are played concurrently, training runs in another thread.
         every_thread = _ExperimentalConfig(profile_all_threads=True)
         self._running = profile(activities=kinds, experimental_config=every_thread)

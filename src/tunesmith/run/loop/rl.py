@@ -95,11 +95,7 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
         objective = parts.objective or policy_objective(parts.algorithm, kl_coef=parts.kl.coef)
         objective = parts.critic.join(objective) if parts.critic else objective
         metrics |= parts.learner.update(
-            batch,
-            objective,
-            batch_size=batch_size,
-            passes=said.train.passes_per_batch,
-            seed=seed,
+            batch, objective, batch_size=batch_size, passes=said.train.passes_per_batch, seed=seed
         )
         if parts.kl.target is not None:
             metrics["kl_coef"] = parts.kl.update(metrics["ref_kl"], batch.num_rollouts)

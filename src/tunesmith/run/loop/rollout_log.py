@@ -125,11 +125,8 @@ class RolloutLog:
         versions = _of_policy(rollout, "versions")
         advantages = rollout.by_token.get("advantage")
         learned = kind == "train" and advantages is not None
-        parts = [
-            {"record": index, **part}
-            for index, record in enumerate(rollout.records)
-            for part in self._parts(record, learned)
-        ]
+        texts = [(n, self._parts(record, learned)) for n, record in enumerate(rollout.records)]
+        parts = [{"record": n, **part} for n, own in texts for part in own]
         line = {
             # Fields that readers filter by come before the prompt, so that they need not parse the
             # texts.

@@ -70,11 +70,9 @@ class SyncRollouts:
             check_failures(parts, played)
             kept += select_learnable(parts, groups)
         parts.tasks.settle([group.task for group in played])
-        stats = replace(
-            parts.engine.stats().since(counted),
-            sync_bytes=self._synced.sync_bytes,
-            sync_seconds=self._synced.sync_seconds,
-        )
+        counts = parts.engine.stats().since(counted)
+        synced = self._synced
+        stats = replace(counts, sync_bytes=synced.sync_bytes, sync_seconds=synced.sync_seconds)
         metrics = step_metrics(parts, played, kept[:wanted], stats)
         return kept[:wanted], metrics | {"groups_kept": len(kept) / len(played)}
 
@@ -192,8 +190,9 @@ class AsyncRollouts:
             player = asyncio.create_task(self._play(self.buffer.start(version), task))
             self._players.add(player)
             player.add_done_callback(self._forget)
-        self.session.recorder.timeline.level("queue", self.buffer.waiting)
-        self.session.recorder.timeline.level("playing", self.buffer.playing)
+        timeline = self.session.recorder.timeline
+        timeline.level("queue", self.buffer.waiting)
+        timeline.level("playing", self.buffer.playing)
 
     async def _play(self, started: Started, task: Task) -> None:
         groups = await play(self.parts, [task], "ahead", self.session.step, started.number)

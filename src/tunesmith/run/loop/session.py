@@ -32,7 +32,6 @@ class Publisher(Protocol):
 
     def publish(self, checkpoint: Path, *, last: bool) -> None:
         """Upload a checkpoint's model. A failure is reported, not raised."""
-        ...
 
 
 _UNREADABLE = (
@@ -234,13 +233,11 @@ class Session:
             return False
         minutes = self.intervals.minutes
         seconds = self.recorder.clock.now() - saved.time
-        if self.stopped or self.best.step == self.step:
+        late = minutes is not None and seconds >= 60 * minutes
+        if late or self.stopped or self.best.step == self.step:
             return True
-        if minutes is not None and seconds >= 60 * minutes:
-            return True
-        return due(
-            self.step, self.intervals.checkpoint, self.total_steps, self._epoch > saved.epoch
-        )
+        pass_ended = self._epoch > saved.epoch
+        return due(self.step, self.intervals.checkpoint, self.total_steps, pass_ended)
 
     def save(self, *, stopping: bool = False) -> Path:
         """Write a checkpoint of the last complete step.

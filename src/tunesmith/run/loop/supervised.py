@@ -27,10 +27,8 @@ def run(parts: SupervisedParts[T], session: Session) -> None:
             with parts.learner.time_scoring() as scored:
                 batch = parts.prepare(items)
             metrics = parts.summarise(parts.learner.update(batch, parts.objective)) | scored
-        tokens = float(batch.num_tokens)
-        samples = float(batch.num_samples)
-        epoch = float(parts.items.epoch)
-        session.finish_step(metrics | {"tokens": tokens, "samples": samples, "epoch": epoch})
+        counts = {"tokens": batch.num_tokens, "samples": batch.num_samples, "epoch": parts.epoch}
+        session.finish_step(metrics | {name: float(count) for name, count in counts.items()})
         _evaluate_and_save(parts, session)
     if session.checkpoints.newest() is None:
         session.save()

@@ -39,14 +39,9 @@ class TeacherOfTokens:
     """The tokens of the prompt that it sees; None: the student's."""
 
     def __call__(self, rollouts: Sequence[Rollout], batch: Batch) -> Mapping[str, Floats]:
-        return self.score(
-            [
-                replace(self._sample(task, record), group=group, rollout=rollout)
-                for (task, record), group, rollout in zip(
-                    _records(rollouts), batch.group.tolist(), batch.rollout.tolist(), strict=True
-                )
-            ]
-        )
+        samples = [self._sample(task, record) for task, record in _records(rollouts)]
+        places = zip(samples, batch.group.tolist(), batch.rollout.tolist(), strict=True)
+        return self.score([replace(s, group=g, rollout=rollout) for s, g, rollout in places])
 
     def _sample(self, task: Task, record: Record) -> Sample:
         own = list(task.prompt_ids)
@@ -54,10 +49,8 @@ class TeacherOfTokens:
         if self.prompt is None or record.token_ids[: len(own)] != own:
             return Sample(record.token_ids, record.sampled)
         before = self.prompt(task)
-        return Sample(
-            [*before, *record.token_ids[len(own) :]],
-            [False] * len(before) + record.sampled[len(own) :],
-        )
+        mask = [False] * len(before) + record.sampled[len(own) :]
+        return Sample([*before, *record.token_ids[len(own) :]], mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
@@ -34,24 +35,20 @@ class Utilisation:
         seats = self._running()
         metrics: Metrics = {"engines": float(len(seats))}
         stats = {seat.member: seat.member.stats() for seat in seats}
-        running: dict[int, float] = {}
-        waiting: dict[int, float] = {}
-        used: dict[int, float] = {}
+        figures = defaultdict[str, dict[int, float]](dict)
         for seat in seats:
             now = stats[seat.member]
             new = now.since(self._before.get(seat.member, EngineStats()))
             if new.steps:
-                running[seat.number] = new.running_requests / new.steps
-                waiting[seat.number] = new.waiting_requests / new.steps
+                figures["engine_running"][seat.number] = new.running_requests / new.steps
+                figures["engine_waiting"][seat.number] = new.waiting_requests / new.steps
             if now.kv_budget_bytes:
-                used[seat.number] = now.peak_kv_bytes / now.kv_budget_bytes
+                figures["kv_used"][seat.number] = now.peak_kv_bytes / now.kv_budget_bytes
+            if seat.publication:
+                figures["weight_age"][seat.number] = float(version - seat.version)
         self._before = stats
-        ages = {seat.number: float(version - seat.version) for seat in seats if seat.publication}
-        if ages:
-            metrics["weight_age"] = fmean(ages.values())
-        if len(seats) > 1:
-            metrics |= by_member("engine_running", running)
-            metrics |= by_member("engine_waiting", waiting)
-            metrics |= by_member("kv_used", used)
-            metrics |= by_member("weight_age", ages)
+        if "weight_age" in figures:
+            metrics["weight_age"] = fmean(figures["weight_age"].values())
+        for name, values in figures.items() if len(seats) > 1 else ():
+            metrics |= by_member(name, values)
         return metrics

@@ -71,16 +71,14 @@ def run_generate(path: Path | None, overrides: Sequence[str] = ()) -> Generated:
         scoring = output.kind == "score"
         outs = [directory / "completions.jsonl", directory / "scores.jsonl"]
         out = outs[scoring]
-        other = outs[not scoring]
+        before = count_answered(outs[not scoring])
         claim(out, identity(run.plan, run.train.fingerprint, tokenizer), directory)
         run.announce()
         file = directory / "report.json"
-        done = None
         kept = Json()
         usage.add_earlier({_PART: read_report(file)["usage"]} if file.exists() else {})
-        title = "lines" if scoring else "completions"
-        watch = JobWatch(directory, title, len(tasks), before=count_answered(other))
         count = len(tasks)
+        watch = JobWatch(directory, "lines" if scoring else "completions", count, before=before)
         with recorded(directory, "generate", lambda: (min(count_answered(out), count), count)):
             try:
                 with usage.phase("scoring" if scoring else "sampling", _PART):
@@ -131,7 +129,7 @@ def _selected(config: GenerateConfig, run_dir: Path, out: Path) -> Generated:
                 yield from selected
 
     kept = run_dir / f"{kind}.jsonl"
-    count = write_whole(kept, lines())
+    count = write_whole(kept, lines())  # which also counts what is skipped
     return Generated(run_dir, kept, count, {**_counts(out), **skipped})
 
 

@@ -132,14 +132,10 @@ def unfinished_file(path: Path) -> Path:
 def count_answered(path: Path) -> int:
     """Number of finished lines, with those that are not written to the output yet."""
     count = 0
-    with boundary(StorageError, f"cannot read {path}", OSError):
-        if path.exists():
-            with path.open("rb") as file:
-                count += sum(line.endswith(b"\n") for line in file)
-        more = unfinished_file(path)
-        if more.exists():
-            with more.open("rb") as file:
-                count += sum(line.endswith(b"\n") and b', "line": ' in line for line in file)
+    for file, mark in ((path, b""), (unfinished_file(path), b', "line": ')):
+        if file.exists():
+            with boundary(StorageError, f"cannot read {path}", OSError), file.open("rb") as lines:
+                count += sum(line.endswith(b"\n") and mark in line for line in lines)
     return count
 
 

@@ -63,8 +63,8 @@ def held_out_questions(run: OpenRun[RFTConfig, Task], *, trained: bool) -> Quest
     """
     assert run.held_out is not None
     config = run.config
-    limit = run.config.eval.max_prompts
-    plain = Questions(run.tokenizer, run.held_out.items[:limit], run.held_out.fingerprint)
+    items = run.held_out.items[: config.eval.max_prompts]
+    plain = Questions(run.tokenizer, items, run.held_out.fingerprint)
     encoder = None if trained else _encoder(config, plain)
     return plain if encoder is None or encoder.template else _after_examples(config, plain, encoder)
 

@@ -291,8 +291,7 @@ class _Run:
         check_prompts(this.train, samples.items, self.run.train.items)
         run_file = this.directory / "sft.toml"
         values, reasons = self._training_settings(number, data, len(samples))
-        text = config_text(values)
-        write_output(run_file, text.encode(), private=True)
+        write_output(run_file, config_text(values).encode(), private=True)
         newest = Checkpoints(this.sft / "checkpoints", 1).newest()
         state = read_state(newest) if newest else {}
         if newest and state.get("finished"):  # an earlier call ended before it recorded the model
@@ -344,12 +343,7 @@ class _Run:
                 log.write(step, metrics)
 
     def _sample(
-        self,
-        this: RftRound,
-        plan: Plan[RFTConfig],
-        questions: Questions,
-        *,
-        greedy: bool = False,
+        self, this: RftRound, plan: Plan[RFTConfig], questions: Questions, *, greedy: bool = False
     ) -> None:
         """Answer questions into the round's file of samples or, if ``greedy``, of its
         evaluation."""

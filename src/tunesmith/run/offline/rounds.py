@@ -151,8 +151,7 @@ def examples(first: RftRound, last: RftRound, count: int) -> list[EvalExample]:
 
     both = zip(read_lines(first.evaluation), read_lines(last.evaluation), strict=False)
     lines = islice(both, count)
-    prompts = [(last_message(a["prompt"]), answer(a), answer(b)) for a, b in lines]
-    return [EvalExample(*example) for example in prompts]
+    return [EvalExample(last_message(a["prompt"]), answer(a), answer(b)) for a, b in lines]
 
 
 def describe(name: str, shares: Mapping[str, Any]) -> str:

@@ -165,8 +165,7 @@ def identity(
     values |= {"data": data, "chat template (digest)": template and fingerprint_of([template])}
     if config.lora.path is not None:
         values["lora.path"] = str(config.lora.path)
-    for key in _OF_PROMPTS:
-        values[f"data.{key}"] = getattr(config.data, key)
+    values |= {f"data.{key}": getattr(config.data, key) for key in _OF_PROMPTS}
     if config.sampling_settings:
         unread = {"timeout"}
         if greedy:

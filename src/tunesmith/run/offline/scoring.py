@@ -71,16 +71,14 @@ def score(
     if repair(out) < len(tasks):
         report = partial(print, flush=True)
         add_rewards(rewards, plan, tokenizer, report, Here(), out.parent, None)
-        line = partial(_line, column=column)
-        share = config.reward.max_failed_share
         watch.follow(config, tokenizer, EngineStats, 1)
         answer(
             out,
             tasks,
             produce,
-            line,
+            partial(_line, column=column),
             window=window_of(BLOCK, 1),
-            max_failed_share=share,
+            max_failed_share=config.reward.max_failed_share,
             watch=watch,
         )
 

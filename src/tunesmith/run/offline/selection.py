@@ -186,16 +186,13 @@ class Yield:
 
     def report(self) -> Json:
         totals = self.totals
-        judged = self.totals["judged"]
         most = max(self.samples_per_question, *self.histogram)  # another run may have more answers
+        names = ("questions", "solved", "samples", "correct", "failed", "kept")
         return {
-            **{
-                name: totals[name]
-                for name in ("questions", "solved", "samples", "correct", "failed", "kept")
-            },
+            **{name: totals[name] for name in names},
             "solved_share": interval(totals["solved"], totals["questions"]),
             "correct_share": interval(totals["correct"], totals["samples"]),
-            "answered_share": interval(round(self.answered), judged),
+            "answered_share": interval(round(self.answered), totals["judged"]),
             "questions_by_correct_samples": {str(n): self.histogram[n] for n in range(most + 1)},
         }
 

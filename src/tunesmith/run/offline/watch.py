@@ -227,14 +227,10 @@ class JobWatch:
 
 def _speed(engine: EngineStats, seconds: float) -> dict[str, float]:
     found: dict[str, float] = {}
-    if engine.sampled_tokens:
-        found = {
-            "sampled_tokens": float(engine.sampled_tokens),
-            "tokens_per_second": engine.sampled_tokens / seconds,
-        }
-    if 0 < engine.attainable_seconds <= seconds:
-        found |= {
-            "attainable_seconds": engine.attainable_seconds,
-            "limit_share": engine.attainable_seconds / seconds,
-        }
+    tokens = float(engine.sampled_tokens)
+    least = engine.attainable_seconds
+    if tokens:
+        found = {"sampled_tokens": tokens, "tokens_per_second": tokens / seconds}
+    if 0 < least <= seconds:
+        found |= {"attainable_seconds": least, "limit_share": least / seconds}
     return found

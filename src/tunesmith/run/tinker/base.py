@@ -36,11 +36,9 @@ class TrainedAdapter(Protocol):
 
     def save(self, directory: Path) -> None:
         """Write the adapter and its optimizer."""
-        ...
 
     def save_weights(self, directory: Path) -> None:
         """Write the adapter alone."""
-        ...
 
     def load(self, directory: Path, *, optimizer: bool) -> None:
         """Continue from what ``save`` wrote, with its optimizer or a new one, without a gradient.
@@ -48,7 +46,6 @@ class TrainedAdapter(Protocol):
         Raises:
             CheckpointError: it is of another adapter.
         """
-        ...
 
 
 class AdaptableBase(Protocol):

@@ -64,15 +64,10 @@ class Datums:
     @cached_property
     def batch(self) -> Batch:
         """Every token predicts; a copy of the last one stands in for what follows it."""
-        samples = [
-            Sample(
-                [*d.token_ids, d.token_ids[-1]],
-                [False] + [True] * len(d.token_ids),
-                stand_ins=1,
-            )
-            for d in self.datums
-        ]
-        return Batch.of(samples)
+        every = [d.token_ids for d in self.datums]
+        return Batch.of(
+            [Sample([*ids, ids[-1]], [False] + [True] * len(ids), stand_ins=1) for ids in every]
+        )
 
     @cached_property
     def widths(self) -> Ints:
@@ -104,11 +99,10 @@ class Datums:
         targets = torch.from_numpy(self.column(TARGETS))
         names = [name for name in self.datums[0].inputs if name != TARGETS]
         columns = {name: torch.from_numpy(self.column(name)) for name in names}
-        forests: list[Forest] = []
-        for samples in pack(self.batch, max_tokens, cost=cost, multiple_of=ranks):
-            forest = build_forest(self.batch, samples)
-            forests.append(self._with_values(forest, targets, columns))
-        return Packing(tuple(forests), len(targets))
+        packed = pack(self.batch, max_tokens, cost=cost, multiple_of=ranks)
+        forests = (build_forest(self.batch, samples) for samples in packed)
+        own = tuple(self._with_values(forest, targets, columns) for forest in forests)
+        return Packing(own, len(targets))
 
     def _with_values(
         self, forest: Forest, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]

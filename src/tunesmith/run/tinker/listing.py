@@ -44,8 +44,8 @@ class ListRoutes:
         self._service = service
 
     async def runs(self, request: web.Request) -> web.Response:
-        names = {*self._service.models, *self._service.store.models()}
-        rows = sorted((self._run(name) for name in names), key=_asked, reverse=True)
+        rows = [self._run(name) for name in {*self._service.models, *self._service.store.models()}]
+        rows.sort(key=lambda row: str(row["last_request_time"]), reverse=True)
         page, cursor = Page.of(request).cut(rows)
         return web.json_response({"training_runs": page, "cursor": cursor})
 
@@ -78,11 +78,8 @@ class ListRoutes:
 
     async def session(self, request: web.Request) -> web.Response:
         session = self._service.session(request.match_info["name"])
-        reply = {
-            "training_run_ids": sorted(session.models),
-            "sampler_ids": sorted(session.samplers),
-        }
-        return web.json_response(reply)
+        names = {"training_run_ids": session.models, "sampler_ids": session.samplers}
+        return web.json_response({key: sorted(values) for key, values in names.items()})
 
     def _run(self, name: str) -> Row:
         """Raises UnknownNameError: nothing of it is here."""
@@ -140,10 +137,6 @@ def _row(model: str, kind: Kind, name: str, facts: StoredWeights) -> Row:
 def _address(request: web.Request) -> str:
     place = request.match_info
     return f"{SCHEME}{place['name']}/{place['kind']}/{place['file']}"
-
-
-def _asked(run: Row) -> str:
-    return str(run["last_request_time"])
 
 
 def _text_of(moment: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -67,9 +67,8 @@ def _datum(number: int, message: Foreign) -> Datum:
             tokens += np.frombuffer(chunk.encoded_text.tokens, np.int32).tolist()
     inputs: dict[str, Values] = {}
     for name, tensor in message.loss_fn_inputs.items():
-        with boundary(
-            UserError, f"datum {number}: {name} cannot be read", (ValueError, IndexError)
-        ):
+        unread = f"datum {number}: {name} cannot be read"
+        with boundary(UserError, unread, (ValueError, IndexError)):
             inputs[name] = _values(tensor)
     if "target_tokens" not in inputs:
         raise UserError(f"datum {number} has no target_tokens")
@@ -95,16 +94,13 @@ def _values(tensor: Foreign) -> Values:
     starts = np.frombuffer(rows.crow_indices, np.int64)
     columns = np.frombuffer(rows.col_indices, np.int64)
     values = np.zeros(shape, kind)
-    values[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = np.frombuffer(
-        rows.values, kind
-    )
+    row_of = np.repeat(np.arange(shape[0]), np.diff(starts))
+    values[row_of, columns] = np.frombuffer(rows.values, kind)
     return _wide(values)
 
 
 def _wide(values: NDArray[np.generic]) -> Values:
-    if values.dtype.kind == "i":
-        return values.astype(np.int64)
-    return values.astype(np.float32)
+    return values.astype(np.int64 if values.dtype.kind == "i" else np.float32)
 
 
 def forward_result(logprobs: Sequence[Floats], metrics: Mapping[str, float]) -> bytes:
@@ -171,18 +167,12 @@ def _write_top(message: Foreign, length: int, scores: Sequence[TokenScore], top:
     """Write the alternatives of the last ``len(scores)`` of ``length`` tokens."""
     tokens = np.zeros((length, top), np.int32)
     logprobs = np.full((length, top), -99999.0, np.float32)
-    for row, alternatives in _rows(length, scores):
-        for rank, (token, logprob) in enumerate(alternatives[:top]):
+    for row, (_, alternatives) in enumerate(scores, length - len(scores)):
+        best = sorted(alternatives.items(), key=lambda pair: -pair[1])[:top]
+        for rank, (token, logprob) in enumerate(best):
             tokens[row, rank] = token
             logprobs[row, rank] = logprob
     message.token_ids = tokens.tobytes()
     message.logprobs = logprobs.tobytes()
     message.k = top
     message.length = length
-
-
-def _rows(
-    length: int, scores: Sequence[TokenScore]
-) -> Iterator[tuple[int, list[tuple[int, float]]]]:
-    for row, (_, alternatives) in enumerate(scores, length - len(scores)):
-        yield row, sorted(alternatives.items(), key=lambda pair: -pair[1])

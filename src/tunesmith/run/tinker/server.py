@@ -8,14 +8,7 @@ from aiohttp import web
 
 from tunesmith.errors import UserError
 from tunesmith.records.addresses import is_loopback, is_served_name
-from tunesmith.records.http_server import (
-    LIMITS,
-    Handler,
-    bearer_of,
-    guarded,
-    is_token,
-)
-from tunesmith.records.plain import JsonObject
+from tunesmith.records.http_server import LIMITS, Handler, bearer_of, guarded, is_token
 from tunesmith.run.tinker.listing import listing_routes
 from tunesmith.run.tinker.messages import ForwardRequest
 from tunesmith.run.tinker.requests import (
@@ -135,7 +128,7 @@ class Routes:
 
     async def heartbeat(self, request: web.Request) -> web.Response:
         try:
-            self._service.beat(_text(parse_object(await request.read()), "session_id"))
+            self._service.beat(await _said(request, "session_id"))
         except UnknownNameError as error:
             return web.json_response({"error": str(error)}, status=410)
         return web.json_response({"type": "session_heartbeat"})
@@ -174,8 +167,7 @@ class Routes:
 
     async def create_sampler(self, request: web.Request) -> web.Response:
         name = self._service.create_sampler(parse(CreateSampler, await request.read()))
-        reply = {"type": "create_sampling_session", "sampling_session_id": name}
-        return web.json_response(reply)
+        return web.json_response({"type": "create_sampling_session", "sampling_session_id": name})
 
     async def sample(self, request: web.Request) -> web.Response:
         ask = parse(SampleAsk, await request.read())
@@ -185,13 +177,13 @@ class Routes:
 
     async def sampler(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        weights = self._service.sampler(name).weights
+        weights = self._service.sampler(name)
         address = weights and weights.address
         reply = {"sampler_id": name, "base_model": self._service.base.name, "model_path": address}
         return web.json_response(reply)
 
     async def info(self, request: web.Request) -> web.Response:
-        name = _text(parse_object(await request.read()), "model_id")
+        name = await _said(request, "model_id")
         base = self._service.base
         lora = self._service.model(name).lora
         data = {"model_name": base.name, "tokenizer_id": base.tokenizer_name}
@@ -200,9 +192,8 @@ class Routes:
         return web.json_response(reply)
 
     async def weights_info(self, request: web.Request) -> web.Response:
-        _, facts = self._service.store.find(
-            _text(parse_object(await request.read()), "tinker_path")
-        )
+        address = await _said(request, "tinker_path")
+        _, facts = self._service.store.find(address)
         lora = facts.lora()
         reply: Reply = {"base_model": facts.base_model, "is_lora": True, "lora_rank": lora.rank}
         reply |= lora.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
@@ -210,7 +201,7 @@ class Routes:
 
     async def retrieve(self, request: web.Request) -> web.Response:
         """The result of a future; 408 if it is not there yet, 410 if there is no such future."""
-        name = _text(parse_object(await request.read()), "request_id")
+        name = await _said(request, "request_id")
         futures = self._service.futures
         if name not in futures:
             return web.json_response({"error": f"there is no request '{name}'"}, status=410)
@@ -242,8 +233,9 @@ def _promise(name: str) -> web.Response:
     return web.json_response({"request_id": name})
 
 
-def _text(said: JsonObject, name: str) -> str:
-    value = said.get(name)
+async def _said(request: web.Request, name: str) -> str:
+    """A text of the request's JSON object."""
+    value = parse_object(await request.read()).get(name)
     if not isinstance(value, str):
         raise UserError(f"'{name}' = {value!r} is not text")
     return value

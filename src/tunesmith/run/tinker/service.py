@@ -56,13 +56,6 @@ class TrainingModel:
     adapter: TrainedAdapter | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ClientSampler:
-    """Weights that a client samples from; None: the base's."""
-
-    weights: SampledWeights | None
-
-
 class TinkerService:
     """What ``server`` answers with. Called on one event loop; weights are computed with on one
     other thread."""
@@ -74,7 +67,8 @@ class TinkerService:
         self.samplers = Samplers(self._make_engine, base.context, alone=base.alone)
         self.sessions: dict[str, ClientSession] = {}
         self.models: dict[str, TrainingModel] = {}
-        self._samplers: dict[str, ClientSampler] = {}
+        self._samplers: dict[str, SampledWeights | None] = {}
+        """The weights that each client samples from; None: the base's."""
         self._thread = ThreadPoolExecutor(1, "training")
 
     async def close(self) -> None:
@@ -193,11 +187,10 @@ class TinkerService:
         async def work() -> Result:
             address = await self._compute(compute)
             said: dict[str, object] = {"path": address, "type": "save_weights_for_sampler"}
-            if ask.sampling_session_seq_id is not None:
+            number = ask.sampling_session_seq_id
+            if number is not None:
                 session = ask.model_id.rpartition(":train:")[0]
-                said["sampling_session_id"] = self._new_sampler(
-                    session, ask.sampling_session_seq_id, address
-                )
+                said["sampling_session_id"] = self._new_sampler(session, number, address)
             return said
 
         return model.line.submit(ask.seq_id, work)
@@ -215,16 +208,16 @@ class TinkerService:
             self._check_base(ask.base_model or self.base.name)
         return self._new_sampler(ask.session_id, ask.sampling_session_seq_id, ask.model_path)
 
-    def sampler(self, name: str) -> ClientSampler:
+    def sampler(self, name: str) -> SampledWeights | None:
         return _known(self._samplers, name, "sampler")
 
     def sample(self, ask: SampleAsk) -> str:
-        sampler = self.sampler(ask.sampling_session_id)
+        weights = self.sampler(ask.sampling_session_id)
         name = f"{ask.sampling_session_id}:{ask.seq_id}"
 
         async def work() -> Result:
-            self._check_saved(sampler.weights)
-            return await self.samplers.sample(sampler.weights, ask)
+            self._check_saved(weights)
+            return await self.samplers.sample(weights, ask)
 
         self.futures.start(name, work)
         return name
@@ -252,8 +245,7 @@ class TinkerService:
     def _new_sampler(self, session_id: str, number: int, address: str | None) -> str:
         session = self.session(session_id)
         name = f"{session_id}:sample:{number}"
-        weights = None if address is None else self._saved(address)
-        self._samplers[name] = ClientSampler(weights)
+        self._samplers[name] = None if address is None else self._saved(address)
         session.samplers.add(name)
         return name
 
@@ -288,10 +280,9 @@ def _ready(model: TrainingModel) -> tuple[TrainedAdapter, LoraAsk]:
 
 
 def _known(table: Mapping[str, T], name: str, what: str) -> T:
-    entry = table.get(name)
-    if entry is None:
+    if name not in table:
         raise UnknownNameError(
             f"there is no {what} '{name}' on this server, which may have been restarted: "
             "begin again from the last saved state"
         )
-    return entry
+    return table[name]

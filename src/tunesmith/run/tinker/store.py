@@ -20,6 +20,7 @@ SCHEME = "tinker://"
 FACTS = "tinker.json"
 BEFORE = ".before"
 """Ends the name of what is being replaced."""
+_OF_LORA = ("rank", "train_unembed", "train_mlp", "train_attn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,7 @@ class StoredWeights:
         return self.expires is not None and self.expires < time.time()
 
     def lora(self) -> LoraAsk:
-        return LoraAsk(
-            rank=self.rank,
-            train_unembed=self.train_unembed,
-            train_mlp=self.train_mlp,
-            train_attn=self.train_attn,
-        )
+        return LoraAsk(**{name: getattr(self, name) for name in _OF_LORA})
 
     @classmethod
     def of(cls, base_model: str, lora: LoraAsk, ttl: int | None) -> StoredWeights:
@@ -56,8 +52,7 @@ class StoredWeights:
         """
         now = time.time()
         expires = None if ttl is None else now + ttl
-        parts = (lora.rank, lora.train_unembed, lora.train_mlp, lora.train_attn)
-        return cls(base_model, *parts, now, expires)
+        return cls(base_model, **lora.model_dump(include={*_OF_LORA}), time=now, expires=expires)
 
 
 @dataclass(frozen=True, slots=True)

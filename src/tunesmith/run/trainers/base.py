@@ -82,7 +82,6 @@ class TrainBackend(Protocol):
     def give_up(self) -> None:
         """Undo everything since the last optimizer step: gradients, random draws, averaged weights
         in the model."""
-        ...
 
     def save(self, directory: Path, *, model_only: bool = False) -> None:
         """Write model (Hugging Face format), optimizer, random state and any other state below
@@ -92,7 +91,6 @@ class TrainBackend(Protocol):
             model_only: only the model and the average of its weights; a run cannot be resumed from
                 them.
         """
-        ...
 
     def rehearse(self, directory: Path) -> str | None:
         """Write everything of the model but the weights below ``directory``, as ``save`` does, and
@@ -111,7 +109,6 @@ class TrainBackend(Protocol):
     def offload(self) -> None:
         """Move the state that only an optimizer step needs into host memory, for an engine on the
         device."""
-        ...
 
     def reload(self) -> None: ...
 
@@ -121,4 +118,3 @@ class TrainBackend(Protocol):
 
     def refresh_reference(self) -> None:
         """Copy the model's weights into the reference."""
-        ...

@@ -118,18 +118,17 @@ class ExpertBalance(Generic[M]):
 
     def _check_biases(self) -> None:
         biases = [router.bias for router in self._routers]
+        name = self._model.module.name_or_path
         if any(bias is None for bias in biases):
             raise ModelError(
-                f"{BIAS}: the routers of '{self._model.module.name_or_path}' have no biases that "
-                "balance experts, as those of DeepSeek-V3, GLM-4.5 or LFM2 have; use "
-                "model.router_aux_loss_coef",
+                f"{BIAS}: the routers of '{name}' have no biases that balance experts, as those of "
+                "DeepSeek-V3, GLM-4.5 or LFM2 have; use model.router_aux_loss_coef",
                 keys=(BIAS,),
             )
         if any(bias is not None and bias.dtype != torch.float32 for bias in biases):
             raise ModelError(
-                f"{BIAS}: the biases of '{self._model.module.name_or_path}' have 16 bits, in which "
-                'small steps are lost; set model.dtype = "float32", or use '
-                "model.router_aux_loss_coef",
+                f"{BIAS}: the biases of '{name}' have 16 bits, in which small steps are lost; set "
+                'model.dtype = "float32", or use model.router_aux_loss_coef',
                 keys=(BIAS, "model.dtype"),
             )
 

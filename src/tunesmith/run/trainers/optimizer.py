@@ -43,7 +43,7 @@ class LossScale:
         smaller factor."""
         self.steps = self.steps + 1 if finite else 0
         if self.steps == GROWS_AFTER:
-            self.factor = self.factor * 2
+            self.factor *= 2
             self.steps = 0
         smaller = not finite and self.factor > LEAST
         if smaller:
@@ -98,13 +98,13 @@ class MasterOptimizer:
         extra = {f"value_head.{name}": p for name, p in head.named_parameters()} if head else {}
         self.parameters = trained | extra
         self._all = _masters(self.parameters, self._host)
-        self._away = [master for master in self._all.values() if master.away]
+        self.all_masters = [*self._all.values()]
+        self._away = [master for master in self.all_masters if master.away]
         self.masters = {name: master.weight for name, master in self._all.items()}
         averaged = self.masters if ema_decay is not None else {}
         self.average = {name: weight.detach().clone() for name, weight in averaged.items()}
         self.sharded = {name for name, master in self._all.items() if master.sharded}
         hidden = hidden_matrices(cast(PreTrainedModel, module)) if settings.muon else set[str]()
-        of_head = [self.masters[n] for n in extra]
         ratio = settings.tower_lr_ratio
         tower = {n for n in trained if ratio != 1 and is_of_tower(n)}
         groups: list[dict[str, Any]] = []
@@ -114,6 +114,7 @@ class MasterOptimizer:
             vectors = [self.masters[n] for n, dims in own.items() if dims < 2]
             groups.append({"params": matrices, "lr_ratio": rate})
             groups.append({"params": vectors, "weight_decay": 0.0, "lr_ratio": rate})
+        of_head = [self.masters[n] for n in extra]
         groups.append({"params": of_head, "weight_decay": 0.0, "lr_ratio": head_lr_ratio})
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -136,10 +137,6 @@ class MasterOptimizer:
     def sums_on_device(self) -> bool:
         """Whether each gradient is summed whole, on the device of its parameter."""
         return self._host is None and not self.sharded
-
-    @property
-    def all_masters(self) -> list[Master]:
-        return [*self._all.values()]
 
     def join(self, waiting: Callable[[], Any]) -> None:
         """Set ``waiting``, the context in which a rank waits for the ranks that it shares the model

@@ -117,11 +117,10 @@ class Passes(Generic[M]):
             if not steps.failure:
                 yield placed
             steps.finish(named)
-        if steps is not None:
-            if self.group is None:
-                steps.settle(lambda failed: failed, torch.device("cpu"))  # a rank by itself
-            else:
-                steps.settle(self.group.sum, self.group.device)
+        if steps is not None and self.group is None:
+            steps.settle(lambda failed: failed, torch.device("cpu"))  # a rank by itself
+        elif steps is not None and self.group is not None:
+            steps.settle(self.group.sum, self.group.device)
 
     def _place(self, forest: Forest) -> Forest:
         """The forest on the model's device; in a sequence group, with this rank's part."""

@@ -16,13 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tunesmith.costs import CostModel
-from tunesmith.errors import (
-    CheckpointError,
-    DeviceMemoryError,
-    DivergedError,
-    ModelError,
-    boundary,
-)
+from tunesmith.errors import CheckpointError, DeviceMemoryError, DivergedError, ModelError, boundary
 from tunesmith.learn.algorithms.objective import Objective
 from tunesmith.learn.data.batch import Floats
 from tunesmith.learn.data.micro_batches import Packing
@@ -98,9 +92,8 @@ class TorchBackend(Generic[M]):
             self.reference = Passes(reference, predict, offload=offload_reference)
         self.value_head = value_head
         self._shares_gpu = shares_gpu
-        self.optimizer = MasterOptimizer(
-            model.module, settings, value_head, head_lr_ratio, ema_decay
-        )
+        module = model.module
+        self.optimizer = MasterOptimizer(module, settings, value_head, head_lr_ratio, ema_decay)
         if model.dtype == torch.float16:
             self.optimizer.loss_scale = LossScale()
         self.group: RankGroup | None = None
@@ -159,18 +152,15 @@ class TorchBackend(Generic[M]):
         self, packing: Packing, of: Quantity = "logprobs", *, reference: bool = False
     ) -> Floats:
         try:
-            return self._score(packing, of, reference=reference)
+            if not reference:
+                return self.passes.score(packing, of)
+            if self.reference is not None:
+                return self.reference.score(packing, of)
+            assert self.model.adapter is not None, "this run has no reference model"
+            with self.model.adapter.reference():  # the same model without it, freely routed
+                return self.passes.score(packing.without_experts(), of)
         finally:
             self._release_cache()
-
-    def _score(self, packing: Packing, of: Quantity, *, reference: bool) -> Floats:
-        if not reference:
-            return self.passes.score(packing, of)
-        if self.reference is not None:
-            return self.reference.score(packing, of)
-        assert self.model.adapter is not None, "this run has no reference model"
-        with self.model.adapter.reference():  # the same model without the adapter, freely routed
-            return self.passes.score(packing.without_experts(), of)
 
     def _release_cache(self) -> None:
         if self._shares_gpu:
@@ -245,8 +235,7 @@ class TorchBackend(Generic[M]):
             self._check_finite(lr, metrics["grad_norm"])
             self.optimizer.update_average()
             if self.balance is not None:
-                skipped = bool(metrics.get("skipped_steps"))
-                metrics |= self.balance.step(self.group, skipped=skipped)
+                metrics |= self.balance.step(self.group, skipped=bool(metrics.get("skipped_steps")))
         self.optimizer_steps += 1
         self._settled = self._random_state()
         self._release_cache()
