@@ -30,9 +30,7 @@ def is_kept(bounds: DynamicFilter, group: RolloutGroup, weights: Weights = None)
 
 
 def split(
-    bounds: DynamicFilter,
-    groups: Sequence[RolloutGroup],
-    weights: Weights = None,
+    bounds: DynamicFilter, groups: Sequence[RolloutGroup], weights: Weights = None
 ) -> tuple[list[RolloutGroup], list[RolloutGroup]]:
     """The groups to train on and those to replace, in order."""
     kept = [is_kept(bounds, group, weights) for group in groups]

@@ -166,12 +166,7 @@ class ChatTemplate:
         self._check_parts(messages, tools, prompt=prompt)
 
     def _check_parts(
-        self,
-        messages: Sequence[Message],
-        tools: Tools,
-        *,
-        prompt: bool = False,
-        turn: bool = False,
+        self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False, turn: bool = False
     ) -> None:
         """Check with probes that the text contains tool calls, tools' answers and names; DataError
         if not.

@@ -106,8 +106,7 @@ def bytes_of(url: object) -> bytes:
 
 def source_of(part: Mapping[str, object]) -> object:
     """What a part or value names an image with; None: nothing."""
-    present = (part[key] for key in SOURCES if part.get(key) is not None)
-    named = next(present, None)
+    named = next((part[key] for key in SOURCES if part.get(key) is not None), None)
     return source_of(named) if isinstance(named, Mapping) else named
 
 

@@ -41,8 +41,7 @@ def build_forest(
     for offset, stop, end in zip(offsets, lengths, last, strict=False):
         while end >= 0:
             node = nodes[end]
-            placed = np.arange(stop - node.start) + starts[end]
-            rows[offset + node.start : offset + stop] = placed
+            rows[offset + node.start : offset + stop] = np.arange(stop - node.start) + starts[end]
             stop = node.start
             end = node.parent
     token_ids = np.empty(starts[-1], np.int64)

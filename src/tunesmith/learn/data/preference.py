@@ -101,10 +101,8 @@ def load_judged(
         judged += [(example.source, *pair) for pair in zip(answers, sides, strict=True)]
     paths = ", ".join(source.path for source in reading.sources)
     others = _mismatch([sample for _, sample, _ in judged], paths)
-    items = [
-        (index, Comparison((sample, other), {"side": (side, side)}))
-        for (index, sample, side), other in zip(judged, others, strict=True)
-    ]
+    pairs = zip(judged, others, strict=True)
+    items = [(i, Comparison((own, other), {"side": (s, s)})) for (i, own, s), other in pairs]
     return reading.prepare(items)
 
 

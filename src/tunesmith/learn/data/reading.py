@@ -322,8 +322,7 @@ class Reading:
         for source, count in zip(self.sources, counts, strict=True):
             if not count:
                 raise report.nothing_left(source.path)
-        skipped = len({skip.where for skip in report.skipped})
-        report.kept = report.read - report.left_out - skipped
+        report.kept = report.read - report.left_out - len({skip.where for skip in report.skipped})
         flat = [item for _, item in items]
         weights = weights_of(self.sources)
         draws = weights or counts

@@ -92,8 +92,7 @@ def _read(source: Source) -> Rows:
     named = package_name(source.path) if not path.exists() else None
     at_hub = on_hub(source)
     _check_keys(source, at_hub=at_hub, package=named is not None and not at_hub)
-    text = named.split if named and named.split else source.split
-    split, cut = parse_split(text)
+    split, cut = parse_split(named.split if named and named.split else source.split)
     if at_hub:
         yield from _read_hub(source, named.name if named else source.path, split, cut)
     elif named:

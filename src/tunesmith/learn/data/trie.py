@@ -55,8 +55,7 @@ def prefix_order(
     # continue it.
     longer = [lengths[i] > sizes[i] for i in chosen]
     order = sorted(range(count), key=lambda k: (prefixes[k], longer[k], k))
-    pairs = pairwise(order)
-    shared = [common_length(prefixes[a], prefixes[b]) // stride for a, b in pairs]
+    shared = [common_length(prefixes[a], prefixes[b]) // stride for a, b in pairwise(order)]
     return PrefixOrder(order, [0, *shared][:count])
 
 

@@ -275,12 +275,11 @@ class TextRequest(Request):
 
     def as_ask(self, request: Fields) -> Ask:
         """Raises BadRequest: as for a chat request."""
-        wanted = None if request.get("logprobs") is False else self.logprobs
         return Ask(
             prompts=self.prompt,
             echo=bool(self.echo),
             schema=schema_of(None, self.guided_json),
-            logprobs=wanted,
+            logprobs=None if request.get("logprobs") is False else self.logprobs,
             **self.common(request),
         )
 

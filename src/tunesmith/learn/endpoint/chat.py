@@ -128,11 +128,7 @@ def wants_usage(request: Fields) -> bool:
 def usage(answer: Answer) -> Json:
     prompt = answer.prompt_tokens
     written = answer.written_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-    }
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
 def token_entries(tokens: Sequence[TokenText]) -> list[Json]:

@@ -30,9 +30,6 @@ class Unmet:
     parameter: str
     reason: str
 
-    def as_json(self) -> Json:
-        return {"index": self.index, "parameter": self.parameter, "reason": self.reason}
-
 
 def check_schema(schema: Json) -> None:
     """Raises BadRequest: it is no JSON schema."""
@@ -45,8 +42,7 @@ def check_schema(schema: Json) -> None:
         validators.validator_for(schema).check_schema(schema)
     except (SchemaError, RecursionError) as error:
         why = shortened(str(error).partition("\n")[0])
-        problem = f"'response_format' is no JSON schema: {why}"
-        raise BadRequest(problem, "response_format") from None
+        raise BadRequest(f"'response_format' is no JSON schema: {why}", "response_format") from None
 
 
 async def problems_of(ask: Ask, replies: Sequence[Reply]) -> list[Unmet]:

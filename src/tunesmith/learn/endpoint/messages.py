@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
@@ -104,8 +104,7 @@ class MessagesExchange:
     def begin(self) -> Iterator[Event]:
         begun = {"content": [], "stop_reason": None, "stop_sequence": None}
         usage = {"input_tokens": 0, "output_tokens": 0}  # counted at the end
-        message = {**self._message, **begun, "usage": usage}
-        yield _event("message_start", message=message)
+        yield _event("message_start", message={**self._message, **begun, "usage": usage})
 
     def add(self, piece: TextPiece) -> Iterator[Event]:
         if piece.text:
@@ -236,11 +235,6 @@ def _parts(content: object) -> object:
     return _text(content)
 
 
-def _joined(parts: Sequence[Json]) -> str:
-    texts = [part.get("text") for part in parts]
-    return "".join(text for text in texts if isinstance(text, str))
-
-
 def _text(content: object) -> str:
     """Text, or the text of a list of blocks. Raises BadRequest: it has others."""
     if isinstance(content, str):
@@ -250,4 +244,5 @@ def _text(content: object) -> str:
     kinds = [part.get("type") if isinstance(part, Mapping) else part for part in parts]
     if others := ", ".join(str(kind) for kind in kinds if kind != "text"):
         raise BadRequest(f"'{shortened(others)}' blocks are not served here; valid: text")
-    return _joined(parts)
+    texts = [part.get("text") for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))

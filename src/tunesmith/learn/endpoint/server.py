@@ -31,13 +31,7 @@ from tunesmith.learn.environments.base import Growing
 from tunesmith.learn.environments.conversation import OutOfRoom
 from tunesmith.records.addresses import is_served_name
 from tunesmith.records.foreign import parse_json
-from tunesmith.records.http_server import (
-    Limits,
-    bearer_of,
-    guarded,
-    listening,
-    url_of,
-)
+from tunesmith.records.http_server import Limits, bearer_of, guarded, listening, url_of
 
 T = TypeVar("T")
 
@@ -85,9 +79,7 @@ class Endpoint:
         self._host = host
         self._limits = limits
         threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True).start()
-        listens = listening(
-            self._app(limits), host, port, limits=limits, shutdown=1.0, cancels=True
-        )
+        listens = listening(self._app(), host, port, limits=limits, shutdown=1.0, cancels=True)
         with boundary(ConfigError, f"cannot listen on {host}:{port}", OSError):
             self.port = self._run(self._serving.enter_async_context(listens))
 
@@ -111,15 +103,13 @@ class Endpoint:
     @asynccontextmanager
     async def reached_by(self, listener: socket.socket) -> AsyncGenerator[int]:
         """Serve by another socket too, such as one in another network; gives its port."""
-        limits = self._limits
-        listens = listening(
-            self._app(limits), listener=listener.dup(), limits=limits, shutdown=0.0, cancels=True
-        )
-        port = await self._here(listens.__aenter__())
+        own: Any = {"listener": listener.dup(), "limits": self._limits}
+        listens = listening(self._app(), **own, shutdown=0.0, cancels=True)
+        port = await _on(self._loop, listens.__aenter__())
         try:
             yield port
         finally:
-            await self._here(listens.__aexit__(None, None, None))
+            await _on(self._loop, listens.__aexit__(None, None, None))
 
     def close(self) -> None:
         self._run(self._serving.aclose())
@@ -128,13 +118,9 @@ class Endpoint:
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_SECONDS)
 
-    async def _here(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work`` in the server's thread."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-
-    def _app(self, limits: Limits) -> web.Application:
+    def _app(self) -> web.Application:
         served = partial(is_served_name, self._host)
-        guard = guarded(limits, None, refusal=_error, hosts=served, admitted=self._admitted)
+        guard = guarded(self._limits, None, refusal=_error, hosts=served, admitted=self._admitted)
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=[guard])
         app.on_response_prepare.append(_close_connection)
         # Anthropic's clients append /v1 to the address that they are given.
@@ -174,11 +160,7 @@ class Endpoint:
 
     def _policy(self, request: web.Request) -> Policy:
         """Raises HTTPUnauthorized: no open policy has the request's key."""
-        keys = (
-            request.match_info.get("key"),
-            bearer_of(request),
-            request.headers.get("x-api-key"),
-        )
+        keys = (request.match_info.get("key"), bearer_of(request), request.headers.get("x-api-key"))
         policy = self._policies.get(next(filter(None, keys), ""), self._for_all)
         if policy is None:
             raise web.HTTPUnauthorized(text="no episode or model in service has this key")
@@ -201,7 +183,7 @@ class Endpoint:
             return policy.count(MessagesExchange(body, policy).ask)
 
         try:
-            return web.json_response({"input_tokens": await _there(policy, count())})
+            return web.json_response({"input_tokens": await _on(policy.loop, count())})
         except Exception as error:
             return _refusal(error)
 
@@ -212,7 +194,7 @@ class Endpoint:
             exchange = read(body, policy)
             if exchange.streamed:
                 return await _Stream(request, exchange, policy).run()
-            answer = await _there(policy, policy.answer(exchange.ask))
+            answer = await _on(policy.loop, policy.answer(exchange.ask))
             return web.json_response(exchange.whole(answer))
         except ConnectionError:
             raise  # the client has gone
@@ -235,7 +217,7 @@ class _Stream:
     async def run(self) -> web.StreamResponse:
         """Raises what ``Policy.answer`` does, before the stream begins."""
         asked = self._policy.answer(self._exchange.ask, self._follow)
-        work = asyncio.ensure_future(_there(self._policy, asked))
+        work = asyncio.ensure_future(_on(self._policy.loop, asked))
         try:
             while not work.done():
                 began = time.monotonic()
@@ -254,10 +236,8 @@ class _Stream:
         """Send what is left."""
         try:
             answer = work.result()
-            rest = [
-                spoken.rest(reply)
-                for spoken, reply in zip(self._spoken, answer.replies, strict=True)
-            ]
+            pairs = zip(self._spoken, answer.replies, strict=True)
+            rest = [spoken.rest(reply) for spoken, reply in pairs]
         except Exception as error:
             if not self._response.prepared:
                 raise
@@ -282,9 +262,9 @@ class _Stream:
             await self._response.write(f"{head}data: {data}\n\n".encode())
 
 
-async def _there(policy: Policy, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work`` on the policy's event loop, where it is cancelled with the caller."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, policy.loop))
+async def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work`` on another event loop, where it is cancelled with the caller."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
 
 def _body(raw: bytes) -> Fields:

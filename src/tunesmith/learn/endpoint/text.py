@@ -56,8 +56,7 @@ class TextExchange(CompletionExchange):
             logprobs["tokens"] = texts + logprobs["tokens"]
             logprobs["token_logprobs"] = own + logprobs["token_logprobs"]
             logprobs["top_logprobs"] = [None, *self._alternatives(reply)] + logprobs["top_logprobs"]
-            lengths = map(len, logprobs["tokens"])
-            logprobs["text_offset"] = list(accumulate(lengths, initial=0))[:-1]
+            logprobs["text_offset"] = list(accumulate(map(len, logprobs["tokens"]), initial=0))[:-1]
         return {
             "index": index,
             "text": self._echoes[index] + reply.text,

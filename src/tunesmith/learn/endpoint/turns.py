@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import count
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from tunesmith.errors import EpisodeError
 from tunesmith.learn.endpoint.asks import Ask, Json
@@ -83,7 +83,7 @@ class Answer:
 
     def said(self) -> Json:
         """The problems as a field of the answer, if there are any."""
-        return {"unmet": [problem.as_json() for problem in self.problems]} if self.problems else {}
+        return {"unmet": [asdict(problem) for problem in self.problems]} if self.problems else {}
 
 
 class Policy(ABC):
@@ -142,14 +142,10 @@ def head_of(policy: Policy) -> AnswerHead:
     return AnswerHead(next(policy.numbers), int(time.time()), policy.model)
 
 
-async def all_replies(ask: Ask, reply: Callable[[int], Awaitable[Reply]]) -> Answer:
+async def all_replies(ask: Ask, reply: Callable[[int], Coroutine[Any, Any, Reply]]) -> Answer:
     """``ask.choices`` concurrent replies; the first error cancels the others and is raised
     unchanged."""
-
-    async def one(index: int) -> Reply:
-        return await reply(index)
-
-    replies = await all_or_error([one(index) for index in range(ask.choices)])
+    replies = await all_or_error([reply(index) for index in range(ask.choices)])
     return Answer(replies, await problems_of(ask, replies), ask.n)
 
 

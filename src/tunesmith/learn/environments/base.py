@@ -56,7 +56,6 @@ class GroupScorer(Protocol):
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
         """Set ``reward`` and ``metrics`` of rollouts that were played; an exception fails them
         all."""
-        ...
 
 
 class SingleTurn:

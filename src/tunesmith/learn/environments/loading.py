@@ -76,11 +76,8 @@ def check_agents(section: EnvironmentSection, base_dir: Path) -> None:
     own = [each for each in references if package_name(each) is None]
     access = [user_code.parameters_in_source(each, base_dir) & GIVEN for each in own]
     has_packages = len(own) < len(references)
-    if (
-        "host" in section.model_fields_set
-        and not has_packages
-        and all("client" in each and not each & OVER_HTTP for each in access)
-    ):
+    unserved = all("client" in each and not each & OVER_HTTP for each in access)
+    if unserved and not has_packages and "host" in section.model_fields_set:
         raise ConfigError(
             "environment.host is for agents that take 'base_url', and there are none: leave it out",
             keys=("environment.host",),

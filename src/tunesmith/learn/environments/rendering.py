@@ -47,8 +47,7 @@ class Renderer:
     @property
     def end_ids(self) -> set[int]:
         """Tokens that end the policy's turn."""
-        encoded = encode(self.tokenizer, list(self._ends))
-        return {ids[0] for ids in encoded if len(ids) == 1}
+        return {ids[0] for ids in encode(self.tokenizer, list(self._ends)) if len(ids) == 1}
 
     def words(self, token_ids: Sequence[int]) -> list[int]:
         """Tokens as the tokenizer knows them: without the rows of images.
@@ -140,8 +139,7 @@ class ChatRenderer(Renderer):
             return None
         last = decode(self.tokenizer, token_ids[-1:])
         tail = self.guard.tail(hidden, len(rest))
-        ids = self.guard.encode_after(self.tokenizer, last, tail)
-        return self._with_rows(ids, new)
+        return self._with_rows(self.guard.encode_after(self.tokenizer, last, tail), new)
 
     def _with_rows(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
         """Tokens with the rows of the messages' images in their places."""

@@ -55,8 +55,7 @@ def as_reward(value: Any, what: str, role: str = "reward") -> float | None:
     except Exception:
         number = math.nan
     if not abs(number) <= LARGEST_REWARD:
-        expected = f"a finite number of at most {LARGEST_REWARD:g}, or None"
-        raise _wrong(what, value, role, expected)
+        raise _wrong(what, value, role, f"a finite number of at most {LARGEST_REWARD:g}, or None")
     return number
 
 
@@ -79,5 +78,4 @@ def as_step(value: object, what: str) -> StepResult:
         raise _wrong(what, raw, "metrics", "numbers by name")
     numbers = {name: as_reward(number, what, f"metric '{name}'") for name, number in raw.items()}
     metrics = {name: number for name, number in numbers.items() if number is not None}
-    reward = as_reward(value.reward, what)
-    return StepResult(observation, reward, bool(done), metrics, value.kept)
+    return StepResult(observation, as_reward(value.reward, what), bool(done), metrics, value.kept)

@@ -79,8 +79,7 @@ def parse_hermes(raw: str, text: str, tools: Tools = None) -> tuple[str, Calls]:
             name = function[1].strip()
             texts = _text_arguments(name, tools)
             pairs = [(key.strip(), value) for key, value in _PARAMETER.findall(function[2])]
-            arguments = {k: v if k in texts else json_or(v, v) for k, v in pairs}
-            calls.append(ToolCall(name, arguments))
+            calls.append(ToolCall(name, {k: v if k in texts else json_or(v, v) for k, v in pairs}))
             continue
         try:
             calls.append(_check(parse_json(block[1])))

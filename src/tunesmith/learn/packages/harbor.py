@@ -27,13 +27,9 @@ from tunesmith.config.sandboxes import Bubblewrap, DockerSandbox, LocalSandbox
 from tunesmith.config.schema import EnvironmentSection
 from tunesmith.config.values import megabytes, parse_size
 from tunesmith.errors import ConfigError, TunesmithError, boundary
-from tunesmith.learn.environments.commands import (
-    CommandTask,
-    CommandTasks,
-    Episode,
-    archive_of,
-)
+from tunesmith.learn.environments.commands import CommandTask, CommandTasks, Episode, archive_of
 from tunesmith.learn.packages.adapter import Foreign, Options, TaskRow
+from tunesmith.learn.sandboxes.base import refused
 from tunesmith.learn.sandboxes.making import make_opener
 from tunesmith.types import Rollout, Task
 
@@ -77,8 +73,7 @@ def environment(name: str) -> CommandTasks:
             )
         _check_sandbox(name, section, tasks)
 
-    folders = sorted({TESTS, SOLUTION, LOGS, *own})
-    return CommandTasks(_command_task, tuple(folders), check)
+    return CommandTasks(_command_task, tuple(sorted({TESTS, SOLUTION, LOGS, *own})), check)
 
 
 @dataclass(slots=True)
@@ -219,7 +214,7 @@ def _follow(task: HarborTask, name: str, words: list[str]) -> bool:
     """Whether an instruction was followed."""
     match name:
         case "FROM":
-            return _is_plain(words[0])
+            return words[0].partition(":")[0].rpartition("/")[2] in PLAIN_IMAGES
         case "ENV" if all("=" in word for word in words):
             task.variables |= dict(word.split("=", 1) for word in words)
             return True
@@ -227,10 +222,6 @@ def _follow(task: HarborTask, name: str, words: list[str]) -> bool:
             return _copy(task, words)
         case _:
             return False
-
-
-def _is_plain(image: str) -> bool:
-    return image.partition(":")[0].rpartition("/")[2] in PLAIN_IMAGES
 
 
 def _copy(task: HarborTask, words: list[str]) -> bool:
@@ -276,34 +267,30 @@ def _check_sandbox(name: str, section: EnvironmentSection, tasks: list[HarborTas
     if isinstance(sandbox, DockerSandbox):
         return
     if not isinstance(sandbox, Bubblewrap):
-        raise ConfigError(
+        raise refused(
             f"harbor:{name}: its tests have places of their own, such as {TESTS}; set "
-            "environment.sandbox = 'bubblewrap' or 'docker'",
-            keys=("environment.sandbox",),
+            "environment.sandbox = 'bubblewrap' or 'docker'"
         )
     for task in tasks:
         if task.needs_image:
-            raise ConfigError(
+            raise refused(
                 f"harbor:{task.folder} needs a container: {task.needs_image}. Build its image with "
                 "docker (with python3 in it), and set environment.sandbox = "
-                "{ type = 'docker', image = 'NAME' }, or leave this task out",
-                keys=("environment.sandbox",),
+                "{ type = 'docker', image = 'NAME' }, or leave this task out"
             )
 
 
 def _check_limits(task: HarborTask, sandbox: LocalSandbox) -> None:
     """A task gets the memory that it asks for, and no network that it forbids."""
     if task.memory > parse_size(sandbox.memory):
-        raise ConfigError(
+        raise refused(
             f"harbor:{task.folder} asks for {megabytes(task.memory)} of memory; set "
-            f"environment.sandbox.memory = '{megabytes(task.memory)}' or more",
-            keys=("environment.sandbox",),
+            f"environment.sandbox.memory = '{megabytes(task.memory)}' or more"
         )
     if sandbox.network and "no-network" in task.network:
-        raise ConfigError(
+        raise refused(
             f"harbor:{task.folder} is played without network; leave environment.sandbox.network "
-            "out, or this task",
-            keys=("environment.sandbox",),
+            "out, or this task"
         )
 
 

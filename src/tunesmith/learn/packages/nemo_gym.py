@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +27,8 @@ from tunesmith.learn.endpoint.responses import FunctionTool, messages_of
 from tunesmith.learn.environments.conversation import OutOfRoom
 from tunesmith.learn.environments.steps import StepResult
 from tunesmith.learn.packages.adapter import Foreign, Options, TaskRow
-from tunesmith.learn.packages.served import PackageServer
+from tunesmith.learn.packages.served import PackageServer, address_in
+from tunesmith.learn.packages.splits import check_options
 from tunesmith.records.foreign import json_or, parse_json
 
 SERVERS = "resources_servers"
@@ -41,9 +43,7 @@ Play = Callable[..., Coroutine[object, object, StepResult]]
 def rows(name: str, split: str, options: Options) -> Iterator[TaskRow]:
     """The lines of the server's ``data/SPLIT.jsonl``, or of ``file``."""
     what = f"nemo_gym:{name}"
-    unknown = next((key for key in options if key != "file"), None)
-    if unknown is not None:
-        raise ConfigError(f"{what} has no option '{unknown}'; valid is file.")
+    check_options(what, options, ("file",))
     for number, line in enumerate(_lines(what, name, split, options), 1):
         with boundary(ConfigError, f"{what}: line {number} of '{split}'", (ValueError, KeyError)):
             row: dict[str, Foreign] = json.loads(line)
@@ -60,12 +60,12 @@ def rows(name: str, split: str, options: Options) -> Iterator[TaskRow]:
 
 def environment(name: str) -> Play:
     """The agent that carries the policy's function calls to the server."""
-    place = _Place(name)
+    server = _server(name)
 
     async def play(client: PolicyClient, nemo_gym: str) -> StepResult:
         cookies = aiohttp.CookieJar(unsafe=True)  # sessions of a server that has no name
         timeout = aiohttp.ClientTimeout(total=CALL_SECONDS)
-        url = place.url()
+        url = server.url()
         async with aiohttp.ClientSession(url, cookie_jar=cookies, timeout=timeout) as session:
             play = _stepped if await _steps(session) else _play
             return await play(client, session, f"nemo_gym:{name}", json.loads(nemo_gym))
@@ -181,7 +181,7 @@ async def _post(session: aiohttp.ClientSession, what: str, path: str, body: obje
 def _lines(what: str, name: str, split: str, options: Options) -> list[str]:
     if "file" in options:
         file = Path(str(options["file"])).expanduser()
-    elif _is_far(name):
+    elif address_in(name):
         raise ConfigError(f"{what}: name the tasks of a server at an address: options.file")
     else:
         file = _folder(name) / "data" / f"{split}.jsonl"
@@ -195,10 +195,6 @@ def _lines(what: str, name: str, split: str, options: Options) -> list[str]:
     return file.read_text(encoding="utf-8").rstrip("\n").split("\n")
 
 
-def _is_far(name: str) -> bool:
-    return name.startswith(("http://", "https://"))
-
-
 def _folder(name: str) -> Path:
     """A server's directory in the package; a ConfigError if there is none."""
     found = find_spec(SERVERS)
@@ -209,30 +205,21 @@ def _folder(name: str) -> Path:
     return known[name]
 
 
-class _Place:
-    """Where a server is."""
+def _server(name: str) -> PackageServer:
+    address = address_in(name)
+    if not address:
+        _folder(name)  # what is wrong is said before the run
+    program = "from tunesmith.learn.packages.nemo_gym import serve; serve()"
 
-    def __init__(self, name: str) -> None:
-        self._address = name.rstrip("/") if _is_far(name) else ""
-        if not self._address:
-            _folder(name)  # what is wrong is said before the run
-        program = "from tunesmith.learn.packages.nemo_gym import serve; serve()"
+    def command(port: int) -> list[str]:
+        return [sys.executable, "-c", program, name, str(port)]
 
-        def command(port: int) -> list[str]:
-            return [sys.executable, "-c", program, name, str(port)]
-
-        self._server = PackageServer(f"nemo_gym:{name}", command, _ask)
-
-    def url(self) -> str:
-        return self._address or self._server.url()
+    return PackageServer(f"nemo_gym:{name}", command, _ask, address)
 
 
 def _ask(url: str) -> None:
-    try:
-        with urlopen(f"{url}/openapi.json", timeout=CALL_SECONDS):
-            pass
-    except HTTPError:  # it answers
-        pass
+    with suppress(HTTPError), urlopen(f"{url}/openapi.json", timeout=CALL_SECONDS):
+        pass  # also with an error, it answers
 
 
 def serve() -> None:
@@ -268,11 +255,6 @@ def _settings(name: str) -> dict[str, Foreign]:
     files = sorted((_folder(name) / "configs").glob("*.yaml"))
     own = [file for file in files if file.stem == name] or files[:1]
     tables = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in own]
-    servers = [
-        settings
-        for table in tables
-        for one in table.values()
-        if isinstance(one, dict)
-        for settings in one.get(SERVERS, {}).values()
-    ]
+    named = [one for table in tables for one in table.values() if isinstance(one, dict)]
+    servers = [settings for one in named for settings in one.get(SERVERS, {}).values()]
     return servers[0] if servers else {"entrypoint": "app.py"}

@@ -19,8 +19,8 @@ from tunesmith.learn.endpoint.client import PolicyClient
 from tunesmith.learn.environments.conversation import OutOfRoom
 from tunesmith.learn.environments.steps import StepResult
 from tunesmith.learn.packages.adapter import Foreign, Options, TaskRow
-from tunesmith.learn.packages.served import PackageServer
-from tunesmith.learn.packages.splits import seeds_of
+from tunesmith.learn.packages.served import PackageServer, address_in
+from tunesmith.learn.packages.splits import check_options, seeds_of
 from tunesmith.records.foreign import json_or
 from tunesmith.types import Message
 
@@ -39,10 +39,7 @@ def rows(name: str, split: str, options: Options) -> Iterator[TaskRow]:
     """A task for each table of ``resets``, what the environment's ``reset`` takes; else ``size``
     tasks (200) with seeds from ``seed`` (0) on. ``prompt`` is said before the first observation."""
     what = f"openenv:{name}"
-    valid = ("size", "seed", "resets", "prompt")
-    unknown = next((key for key in options if key not in valid), None)
-    if unknown is not None:
-        raise ConfigError(f"{what} has no option '{unknown}'; valid are {', '.join(valid)}.")
+    check_options(what, options, ("size", "seed", "resets", "prompt"))
     drawn = [{"seed": each} for each in seeds_of(what, split, options, SIZE)]
     resets: Foreign = options.get("resets", drawn)
     for reset in resets:
@@ -51,7 +48,7 @@ def rows(name: str, split: str, options: Options) -> Iterator[TaskRow]:
 
 def environment(name: str) -> Play:
     """The agent that carries the policy's actions to the environment."""
-    server = OpenEnvServer(name)
+    server = _server(name)
 
     async def play(client: PolicyClient, prompt: str, openenv: str) -> StepResult:
         url = server.url()
@@ -136,25 +133,18 @@ def _schema(url: str) -> Mapping[str, Foreign]:
         return json.load(answer)["action"]
 
 
-class OpenEnvServer:
-    """Where an environment's server is: at an address, or where the run starts it."""
+def _server(name: str) -> PackageServer:
+    address = address_in(name)
+    app = name if ":" in name else f"{name}.server.app:app"
+    module = app.partition(":")[0]
+    if not address and not _is_there(module):
+        raise ConfigError(f"openenv:{name}: there is no module {module}; is it installed?")
+    serve = [sys.executable, "-m", "uvicorn", app, "--log-level", "warning"]
 
-    def __init__(self, name: str) -> None:
-        self._address = name.rstrip("/") if name.startswith(("http://", "https://")) else ""
-        app = name if ":" in name else f"{name}.server.app:app"
-        module = app.partition(":")[0]
-        if not self._address and not _is_there(module):
-            raise ConfigError(f"openenv:{name}: there is no module {module}; is it installed?")
-        serve = [sys.executable, "-m", "uvicorn", app, "--log-level", "warning"]
+    def command(port: int) -> list[str]:
+        return [*serve, "--host", "127.0.0.1", "--port", str(port)]
 
-        def command(port: int) -> list[str]:
-            return [*serve, "--host", "127.0.0.1", "--port", str(port)]
-
-        self._server = PackageServer(f"openenv:{name}", command, _schema)
-
-    def url(self) -> str:
-        """The server's address; raises EpisodeError if it does not start."""
-        return self._address or self._server.url()
+    return PackageServer(f"openenv:{name}", command, _schema, address)
 
 
 def _is_there(module: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tunesmith.errors import ConfigError, DataError, nearest
 from tunesmith.learn.packages.adapter import Options, TaskRow
-from tunesmith.learn.packages.splits import SHARES, check_split, is_of, number
+from tunesmith.learn.packages.splits import SHARES, check_options, check_split, is_of, number
 from tunesmith.types import Prompt
 
 SIZE = 500
@@ -93,11 +93,7 @@ def _generator(name: str, options: str) -> Generator:
         raise ConfigError(f"reasoning_gym has no data set '{name}'.{hint}")
     given = json.loads(options)
     valid = [field.name for field in dataclasses.fields(factory.DATASETS[name][1])]
-    for option in given:
-        if option not in valid:
-            hint = nearest(option, valid)
-            known = f"valid are {', '.join(valid)}"
-            raise ConfigError(f"reasoning_gym:{name} has no option '{option}'; {known}.{hint}")
+    check_options(f"reasoning_gym:{name}", given, valid)
     try:
         if name == COMPOSITE and "datasets" in given:
             spec = import_module("reasoning_gym.composite").DatasetSpec

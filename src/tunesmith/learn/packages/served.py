@@ -1,4 +1,4 @@
-"""Servers of packages that a run starts on this machine."""
+"""Servers of packages: at an address, or started by a run on this machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from tunesmith.errors import EpisodeError
 START_SECONDS = 120.0
 
 
+def address_in(name: str) -> str:
+    """The address that names a server; empty for one that a run starts."""
+    return name.rstrip("/") if name.startswith(("http://", "https://")) else ""
+
+
 class PackageServer:
-    """A server, started when it is first needed, and again if it has ended.
+    """A server; without an address, it is started when it is first needed, and again if it has
+    ended.
 
     Args:
         what: its name in errors.
@@ -26,19 +32,25 @@ class PackageServer:
     """
 
     def __init__(
-        self, what: str, command: Callable[[int], Sequence[str]], ask: Callable[[str], object]
+        self,
+        what: str,
+        command: Callable[[int], Sequence[str]],
+        ask: Callable[[str], object],
+        address: str,
     ) -> None:
         self._what = what
         self._command = command
         self._ask = ask
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._url = ""
+        self._address = address
+        self._url = address
 
     def url(self) -> str:
         """The server's address; raises EpisodeError if it does not start."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
+            running = self._process is not None and self._process.poll() is None
+            if not (self._address or running):
                 self._start()
         return self._url
 

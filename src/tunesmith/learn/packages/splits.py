@@ -4,7 +4,7 @@ task is in two."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 
 from tunesmith.errors import ConfigError, nearest
@@ -21,6 +21,13 @@ def check_split(what: str, split: str) -> None:
     if split not in SHARES:
         hint = nearest(split, SHARES)
         raise ConfigError(f"{what} has no split '{split}': {', '.join(SHARES)}.{hint}")
+
+
+def check_options(what: str, options: Options, valid: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for an option that there is not."""
+    for option in options:
+        if option not in valid:
+            raise ConfigError(f"{what} has no option '{option}'.{nearest(option, valid)}")
 
 
 def is_of(split: str, task: str) -> bool:

@@ -126,9 +126,8 @@ async def _play(what: str, environment: Foreign, data: Options, base_url: str) -
     package = import_module("verifiers.v1")
     kind = type(environment.taskset).task_type()
     task = kind(kind.data_type().model_validate(data), environment.taskset.config.task)
-    client = package.EvalClientConfig(
-        base_url=base_url, api_key_var="UNUSED"
-    )  # the URL has the key
+    # The URL has the key.
+    client = package.EvalClientConfig(base_url=base_url, api_key_var="UNUSED")
     context = package.ModelContext(model="policy", client=client)
     async with environment.serving():
         [slot] = environment.slots(task)
@@ -145,9 +144,8 @@ async def _play(what: str, environment: Foreign, data: Options, base_url: str) -
 def _prompt(what: str, data: Mapping[str, Foreign]) -> Foreign:
     prompt = data.get("prompt")
     if prompt is None:
-        raise ConfigError(
-            f"{what}: its tasks have no prompt: another agent opens the conversation."
-        )
+        why = "its tasks have no prompt: another agent opens the conversation"
+        raise ConfigError(f"{what}: {why}.")
     head = data.get("system_prompt")
     system = [{"role": "system", "content": head}] if head else []
     return [*system, *as_messages(prompt)] if system else prompt
@@ -157,8 +155,7 @@ def _with_split(what: str, name: str, split: str, options: Options) -> Options:
     """The options with the split, which a taskset has as a setting or not at all."""
     if split == "train":
         return options
-    kind = import_module("verifiers.v1").taskset_config_type(name)
-    if "split" not in kind.model_fields:
+    if "split" not in import_module("verifiers.v1").taskset_config_type(name).model_fields:
         raise ConfigError(f"{what} has no split '{split}': its settings have no 'split'.")
     return {**options, "split": split}
 

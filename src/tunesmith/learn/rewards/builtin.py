@@ -57,10 +57,8 @@ def check_builtins(section: RewardSection) -> None:
         )
     for key in ("tests", "partial_credit"):
         if key in section.model_fields_set and "code_tests" not in section.functions:
-            raise ConfigError(
-                f"reward.{key} is set, but code_tests is not in reward.functions.",
-                keys=(f"reward.{key}", "reward.functions"),
-            )
+            why = f"reward.{key} is set, but code_tests is not in reward.functions."
+            raise ConfigError(why, keys=(f"reward.{key}", "reward.functions"))
     labelled = any(entry.protocol == "openrlhf" for entry in section.remote)
     read = labelled or not set(COMPARING).isdisjoint(used)
     if "answer" in section.model_fields_set and not read:
@@ -79,9 +77,9 @@ def _problem_of_pattern(pattern: str | None, used: Sequence[str]) -> str | None:
         groups = re.compile(pattern).groups
     except re.error as error:
         return f"is not a regular expression: {error}: {pattern!r}"
-    extracting = [name for name in used if name in ("exact_match", "numeric_match")]
     if "regex_format" in used:
         return None
+    extracting = [name for name in used if name in ("exact_match", "numeric_match")]
     if not extracting:
         unread = "is set, but regex_format, exact_match and numeric_match are not in"
         return f"{unread} reward.functions."

@@ -95,9 +95,8 @@ def code_tests(section: RewardSection, sandbox: Sandbox) -> RewardFunction:
         jobs = (_share(runner, *each) for each in zip(completions, tests, strict=True))
         shares = await asyncio.gather(*jobs)
         numbers = [share if isinstance(share, float) else None for share in shares]
-        notes.log_extra(
-            "answered", [float(_BLOCK.search(text) is not None) for text in completions]
-        )
+        answered = [float(_BLOCK.search(text) is not None) for text in completions]
+        notes.log_extra("answered", answered)
         notes.log_extra("correct", [None if n is None else float(n == 1.0) for n in numbers])
         notes.log_extra("tests_passed", numbers)
         if section.partial_credit:

@@ -66,10 +66,8 @@ def _score(places: Sequence[RestartingFars], sequences: list[list[int]]) -> list
     shares = [order[n :: len(places)] for n in range(len(used))]
     scores = [0.0] * len(sequences)
     with ThreadPoolExecutor(len(places)) as threads:
-        calls = [
-            threads.submit(place.call, "score_ids", [sequences[i] for i in share])
-            for place, share in zip(used, shares, strict=True)
-        ]
+        asked = zip(used, [[sequences[i] for i in share] for share in shares], strict=True)
+        calls = [threads.submit(place.call, "score_ids", share) for place, share in asked]
         for share, call in zip(shares, calls, strict=True):
             for i, parts in zip(share, zip(*call.result(), strict=True), strict=True):
                 scores[i] = sum(parts)

@@ -35,10 +35,8 @@ INSTEAD: Mapping[str, str] = {
 
 def hint(name: str) -> str:
     """A hint for an argument that is not a column of the data; empty for an unknown argument."""
-    instead = INSTEAD.get(name)
-    if instead is None:
-        return ""
-    return f" Other code's '{name}' is called {instead} here: a list with one entry per completion."
+    called = f"is called {INSTEAD.get(name)} here: a list with one entry per completion"
+    return f" Other code's '{name}' {called}." if name in INSTEAD else ""
 
 
 def from_verl(function: Function) -> Function:

@@ -73,8 +73,7 @@ class IsolatedRewards:
             function = FarFunction(number, one["parameters"], one["asynchronous"])
             columns = frozenset(one["columns"])
             one_of = frozenset(one["one_of"])
-            reward = RewardFunction(name, entry, function, columns, one_of=one_of)
-            self.functions.append(reward)
+            self.functions.append(RewardFunction(name, entry, function, columns, one_of=one_of))
 
     async def run(self, function: Function, arguments: Keywords, timeout: float) -> list[Score]:
         """The scores of a call. The values that it logs are given to the functions for this in its

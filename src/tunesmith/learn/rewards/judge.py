@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean
 
@@ -103,19 +103,15 @@ class JudgeRewards:
     ) -> list[Score]:
         """The mean of the votes on each completion, from 0 to 1."""
         votes = range(self._entry.votes)
-        asked: list[tuple[str, list[Asked]] | Unanswered] = [
-            self._asked(rollout, text) for rollout, text in zip(rollouts, texts, strict=True)
-        ]
-        questions = [
-            JudgeQuestion(one[0], vote) for one in asked if isinstance(one, tuple) for vote in votes
-        ]
+        asked = [self._asked(*each) for each in zip(rollouts, texts, strict=True)]
+        shown = [one[0] for one in asked if not isinstance(one, Unanswered)]
+        questions = [JudgeQuestion(text, vote) for text in shown for vote in votes]
         answers = iter(await self._judge.answers(questions))
         scores: list[Score] = []
         said: list[str | None] = []
         reasons: list[str | None] = []
-        columns: dict[str, list[float | None]] = {
-            criterion.name: [] for criterion in self._entry.named_criteria
-        }
+        named = self._entry.named_criteria
+        columns: dict[str, list[float | None]] = {criterion.name: [] for criterion in named}
         for one in asked:
             if isinstance(one, Unanswered):
                 own: list[Answer] = [one]
@@ -126,7 +122,9 @@ class JudgeRewards:
             scores.append(fmean(v.reward for v in verdicts) if verdicts else None)
             reasons.append(None if verdicts else reason)
             said.append(next((a[-SHOWN_CHARACTERS:] for a in own if isinstance(a, str)), None))
-            self._agree(verdicts)
+            gaps = [abs(a.reward - b.reward) for a, b in combinations(verdicts, 2)]
+            if gaps:
+                self._outcomes.agreement.append(1.0 - fmean(gaps))
             for place, column in enumerate(columns.values()):
                 column.append(fmean(v.scores[place] for v in verdicts) if verdicts else None)
         self._note(notes, {**columns, "said": said, "error": reasons})
@@ -144,10 +142,8 @@ class JudgeRewards:
         pairs = [pair for group in groups_of(rollouts) for pair in self._pairs(rollouts, group)]
         asked: list[JudgeQuestion | Unanswered] = []
         for one, other in pairs:
-            asked += [
-                self._between(rollouts[first], shown[first], shown[second])
-                for first, second in ((one, other), (other, one))
-            ]
+            asked.append(self._between(rollouts[one], shown[one], shown[other]))
+            asked.append(self._between(rollouts[other], shown[other], shown[one]))
         known = [question for question in asked if isinstance(question, JudgeQuestion)]
         answers = iter(await self._judge.answers(known))
         wins: list[list[float]] = [[] for _ in rollouts]
@@ -181,18 +177,15 @@ class JudgeRewards:
     def _between(self, rollout: Rollout, first: str, second: str) -> JudgeQuestion | Unanswered:
         prompt = transcript(as_messages(rollout.task.prompt))
         try:
-            return JudgeQuestion(
-                self._questions.between(prompt, first, second, rollout.task.columns)
-            )
+            columns = rollout.task.columns
+            return JudgeQuestion(self._questions.between(prompt, first, second, columns))
         except RewardError as error:
             return Unanswered(str(error))
 
     def _pairs(self, rollouts: Sequence[Rollout], group: Sequence[int]) -> list[tuple[int, int]]:
         seed = f"{self._entry.seed}:{rollouts[group[0]].task.id}"
-        return [
-            (group[one], group[other])
-            for one, other in pairs_of(len(group), self._entry.rounds, seed)
-        ]
+        pairs = pairs_of(len(group), self._entry.rounds, seed)
+        return [(group[one], group[other]) for one, other in pairs]
 
     async def _verdicts(
         self, answers: Sequence[Answer], criteria: Sequence[Asked]
@@ -235,11 +228,6 @@ class JudgeRewards:
         except (DeadlineExceeded, WorkerError) as error:
             raise RewardError(f"reward.judge.pattern: {error}") from None
 
-    def _agree(self, verdicts: Sequence[Judgement]) -> None:
-        gaps = [abs(a.reward - b.reward) for a, b in combinations(verdicts, 2)]
-        if gaps:
-            self._outcomes.agreement.append(1.0 - fmean(gaps))
-
     def _count(self, reasons: Sequence[str | None]) -> None:
         self._outcomes.wanted += len(reasons)
         self._outcomes.failed += sum(reason is not None for reason in reasons)
@@ -273,11 +261,8 @@ def pairs_of(size: int, rounds: int | None, seed: str) -> list[tuple[int, int]]:
         return list(combinations(range(size), 2))
     circle = list(range(size))
     random.Random(seed).shuffle(circle)
-    return [
-        (circle[place], circle[(place + distance) % size])
-        for distance in range(1, rounds + 1)
-        for place in range(size)
-    ]
+    steps = product(range(1, rounds + 1), range(size))
+    return [(circle[place], circle[(place + distance) % size]) for distance, place in steps]
 
 
 def _texts(rollout: Rollout, text: str) -> tuple[str, str]:

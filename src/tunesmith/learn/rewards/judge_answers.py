@@ -110,15 +110,15 @@ class AnswerFile:
 
     def _loaded(self) -> dict[str, str]:
         if self._kept is None:
-            self._kept = {}
-            if self._path is not None:
-                keep_lines(self._path, self._keep)
-        return self._kept
+            kept = self._kept = dict[str, str]()
 
-    def _keep(self, line: Mapping[str, str]) -> bool:
-        assert self._kept is not None
-        self._kept[line["key"]] = line["answer"]
-        return True
+            def keep(line: Mapping[str, str]) -> bool:
+                kept[line["key"]] = line["answer"]
+                return True
+
+            if self._path is not None:
+                keep_lines(self._path, keep)
+        return self._kept
 
 
 class ServedJudge:
@@ -143,11 +143,8 @@ class ServedJudge:
     async def answers(self, questions: Sequence[JudgeQuestion]) -> list[Answer]:
         self.tally.questions += len(questions)
         keys = {question: self._digest(question) for question in questions}
-        found: dict[JudgeQuestion, Answer] = {}
-        for question, key in keys.items():
-            answer = self._kept.get(key)
-            if answer is not None:
-                found[question] = answer
+        kept = {question: self._kept.get(key) for question, key in keys.items()}
+        found: dict[JudgeQuestion, Answer] = {q: a for q, a in kept.items() if a is not None}
         self.tally.cached += sum(question in found for question in questions)
         asked = [question for question in keys if question not in found]
         if asked:
@@ -303,8 +300,7 @@ class PolicyJudge:
     async def answers(self, questions: Sequence[JudgeQuestion]) -> list[Answer]:
         self.tally.questions += len(questions)
         asked = list(dict.fromkeys(questions))
-        answers = await asyncio.gather(*map(self._answer, asked))
-        found = dict(zip(asked, answers, strict=True))
+        found = dict(zip(asked, await asyncio.gather(*map(self._answer, asked)), strict=True))
         return [found[question] for question in questions]
 
     def close(self) -> None:
@@ -332,8 +328,7 @@ class PolicyJudge:
         self.tally.requests += 1
         try:
             async with self._room.here, asyncio.timeout(self._entry.deadline):
-                seed = self._entry.seed + question.vote
-                written = await self._write(question.text, seed)
+                written = await self._write(question.text, self._entry.seed + question.vote)
         except NoEngineError:
             raise
         except (EngineError, UserError, TimeoutError) as error:

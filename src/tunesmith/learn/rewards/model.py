@@ -66,10 +66,8 @@ class RewardModel:
             asked = self.template.whole(as_messages(prompt), prompt=True)
             return encode(self.tokenizer, [asked + completion + end])[0]
         if not isinstance(prompt, str):
-            raise DataError(
-                "the prompt is a conversation, and the reward model's tokenizer has no chat "
-                "template"
-            )
+            lacking = "the reward model's tokenizer has no chat template"
+            raise DataError(f"the prompt is a conversation, and {lacking}")
         [ids] = encode(self.tokenizer, [prompt + completion])
         ids = with_leading(leading_ids(self.tokenizer), ids)
         eos: int | None = self.tokenizer.eos_token_id

@@ -204,8 +204,8 @@ class RewardSet:
             return
         rollout.reward = sum(applied)
         if not abs(rollout.reward) <= LARGEST_REWARD:
-            sums = f"the rewards sum to {rollout.reward:g}"
-            _fail(rollout, f"{sums}, and {LARGEST_REWARD:g} is the limit")
+            limit = f"and {LARGEST_REWARD:g} is the limit"
+            _fail(rollout, f"the rewards sum to {rollout.reward:g}, {limit}")
 
 
 def _fail(rollout: Rollout, reason: str, status: Status = Status.REWARD_FAILED) -> None:

@@ -55,11 +55,10 @@ class RewardRequest(BaseModel):
         reserved = NOT_COLUMNS & columns.keys()
         if reserved:
             raise ValueError(f"columns: '{min(reserved)}' cannot be the name of a column")
+        prompts = len(self.prompts)
         for name, values in {"completions": self.completions, **columns}.items():
-            if len(values) != len(self.prompts):
-                raise ValueError(
-                    f"{len(self.prompts)} prompts, but '{name}' has {len(values)} entries"
-                )
+            if len(values) != prompts:
+                raise ValueError(f"{prompts} prompts, but '{name}' has {len(values)} entries")
         return self
 
 
@@ -102,7 +101,7 @@ class RewardService:
         except ValidationError as error:
             problem = error.errors()[0]
             place = ".".join(map(str, problem["loc"]))
-            text = f"{place}: {problem['msg']}" if place else problem["msg"]
+            text = ": ".join(filter(None, (place, problem["msg"])))
             raise web.HTTPBadRequest(text=text) from None
         columns = body.columns or {}
         missing = self.rewards.functions[0].columns - columns.keys()

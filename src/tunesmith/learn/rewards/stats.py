@@ -31,11 +31,9 @@ def check_reward_model(entry: ModelReward) -> None:
     is not looked up."""
     directory = Path(entry.path)
     if directory.is_dir():
-        file = directory / "config.json"
-        problem = _problem_of_config(read_json(file, ConfigError))
+        problem = _problem_of_config(read_json(directory / "config.json", ConfigError))
         if problem:
-            why = f"reward.models: '{entry.path}' {problem}"
-            raise ConfigError(why, keys=("reward.models",))
+            raise ConfigError(f"reward.models: '{entry.path}' {problem}", keys=("reward.models",))
     if entry.normalize:
         read_stats(directory)
 

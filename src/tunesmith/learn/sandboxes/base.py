@@ -12,7 +12,12 @@ from typing import Literal, Protocol
 
 from tunesmith.config.sandboxes import LocalSandbox, Sandbox
 from tunesmith.config.values import parse_size
-from tunesmith.errors import TunesmithError
+from tunesmith.errors import ConfigError, TunesmithError
+
+
+def refused(why: str) -> ConfigError:
+    """``environment.sandbox`` is at fault."""
+    return ConfigError(why, keys=("environment.sandbox",))
 
 
 class SandboxError(TunesmithError, RuntimeError):

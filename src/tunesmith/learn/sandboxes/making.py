@@ -13,8 +13,7 @@ from tunesmith.config.sandboxes import (
     ProcessSandbox,
     Sandbox,
 )
-from tunesmith.errors import ConfigError
-from tunesmith.learn.sandboxes.base import Opener, SandboxRunner
+from tunesmith.learn.sandboxes.base import Opener, SandboxRunner, refused
 from tunesmith.learn.sandboxes.process import ProcessRunner
 from tunesmith.learn.sandboxes.started import StartedRunner, bubblewrap, docker
 
@@ -25,10 +24,9 @@ def make_runner(section: Sandbox) -> SandboxRunner:
         return make_opener(section, listens=False)
     assert isinstance(section, HttpSandbox)
     if section.token_env and not os.environ.get(section.token_env, "").strip():
-        raise ConfigError(
+        raise refused(
             f"the environment variable {section.token_env} (environment.sandbox.token_env) "
-            "is not set",
-            keys=("environment.sandbox",),
+            "is not set"
         )
     from tunesmith.learn.sandboxes.http import HttpRunner  # aiohttp takes a tenth of a second
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tunesmith.config.sandboxes import ProcessSandbox
 from tunesmith.config.values import parse_size
-from tunesmith.errors import ConfigError, DeadlineExceeded
+from tunesmith.errors import DeadlineExceeded
 from tunesmith.learn.sandboxes.base import (
     MOST_OPEN,
     Opened,
@@ -23,6 +23,7 @@ from tunesmith.learn.sandboxes.base import (
     at_once,
     message_of,
     outcome_of,
+    refused,
 )
 from tunesmith.learn.usercode.calls import PerLoop
 from tunesmith.learn.usercode.jail import Jail, missing
@@ -43,10 +44,9 @@ def jail_of(section: ProcessSandbox, hidden: Sequence[Path] = ()) -> Jail:
     """
     why = missing()
     if why:
-        raise ConfigError(
+        raise refused(
             f"environment.sandbox = 'process' cannot confine processes on this machine: {why}. "
-            "Use 'bubblewrap', 'docker' or 'http' for programs.",
-            keys=("environment.sandbox",),
+            "Use 'bubblewrap', 'docker' or 'http' for programs."
         )
     return {
         "read": list(section.read),

@@ -25,7 +25,7 @@ from subprocess import DEVNULL, PIPE, Popen
 
 from tunesmith.config.sandboxes import Bubblewrap, DockerSandbox, LocalSandbox
 from tunesmith.config.values import parse_size
-from tunesmith.errors import ConfigError, boundary
+from tunesmith.errors import boundary
 from tunesmith.learn.sandboxes.base import (
     MOST_OPEN,
     SandboxError,
@@ -34,6 +34,7 @@ from tunesmith.learn.sandboxes.base import (
     at_once,
     message_of,
     outcome_of,
+    refused,
 )
 from tunesmith.learn.sandboxes.outlet import Outlet
 from tunesmith.learn.usercode.calls import PerLoop
@@ -148,10 +149,7 @@ class StartedRunner:
         tool = first.command[0]
         problem = "is not installed" if shutil.which(tool) is None else _problem(first.check)
         if problem:
-            raise ConfigError(
-                f"environment.sandbox = '{section.name}' needs {tool}, which {problem}",
-                keys=("environment.sandbox",),
-            )
+            raise refused(f"environment.sandbox = '{section.name}' needs {tool}, which {problem}")
         self._section = section
         self._start = start
         self._listens = listens
@@ -288,15 +286,11 @@ class _Started:
             with suppress(OSError):
                 asked.write(message)
                 asked.flush()
-            return said.readline(self._most)
+            # Output as JSON, files as base64.
+            sizes = 16 * parse_size(self._section.output) + 2 * parse_size(self._section.files)
+            return said.readline(sizes + 2**20)
         finally:
             timer.cancel()
-
-    @property
-    def _most(self) -> int:
-        """Bytes of an answer: output as JSON, files as base64."""
-        section = self._section
-        return 16 * parse_size(section.output) + 2 * parse_size(section.files) + 2**20
 
     def _ending(self) -> str:
         """What is known of its end, with what the tool said."""

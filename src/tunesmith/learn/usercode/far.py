@@ -247,11 +247,7 @@ class ConnectedFar(Far):
     """A far object called through a connection whose other end is ``host.serve``."""
 
     def __init__(
-        self,
-        connection: Connection,
-        name: str,
-        lost: Lost,
-        patience: float | None = PATIENCE,
+        self, connection: Connection, name: str, lost: Lost, patience: float | None = PATIENCE
     ) -> None:
         super().__init__(name, lost, patience)
         self._connection = connection

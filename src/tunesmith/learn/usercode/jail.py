@@ -201,8 +201,7 @@ def _listener(apart: bool) -> int:
     """A socket that listens on the loopback interface; ``apart``: that of a new namespace."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         if apart:
-            loopback = struct.pack("16sh22x", b"lo", _UP)
-            fcntl.ioctl(listener, _SET_FLAGS, loopback)
+            fcntl.ioctl(listener, _SET_FLAGS, struct.pack("16sh22x", b"lo", _UP))
         return listener.detach()
 
 
@@ -307,8 +306,7 @@ def _restrict_calls(*, network: bool) -> None:
     if network:
         program += [(_LOAD, 0, 0, 16), (_EQUAL, 1, 0, _UNIX), (end, 0, 0, _ALLOWED)]
     program.append((end, 0, 0, refused))
-    code = b"".join(struct.pack("=HBBI", *line) for line in program)
-    held = ctypes.create_string_buffer(code)
+    held = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
     filters = struct.pack("@HP", len(program), ctypes.addressof(held))
     _try("seccomp", _libc.prctl(_SECCOMP, 2, filters, 0, 0))
 
