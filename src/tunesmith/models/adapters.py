@@ -86,11 +86,8 @@ def attach(
         ModelError: the saved adapter is of another kind or for another model.
     """
     kind = "SEQ_CLS" if isinstance(model, ScoreModel) else "CAUSAL_LM"
-    peft = (
-        _fresh(model, section, kind)
-        if path is None
-        else _continued(model, section, kind, path, frozen)
-    )
+    own = (model, section, kind)
+    peft = _fresh(*own) if path is None else _continued(*own, path, frozen)
     unshard_trained(peft, model.device)
     for part in peft.modules():
         if isinstance(part, LoraLayer):
@@ -182,9 +179,8 @@ def _check_embeddings(path: Path, model: Decoder) -> None:
         base = whole(cast(Tensor, model.module.get_submodule(name).weight))
         with safe_open(path / WEIGHTS, framework="pt", device=str(base.device)) as file:
             saved = file.get_tensor(key)
-        if saved.shape != base.shape or not (
-            saved.equal(base.to(saved.dtype)) or saved.to(base.dtype).equal(base)
-        ):
+        alike = saved.equal(base.to(saved.dtype)) or saved.to(base.dtype).equal(base)
+        if saved.shape != base.shape or not alike:
             raise ModelError(
                 f"{path / WEIGHTS}: '{key}' {list(saved.shape)} differs from the base's {name} "
                 f"{list(base.shape)}, and an adapter is trained on an unchanged base. Merge the "

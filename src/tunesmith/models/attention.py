@@ -200,8 +200,7 @@ class ForestAttention:
             self._orders[chunk] = segments, torch.tensor(rows, device=query.device)
         segments, order = self._orders[chunk]
         q, k, v = (t.index_select(0, order) for t in (query, key, value))
-        out = self._attend(segments, chunk, q, k, v, rule)
-        return out.index_select(0, order.argsort())
+        return self._attend(segments, chunk, q, k, v, rule).index_select(0, order.argsort())
 
     def _attend(
         self,

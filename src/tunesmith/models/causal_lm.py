@@ -50,11 +50,9 @@ class CausalLM(Decoder):
         logprobs, entropies = fused_logprobs(
             states, self.scaled_head(temperature, chunk), forest.targets, entropy=entropy
         )
-        values = (
-            None
-            if value_head is None
-            else value_head(states.to(value_head.weight.dtype)).squeeze(1)
-        )
+        values = None
+        if value_head is not None:
+            values = value_head(states.to(value_head.weight.dtype)).squeeze(1)
         return Predictions(logprobs, entropies, values)
 
     def scaled_head(self, temperature: float = 1.0, chunk: int | None = None) -> Head:

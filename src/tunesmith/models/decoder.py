@@ -145,9 +145,8 @@ class Decoder:
             tower=tower,
             like=like.module if like else None,
         )
-        differences = cls.weight_differences(config)
         module, towers = load_module(
-            path, how, auto=cls.auto, differences=differences, **cls.settings
+            path, how, auto=cls.auto, differences=cls.weight_differences(config), **cls.settings
         )
         model = cls(module, tokenizer, sharding=sharding, trust_remote_code=trust_remote_code)
         model.towers = towers
@@ -202,8 +201,7 @@ class Decoder:
         key = (str(self.module.name_or_path), self.dtype, self.device)
         shared = vocabulary.towers.get(key)
         if not isinstance(shared, Vision):
-            config = self.module.config
-            shared = Vision.of(config, self.towers, vocabulary, self.dtype, self.device)
+            shared = Vision.of(self.module.config, self.towers, vocabulary, self.dtype, self.device)
             vocabulary.towers[key] = shared
         return shared
 
@@ -214,11 +212,8 @@ class Decoder:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the computation; the weights of a sharded model that trains are float32."""
-        return (
-            self.module.dtype
-            if self.sharding is None
-            else cast(torch.dtype, self.module.config.dtype)
-        )
+        config_dtype = cast(torch.dtype, self.module.config.dtype)
+        return self.module.dtype if self.sharding is None else config_dtype
 
     @property
     def lean(self) -> LeanDecoder | None:
@@ -361,11 +356,9 @@ class Decoder:
         if vision is not None and vision.tower.by_grid and forest.position_ids.dim() == 1:
             positions = vision.positions(forest.token_ids, forest.position_ids, forest.segments)
             forest = replace(forest, position_ids=positions)
-        return (
-            forest
-            if self.lengths is None or forest.rotary_lengths
-            else split_by_length(forest, self.lengths)
-        )
+        if self.lengths is None or forest.rotary_lengths:
+            return forest
+        return split_by_length(forest, self.lengths)
 
     def save(self, directory: str | Path, *, weights: bool = True) -> None:
         """Write model and tokenizer in Hugging Face format.

@@ -38,9 +38,8 @@ def check_model(directory: Path, *, whole: bool = True) -> None:
         )
     if not weight_files(directory):
         pickled = {file.suffix for file in directory.iterdir()} & {".bin", ".pt", ".pth"}
-        content = (
-            "only pickled weights, which can run code when loaded" if pickled else "no weights"
-        )
+        unsafe = "only pickled weights, which can run code when loaded"
+        content = unsafe if pickled else "no weights"
         raise ModelError(
             f"'{directory}' has {content} (no {ONE}, and no {INDEX}); save it as safetensors: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"

@@ -163,11 +163,8 @@ def first_numbers(module: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[
     loaded = conversions is not None
     if any(isinstance(c, WeightConverter) for c in conversions) if loaded else is_converted(module):
         return {}
-    return {
-        name: tensor[(0,) * tensor.dim()].reshape(1)
-        for name, tensor in state.items()
-        if tensor.numel()
-    }
+    filled = {name: tensor for name, tensor in state.items() if tensor.numel()}
+    return {name: tensor[(0,) * tensor.dim()].reshape(1) for name, tensor in filled.items()}
 
 
 def read_back(

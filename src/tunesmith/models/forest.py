@@ -113,11 +113,8 @@ class Forest:
             0``, targets ``7 8``.
         """
         filling = torch.arange(-self.num_tokens % size)
-        segments = (
-            (*self.segments, Segment(self.num_tokens, len(filling), -1))
-            if len(filling)
-            else self.segments
-        )
+        own = [Segment(self.num_tokens, len(filling), -1)] if len(filling) else []
+        segments = (*self.segments, *own)
         lengths = (*self.rotary_lengths, *self.rotary_lengths[-1:] * len(filling))
         chosen = (self.source % size == rank).nonzero().squeeze(1)
         return replace(
@@ -273,8 +270,5 @@ def forest_cost(forest: Forest, cost: CostModel) -> float:
         before = depth[parent] if parent >= 0 else 0
         depth[index] = before + length
         pairs += length * before + length * (length + 1) // 2
-    return (
-        cost.linear * forest.num_tokens
-        + cost.quadratic * pairs
-        + cost.head * forest.targets.numel()
-    )
+    head = cost.head * forest.targets.numel()
+    return cost.linear * forest.num_tokens + cost.quadratic * pairs + head

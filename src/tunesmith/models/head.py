@@ -170,11 +170,9 @@ class _FusedLogprobs(torch.autograd.Function):
                     sum_weight = torch.zeros(w.shape, **options)
                 sum_bias = torch.zeros(len(w), **options) if needs[2] else None
                 for at in head.rows(hidden):
-                    towards = (
-                        None
-                        if grad_entropy is None
-                        else (entropies[at, None], grad_entropy[at, None])
-                    )
+                    towards = None
+                    if grad_entropy is not None:
+                        towards = (entropies[at, None], grad_entropy[at, None])
                     grad, row_factor = _grad_logits(
                         _logits(h[at], w, b, head.scale),
                         total[at, None],
@@ -306,9 +304,9 @@ def _grad_logits(
     if kernels is not None:
         of, row_factor = _row_gradient(among, grad_logprobs, entropy, factor)
         return kernels.gradients(z, total[:, 0], of, dtype), row_factor
-    slope = (
-        None if scale.softcap is None else 1 - (z * (scale.temperature / scale.softcap)).square_()
-    )
+    slope = None
+    if scale.softcap is not None:
+        slope = 1 - (z * (scale.temperature / scale.softcap)).square_()
     places, here = among
     logp = z.sub_(total)
     if entropy is None and places.shape[1] == 1:

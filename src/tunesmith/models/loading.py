@@ -128,11 +128,7 @@ def load_module(
 
 
 def _with_weights(
-    files: str | Path,
-    auto: Any,
-    options: Mapping[str, Any],
-    how: Loading,
-    differences: Differences,
+    files: str | Path, auto: Any, options: Mapping[str, Any], how: Loading, differences: Differences
 ) -> tuple[PreTrainedModel, Towers]:
     """A model on its device with its towers: read by transformers, or one weight at a time."""
     make = partial(auto.from_config, **options)
@@ -166,11 +162,8 @@ def _set(config: PreTrainedConfig, settings: Mapping[str, object]) -> dict[str, 
     Returns:
         The dropouts that it had.
     """
-    dropouts = {
-        key: value
-        for key, value in config.to_dict().items()
-        if "drop" in key and isinstance(value, float) and value > 0
-    }
+    named = {key: value for key, value in config.to_dict().items() if "drop" in key}
+    dropouts = {key: p for key, p in named.items() if isinstance(p, float) and p > 0}
     for key, value in {**dict.fromkeys(dropouts, 0.0), **settings}.items():
         setattr(config, key, value)
     return dropouts
@@ -327,11 +320,9 @@ def read_shards(
     missing = [name for name in wanted - files.names if not name.startswith(differences[0])]
     unexpected = [name for name in files.names - known if not name.startswith(differences[1])]
     if not missing and not unexpected:  # else the module's weights are made of others
-        shapes = [
-            (name, files.weights[name].shape, shape)
-            for name, shape in shapes_of(module)
-            if name in files.weights
-        ]
+        there = files.weights
+        own = [(name, shape) for name, shape in shapes_of(module) if name in there]
+        shapes = [(name, there[name].shape, shape) for name, shape in own]
         different = [each for each in shapes if each[1] != each[2]]
         missing = [name for name, *_ in different if turned and name.endswith(turned)]
         check_shapes(path, [each for each in different if each[0] not in missing])

@@ -95,11 +95,8 @@ class LoraAdapter:
     def saved_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The trained weights under their names in an adapter's file, on their device; the scale of
         each module is part of its B, so that ``alpha`` is the rank."""
-        scales = {
-            name: part.scaling[TRAINED]
-            for name, part in self.peft.get_base_model().named_modules()
-            if isinstance(part, LoraLayer)
-        }
+        parts = self.peft.get_base_model().named_modules()
+        scales = {n: part.scaling[TRAINED] for n, part in parts if isinstance(part, LoraLayer)}
         for name, tensor in self.own_weights():
             owner, _, factor = name.partition(".lora_")
             scaled = tensor * scales[owner] if factor[0] == "B" else tensor
@@ -326,11 +323,8 @@ def check_weights(path: Path, peft: PeftModel) -> None:
                 "of one adapter, or the base is another model; save the adapter again with peft's "
                 "save_pretrained, or name its base"
             )
-    unread = [
-        name
-        for name, weight in weights.items()
-        if not isinstance(weight, DTensor) and not weight.cpu().equal(read[name].to(weight.dtype))
-    ]
+    plain = {name: w for name, w in weights.items() if not isinstance(w, DTensor)}
+    unread = [name for name, w in plain.items() if not w.cpu().equal(read[name].to(w.dtype))]
     if unread:
         raise ModelError(
             f"{path / WEIGHTS}: peft did not read {listed(unread)}: it takes them for weights of "

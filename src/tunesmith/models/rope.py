@@ -39,11 +39,8 @@ class LengthRule:
         frequencies."""
         rope = getattr(config, "rope_parameters", None)
         rope = rope if isinstance(rope, dict) else {}  # transformers itself refuses other types
-        kinds = (
-            [rope]
-            if "rope_type" in rope
-            else [kind for kind in rope.values() if isinstance(kind, dict)]
-        )
+        each = [rope] if "rope_type" in rope else rope.values()
+        kinds = [kind for kind in each if isinstance(kind, dict)]
         limits = {
             (kind["rope_type"] == "longrope", limit)
             for kind in kinds
@@ -102,10 +99,8 @@ class RotaryByLength(nn.Module):
         rows = [(of_row == length).nonzero().squeeze(1) for length in present]
         order = torch.cat(rows).argsort().to(x.device, non_blocking=True)
         rows = [at.to(x.device, non_blocking=True) for at in rows]
-        parts = [
-            self._tables(n, x, position_ids[:, at], kinds)
-            for n, at in zip(present, rows, strict=True)
-        ]
+        pairs = zip(present, rows, strict=True)
+        parts = [self._tables(n, x, position_ids[:, at], kinds) for n, at in pairs]
         cos, sin = (
             torch.cat(tables, 1).index_select(1, order) for tables in zip(*parts, strict=True)
         )

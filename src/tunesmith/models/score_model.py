@@ -56,16 +56,14 @@ class ScoreModel(Decoder):
     def weight_differences(cls, config: Any) -> Differences:
         """A language model's files lack the score head, whatever its family calls it, and have a
         vocabulary head."""
-        return (
-            ((), ()) if is_trained(config) else (("score.", "classif"), ("lm_head.", "embed_out."))
-        )
+        new = (("score.", "classif"), ("lm_head.", "embed_out."))
+        return ((), ()) if is_trained(config) else new
 
     def complete(self, config: Any) -> None:
         if not is_trained(config):
             nn.init.zeros_(self.head.weight)
-        if (
-            self.module.config.pad_token_id is None
-        ):  # transformers needs it to find a sequence's last token
+        # transformers needs it to find a sequence's last token.
+        if self.module.config.pad_token_id is None:
             pad = self.tokenizer.pad_token_id
             eos = self.tokenizer.eos_token_id
             self.module.config.pad_token_id = eos if pad is None else pad
@@ -76,11 +74,8 @@ class ScoreModel(Decoder):
 
     def scores(self, forest: Forest) -> Tensor:
         """Scores ``[N]`` in float32, at the row before each of the forest's targets."""
-        return (
-            functional.linear(self.states(forest), self.head.weight, self.head.bias)
-            .squeeze(1)
-            .float()
-        )
+        scores = functional.linear(self.states(forest), self.head.weight, self.head.bias)
+        return scores.squeeze(1).float()
 
     def predict(self, forest: Forest) -> Predictions:
         return Predictions(values=self.scores(forest))

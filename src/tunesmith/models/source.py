@@ -8,12 +8,7 @@ from typing import Any, cast
 
 from huggingface_hub import snapshot_download
 from torch._guards import detect_fake_mode
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from tunesmith.config.reading.files import ADAPTER_CONFIG, is_gguf, is_hub_name
 from tunesmith.errors import ConfigError, ModelError, boundary
@@ -133,10 +128,8 @@ def check_directory(path: str | Path) -> None:
         if isinstance(path, str) and is_hub_name(path, "models"):
             _check_hub(path)
             return
-        why = (
-            "; a run removes its older checkpoints (checkpoint.keep)"
-            if directory.parent.parent.name == "checkpoints"
-            else ", and on the hub names have an owner: Qwen/Qwen3-0.6B"
-        )
+        why = ", and on the hub names have an owner: Qwen/Qwen3-0.6B"
+        if directory.parent.parent.name == "checkpoints":
+            why = "; a run removes its older checkpoints (checkpoint.keep)"
         raise ModelError(f"there is no model directory '{path}'{why}")
     check_model(directory, whole=not detect_fake_mode())

@@ -142,7 +142,6 @@ def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, names: tuple[s
         difference = f"{len(ours)} and {len(theirs)}; only the {owner} has '{missing[0]}'"
     else:
         token = min((t for t in ours if ours[t] != theirs[t]), key=ours.__getitem__)
-        difference = (
-            f"'{token}' has number {theirs[token]} in the teacher and {ours[token]} in the student"
-        )
+        numbers = f"number {theirs[token]} in the teacher and {ours[token]} in the student"
+        difference = f"'{token}' has {numbers}"
     raise ModelError(f"{problem}: {difference}. {remedy}")

@@ -28,13 +28,7 @@ from tunesmith.models.cpu.products import (
     compiled,
     fastest,
 )
-from tunesmith.models.kernels.decoding import (
-    DecodeRows,
-    KVSpan,
-    Planes,
-    PreparedProducts,
-    tables,
-)
+from tunesmith.models.kernels.decoding import DecodeRows, KVSpan, Planes, PreparedProducts, tables
 from tunesmith.models.kernels.functions import Product
 from tunesmith.models.kernels.lean import PRODUCTS, Layer, LeanDecoder, Norm
 from tunesmith.plan.cost.copies import SMALL, prepared_bytes
@@ -126,8 +120,7 @@ class CompiledSteps:
     def _tables_to(self, most: int, decoder: _Decoder, like: Tensor) -> list[Tensor]:
         """The rotary tables of every position up to ``most``."""
         if not self._tables or len(self._tables[0]) <= most:
-            places = torch.arange((most // TABLE + 1) * TABLE)
-            self._tables = decoder.rotary(like, places)
+            self._tables = decoder.rotary(like, torch.arange((most // TABLE + 1) * TABLE))
         return self._tables
 
 
@@ -200,11 +193,10 @@ class _Decoder:
         products = [[getattr(layer, name) for name in PRODUCTS] for layer in decoder.layers]
         self._compiled = all(isinstance(p, Compiled) for of_layer in products for p in of_layer)
         self._norms = [_norms(layer) for layer in decoder.layers]
+        every = zip(decoder.layers, self._norms, decoder.layer_types, products, strict=True)
         self._layers = [
-            self._layer(layer, norms, kind, of_layer if self._compiled else [])
-            for layer, norms, kind, of_layer in zip(
-                decoder.layers, self._norms, decoder.layer_types, products, strict=True
-            )
+            self._layer(layer, norms, kind, own if self._compiled else [])
+            for layer, norms, kind, own in every
         ]
 
     def __call__(self, step: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -221,8 +213,7 @@ class _Decoder:
             normed = OPERATIONS.add_norm(x, y, norm_y, before_attention, eps, narrow)
             y = layer.out(OPERATIONS.attend(step, prepared, layer.qkv(normed)))
             normed = OPERATIONS.add_norm(x, y, after_attention, before_mlp, eps, narrow)
-            gate = OPERATIONS.gated(layer.gate_up(normed), ACTIVATIONS[layer.activation])
-            y = layer.down(gate)
+            y = layer.down(OPERATIONS.gated(layer.gate_up(normed), ACTIVATIONS[layer.activation]))
             norm_y = after_mlp
         return OPERATIONS.add_norm(x, y, norm_y, self._norm, eps, narrow)
 

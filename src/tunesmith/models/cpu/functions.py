@@ -77,14 +77,11 @@ class CpuFunctions:
     @staticmethod
     def fits(*tensors: Tensor) -> bool:
         rows = tensors[0].dtype
-        return (
-            rows in ROWS
-            and all(
-                t.dtype == rows and t.device.type == "cpu" and type(t) in (Tensor, nn.Parameter)
-                for t in tensors
-            )
-            and usable()
-        )
+
+        def fits(t: Tensor) -> bool:
+            return type(t) in (Tensor, nn.Parameter) and t.dtype == rows and t.device.type == "cpu"
+
+        return rows in ROWS and all(map(fits, tensors)) and usable()
 
     @staticmethod
     def multiplies_rows(x: Tensor, weight: Tensor) -> bool:

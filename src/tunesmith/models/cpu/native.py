@@ -87,13 +87,12 @@ def _name(key: str, file: Path) -> str:
 
 def _key(command: Sequence[str], source: Path) -> str:
     cpu = cpu_info()
-    options = (*OPTIONS, *compiler_options())
     facts = (
         cpu.get("model name"),
         cpu.get("flags") or cpu.get("Features"),
         platform.platform(),
         torch.__version__,
-        options,
+        (*OPTIONS, *compiler_options()),
         command,
     )
     version = _run(*command, "--version")

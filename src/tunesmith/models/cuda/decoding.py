@@ -17,13 +17,7 @@ from torch import Tensor
 
 from tunesmith.config.engines import RoundedWeights
 from tunesmith.models.cuda.triton import usable
-from tunesmith.models.kernels.decoding import (
-    DecodeRows,
-    KVSpan,
-    Planes,
-    PreparedProducts,
-    tables,
-)
+from tunesmith.models.kernels.decoding import DecodeRows, KVSpan, Planes, PreparedProducts, tables
 from tunesmith.models.kernels.lean import LeanDecoder
 from tunesmith.models.kernels.quantised import is_quantised
 
@@ -156,9 +150,8 @@ class _Step:
 
     def takes(self, rows: DecodeRows) -> bool:
         """Whether the tables have room for the blocks."""
-        return (
-            _most(rows.prompts) <= self._prompts.shape[1] and _most(rows.own) <= self._own.shape[1]
-        )
+        pairs = ((rows.prompts, self._prompts), (rows.own, self._own))
+        return all(_most(spans) <= table.shape[1] for spans, table in pairs)
 
     def put(self, rows: DecodeRows) -> Tensor:
         """Set the inputs; returns the positions ``[size]`` of the tokens, on the device."""

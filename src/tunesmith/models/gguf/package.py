@@ -123,11 +123,8 @@ def read_weight(header: Header, name: str) -> Tensor:
     what = f"cannot read {name} of {header.path}"
     with boundary(ModelError, what, (OSError, ValueError, KeyError, NotImplementedError)):
         if gguf is None:
-            return (
-                torch.from_numpy(_bytes(header, piece, bytes_read(piece)))
-                .view(dtype)
-                .reshape(piece.shape)
-            )
+            raw = torch.from_numpy(_bytes(header, piece, bytes_read(piece)))
+            return raw.view(dtype).reshape(piece.shape)
         kind = gguf.GGMLQuantizationType(piece.kind)
         shape = gguf.quant_shape_to_byte_shape(piece.shape, kind)
         packed = _bytes(header, piece, math.prod(shape)).reshape(shape)

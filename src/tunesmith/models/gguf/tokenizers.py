@@ -63,10 +63,8 @@ def tokenizer_values(
     kinds = [_kind_of(tokens.get(row), added.get(row), model) for row in range(rows)]
     texts = [tokens.get(row, f"[PAD{row}]") for row in range(rows)]
     if model.get("byte_fallback"):
-        texts = [
-            text.replace(SPACE, " ") if kind == USER_DEFINED else text
-            for text, kind in zip(texts, kinds, strict=True)
-        ]
+        pairs = zip(texts, kinds, strict=True)
+        texts = [t.replace(SPACE, " ") if kind == USER_DEFINED else t for t, kind in pairs]
         ranks = _scores(model, {token["content"] for token in added.values()})
         said["scores"] = [ranks.get(tokens.get(row, ""), _NO_PIECE) for row in range(rows)]
     said |= {"tokens": [*texts], "token_type": [*kinds], **_special(tokenizer, ends)}
@@ -224,8 +222,9 @@ def tokenizer_of(header: Header) -> PreTrainedTokenizerFast:
             core.add_tokens(
                 [AddedToken(tokens[number], special=type_ == CONTROL, normalized=False)]
             )
-    special = {name: _named(header, tokens, name) for name in _NAMED}
-    named = {name: token for name, token in special.items() if token}
+    numbered = {name: header.numbers(f"{_KEY}{said}_token_id") for name, said in _NAMED.items()}
+    known = {name: ids[0] for name, ids in numbered.items() if ids and ids[0] < len(tokens)}
+    named = {name: tokens[number] for name, number in known.items() if tokens[number]}
     _add_template(core, header, named, kind)
     made = PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -242,19 +241,11 @@ def ends_in(header: Header) -> list[int]:
     return [number for name in _ENDS for number in header.numbers(f"{_KEY}{name}_token_id")]
 
 
-def _named(header: Header, tokens: Sequence[str], name: str) -> str | None:
-    numbers = header.numbers(f"{_KEY}{_NAMED[name]}_token_id")
-    return tokens[numbers[0]] if numbers and numbers[0] < len(tokens) else None
-
-
 def _vocabulary(header: Header) -> dict[str, int]:
     """All tokens but those that only fill up the embedding."""
     kinds = header.numbers(f"{_KEY}token_type")
-    return {
-        token: number
-        for number, token in enumerate(header.texts(f"{_KEY}tokens"))
-        if not kinds or kinds[number] != UNUSED
-    }
+    tokens = enumerate(header.texts(f"{_KEY}tokens"))
+    return {token: n for n, token in tokens if not kinds or kinds[n] != UNUSED}
 
 
 def _core_of_byte_pairs(header: Header) -> Tokenizer:
@@ -265,14 +256,10 @@ def _core_of_byte_pairs(header: Header) -> Tokenizer:
             f"{header.path}: tokenizer.ggml.pre '{name}' is not read from GGUF; valid: "
             f"{', '.join([*SPLITTINGS, *ALIASES])}"
         )
-    merges = [tuple(merge.split(" ")) for merge in header.texts(f"{_KEY}merges")]
-    core = Tokenizer(
-        models.BPE(
-            vocab=_vocabulary(header),
-            merges=[(merge[0], merge[1]) for merge in merges],
-            ignore_merges=splitting.ignore_merges,
-        )
-    )
+    split = (merge.split(" ") for merge in header.texts(f"{_KEY}merges"))
+    merges = [(merge[0], merge[1]) for merge in split]
+    ignores = splitting.ignore_merges
+    core = Tokenizer(models.BPE(_vocabulary(header), merges, ignore_merges=ignores))
     steps = [_made(kind, setting) for kind, setting in splitting.steps]
     core.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
     core.decoder = decoders.ByteLevel()
@@ -302,14 +289,12 @@ def _core_of_pieces(header: Header) -> Tokenizer:
     if not isinstance(scores, list):
         raise ModelError(f"{header.path}: tokenizer.ggml.scores are missing")
     pieces = {token for token, number in vocabulary.items() if kinds[number] == NORMAL}
-    merges = sorted(
-        _halves(pieces),
-        key=lambda pair: (
-            -float(str(scores[vocabulary[pair[0] + pair[1]]])),
-            vocabulary[pair[0]],
-            vocabulary[pair[1]],
-        ),
-    )
+
+    def order(pair: tuple[str, str]) -> tuple[float, int, int]:
+        one, other = pair
+        return -float(str(scores[vocabulary[one + other]])), vocabulary[one], vocabulary[other]
+
+    merges = sorted(_halves(pieces), key=order)
     unknown = next((tokens[place] for place, kind in enumerate(kinds) if kind == UNKNOWN), None)
     core = Tokenizer(
         models.BPE(
@@ -318,9 +303,9 @@ def _core_of_pieces(header: Header) -> Tokenizer:
     )
     prefix = bool(header.values.get(f"{_KEY}add_space_prefix", True))
     spaces = normalizers.Replace(" ", SPACE)
-    core.normalizer = (
-        normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
-    )
+    core.normalizer = spaces
+    if prefix:
+        core.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     core.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return core

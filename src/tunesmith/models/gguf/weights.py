@@ -35,12 +35,10 @@ class CppWeights:
         if layer is None:
             return f"{TOP[base]}.{kind}" if base in TOP else None
         part = self.family.parts.get(_EXPERT.sub("{}", layer[2]))
-        if part is None or (kind == "bias" and not self._has_bias(part)):
+        biased = ("attn_q", "attn_k", "attn_v", *self.family.biases)
+        if part is None or (kind == "bias" and part not in biased):
             return None
         return f"blk.{layer[1]}.{part}.{kind}"
-
-    def _has_bias(self, part: str) -> bool:
-        return part in ("attn_q", "attn_k", "attn_v", *self.family.biases)
 
     def names_of(self, stored: str) -> list[str]:
         """The weights that lie in one of llama.cpp's, by their names in Hugging Face's; empty if
@@ -69,8 +67,7 @@ class CppWeights:
         """A weight's numbers, float32, as llama.cpp's file has them."""
         heads = self._rotated_heads(stored)
         if heads:
-            halves = weight.unflatten(0, (heads, 2, -1))
-            return halves.transpose(1, 2).reshape(weight.shape)
+            return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
         offset = self._offset(stored)
         return weight + offset if offset else weight
 
@@ -78,8 +75,7 @@ class CppWeights:
         """The reverse of ``to_file``."""
         heads = self._rotated_heads(stored)
         if heads:
-            neighbours = weight.unflatten(0, (heads, -1, 2))
-            return neighbours.transpose(1, 2).reshape(weight.shape)
+            return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
         offset = self._offset(stored)
         return weight - offset if offset else weight
 

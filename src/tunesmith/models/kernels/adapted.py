@@ -24,11 +24,10 @@ def parts_of(module: nn.Module) -> tuple[nn.Module, Adapted]:
         return module, ()
     layer: Any = module
     names = () if layer.disable_adapters else layer.active_adapters
-    active = (
-        (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
-        for name in names
-        if name in layer.lora_A
-    )
+    down = layer.lora_A
+    up = layer.lora_B
+    there = [name for name in names if name in down]
+    active = ((down[name].weight, up[name].weight, layer.scaling[name]) for name in there)
     return layer.get_base_layer(), tuple(active)
 
 

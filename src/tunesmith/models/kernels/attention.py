@@ -88,8 +88,7 @@ class Kernel(Protocol):
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Add the output of more keys to ``out [..., D]`` and ``lse [...]`` in place, weighted by their
     log-sum-exp."""
-    share = torch.sigmoid(part_lse - lse)
-    out.lerp_(part.to(out.dtype), share.unsqueeze(-1))
+    out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
 
 
@@ -122,9 +121,8 @@ def sinks_gradient(sinks: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Ten
 def on_gpu(query: Tensor) -> bool:
     """Whether 16-bit kernels that need Ampere or later compute this query; without a GPU, they are
     only counted."""
-    return (
-        query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and is_ampere(query.device)
-    )
+    narrow = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and narrow and is_ampere(query.device)
 
 
 @cache

@@ -191,9 +191,9 @@ def _normalized(x: Tensor, norm: NormOperands) -> Tensor:
     weight, eps, offset = norm
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
-    return (
-        (exact * (weight.to(exact.dtype) + 1)).to(x.dtype) if offset else exact.to(x.dtype) * weight
-    )
+    if offset:
+        return (exact * (weight.to(exact.dtype) + 1)).to(x.dtype)
+    return exact.to(x.dtype) * weight
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

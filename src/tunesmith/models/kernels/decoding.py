@@ -101,7 +101,6 @@ class DecodeSteps(Protocol):
 
     def refresh(self) -> None:
         """Drop everything derived from the weights."""
-        ...
 
 
 class Decoding(Protocol):
@@ -135,9 +134,7 @@ class Decoding(Protocol):
 
 
 DECODING = Door[Decoding](
-    "decoding",
-    "tunesmith.models.cpu.decoding:DECODING",
-    "tunesmith.models.cuda.decoding:DECODING",
+    "decoding", "tunesmith.models.cpu.decoding:DECODING", "tunesmith.models.cuda.decoding:DECODING"
 )
 
 

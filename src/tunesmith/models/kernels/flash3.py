@@ -90,8 +90,7 @@ def attended(device: torch.device, size: int) -> list[Tensor]:
 
 
 def _ends(runs: tuple[tuple[int, int], ...], at: int, device: torch.device) -> Tensor:
-    lengths = torch.tensor([0, *(run[at] for run in runs)])
-    return lengths.cumsum(0).to(device, torch.int32)
+    return torch.tensor([0, *(run[at] for run in runs)]).cumsum(0).to(device, torch.int32)
 
 
 def _difference(found: list[Tensor], usual: list[Tensor], size: int) -> str | None:

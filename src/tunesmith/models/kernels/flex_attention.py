@@ -51,10 +51,7 @@ class CudaFlex:
         rows = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
         options = {"enable_gqa": query.shape[1] != key.shape[1], "scale": rule.scale}
         out = kernel()(
-            *rows,
-            score_mod=self.change(rule.softcap),
-            block_mask=self.mask(rule.window),
-            **options,
+            *rows, score_mod=self.change(rule.softcap), block_mask=self.mask(rule.window), **options
         )
         return out[0].transpose(0, 1)
 

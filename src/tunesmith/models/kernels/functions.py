@@ -68,11 +68,9 @@ def computed(function: Any, *operands: Any) -> Any:
 
     An autograd function costs as much as a small matrix product.
     """
-    return (
-        function.apply(*operands)
-        if torch.is_grad_enabled()
-        else function.forward(_FORGETTING, *operands)
-    )
+    if torch.is_grad_enabled():
+        return function.apply(*operands)
+    return function.forward(_FORGETTING, *operands)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +104,6 @@ class Functions(Protocol):
 
     def allow(self, compiled: bool) -> None:
         """Whether this process trains with these functions (``system.compile``)."""
-        ...
 
     def fits(self, *tensors: Tensor) -> bool:
         """Whether a layer's operations take these tensors."""
@@ -133,7 +130,6 @@ class Functions(Protocol):
             sums: contiguous blocks of the product's rows, in order, and whether to add to each
                 block or overwrite it.
         """
-        ...
 
     def attends(self, query: Tensor) -> bool:
         """Whether ``attend`` takes these queries."""

@@ -54,8 +54,7 @@ class Latent:
 
     def values(self, mixed: Tensor) -> Tensor:
         """The outputs ``[T, H, V]`` of latents ``[T, H, R]`` that were added up by weight."""
-        matrices = self._matrices(mixed.dtype)[:, self._still :]
-        return torch.einsum("thr,hvr->thv", mixed, matrices)
+        return torch.einsum("thr,hvr->thv", mixed, self._matrices(mixed.dtype)[:, self._still :])
 
     def _expand(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         return type(self._module).expand_kv(self._module, kv_nope, k_rot)

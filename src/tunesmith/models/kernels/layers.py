@@ -107,7 +107,6 @@ class LayerRunner(Protocol):
         Whoever replaces modules of a loaded model (an adapter), or the memory of its weights, calls
         this before the next pass. A change of the weights' values needs nothing.
         """
-        ...
 
     def bound(self) -> bool:
         """Whether modules and weights are still those that ``bind`` has taken."""
@@ -115,7 +114,6 @@ class LayerRunner(Protocol):
 
     def before_layers(self, call: Callable[[], None]) -> None:
         """Call ``call`` before each layer of a forward pass."""
-        ...
 
     @property
     def routers(self) -> Sequence[Router]:
@@ -271,5 +269,4 @@ def text_decoder(module: PreTrainedModel) -> nn.Module:
 
 def decoder_layers(module: Any) -> nn.ModuleList:
     """The layers of a model's decoder: its longest module list."""
-    lists = [m for m in text_decoder(module).modules() if isinstance(m, nn.ModuleList)]
-    return max(lists, key=len)
+    return max([m for m in text_decoder(module).modules() if isinstance(m, nn.ModuleList)], key=len)

@@ -107,10 +107,8 @@ class Projection:
             return False
         if self.weight is None:
             return True
-        same = all(
-            _is_plain(module) and module.weight is weight
-            for module, weight in zip(modules, self.weights, strict=True)
-        )
+        pairs = zip(modules, self.weights, strict=True)
+        same = all(_is_plain(module) and module.weight is weight for module, weight in pairs)
         return same and _are_rows(self.weights, self.weight)
 
 
@@ -214,18 +212,15 @@ class Layer:
         self.shape = HeadShape(config.num_attention_heads, config.num_key_value_heads)
         if self.q_norm is not None:
             self.shape = replace(self.shape, eps=self.q_norm.eps, offset=self.q_norm.offset)
-        self.before_attention = Norm(module.input_layernorm, fields.norm_offset)
-        sandwich = hasattr(module, "pre_feedforward_layernorm")
-        self.after_attention = (
-            Norm(module.post_attention_layernorm, fields.norm_offset) if sandwich else None
-        )
-        self.before_mlp = Norm(
-            module.pre_feedforward_layernorm if sandwich else module.post_attention_layernorm,
-            fields.norm_offset,
-        )
-        self.after_mlp = (
-            Norm(module.post_feedforward_layernorm, fields.norm_offset) if sandwich else None
-        )
+        norm = partial(Norm, offset=fields.norm_offset)
+        self.before_attention = norm(module.input_layernorm)
+        self.after_attention = self.after_mlp = None
+        after = module.post_attention_layernorm
+        if hasattr(module, "pre_feedforward_layernorm"):
+            self.after_attention = norm(after)
+            self.after_mlp = norm(module.post_feedforward_layernorm)
+            after = module.pre_feedforward_layernorm
+        self.before_mlp = norm(after)
 
     def with_products(self, prepare: Prepare, dtype: torch.dtype) -> Layer:
         """See ``LeanDecoder.with_products``."""
@@ -244,8 +239,7 @@ class Layer:
         in the backward pass if the layer is checkpointed."""
         if self.sharded:
             run = partial(self.module.run_sharded, run)
-        again = self.module.gradient_checkpointing and self.module.training
-        if again and torch.is_grad_enabled():
+        if self.module.gradient_checkpointing and self.module.training and torch.is_grad_enabled():
             run = partial(self.module._gradient_checkpointing_func, run)
         return run
 
@@ -321,16 +315,12 @@ class LeanDecoder:
         config = model.config
         if not family(config.model_type).lean or not hasattr(model, "layers"):
             return False
-        head_dim = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        usual = config.hidden_size // config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or usual
         factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
-        return (
-            _activation(config) in ACTIVATIONS
-            and factor == 1.0
-            and head_dim % 2 == 0
-            and not getattr(config, "use_bidirectional_attention", False)
-        )
+        both_ways = getattr(config, "use_bidirectional_attention", False)
+        known = _activation(config) in ACTIVATIONS and not both_ways
+        return known and factor == 1.0 and head_dim % 2 == 0
 
     def bind(self) -> None:
         """See ``LayerRunner.bind``."""

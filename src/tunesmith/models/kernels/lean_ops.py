@@ -31,8 +31,7 @@ def linear(
 ) -> Tensor:
     """``x @ weight.T + bias``; the gradient goes to ``weights`` and ``biases``, views of ``weight``
     and ``bias``."""
-    kept = kept_sums(weights)
-    return _Linear.apply(x, weight, bias, len(weights), kept, *weights, *biases)
+    return _Linear.apply(x, weight, bias, len(weights), kept_sums(weights), *weights, *biases)
 
 
 def embed(token_ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:

@@ -60,10 +60,8 @@ def heads(
     the sign."""
     q, k, v = shape.split(x, shape.heads, shape.kv_heads, shape.kv_heads)
     if weights:
-        q, k = (
-            rms_norm(part, w, shape.eps, shape.offset)
-            for part, w in zip((q, k), weights, strict=True)
-        )
+        pairs = zip((q, k), weights, strict=True)
+        q, k = (rms_norm(part, w, shape.eps, shape.offset) for part, w in pairs)
     if tables is not None:
         q, k = _Rotate.apply(q, k, *tables)
     return q, k, v
@@ -130,10 +128,8 @@ def _rotated(
     D]``."""
     # The kernel works in place, in the dtype of the tables, on batched tensors with heads before
     # tokens.
-    copies = (
-        part.clone(memory_format=torch.contiguous_format).unsqueeze(0).transpose(1, 2)
-        for part in (q, k)
-    )
+    plain = torch.contiguous_format
+    copies = (t.clone(memory_format=plain).unsqueeze(0).transpose(1, 2) for t in (q, k))
     tables = (table.float().transpose(0, 1).contiguous() for table in (cos, sin))
     with torch.cuda.device_of(q):
         q, k, *_ = rotation(*copies, *tables)

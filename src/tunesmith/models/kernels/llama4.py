@@ -66,8 +66,7 @@ def mixture(module: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tenso
     scores = best.flatten()
     order = chosen.flatten().argsort(stable=True)  # [T * k], expert by expert
     tokens = order // module.top_k
-    counts = chosen.flatten().bincount(minlength=module.num_experts)
-    ends = counts.cumsum(0).to(torch.int32)
+    ends = chosen.flatten().bincount(minlength=module.num_experts).cumsum(0).to(torch.int32)
     experts = module.experts
     inputs = rows.index_select(0, tokens) * scores.index_select(0, order).unsqueeze(1)
     product = _one_by_one if getattr(module, "one_by_one", False) else F.grouped_mm

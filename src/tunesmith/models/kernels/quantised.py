@@ -113,10 +113,8 @@ class QuantisedLinear(nn.Linear):
 
     def _views(self, weight: Tensor) -> list[Tensor]:
         places = zip(self._starts, self._parts, strict=False)
-        return [
-            weight[start : start + count * part.itemsize].view(part)
-            for start, (count, part) in places
-        ]
+        stops = [(start, start + count * part.itemsize, part) for start, (count, part) in places]
+        return [weight[start:stop].view(part) for start, stop, part in stops]
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and input.requires_grad:
@@ -218,10 +216,8 @@ class Int8Linear(QuantisedLinear):
     (arXiv:2208.07339)."""
 
     def parts(self) -> Sequence[Part]:
-        return (self.in_features * self.out_features, torch.int8), (
-            self.out_features,
-            torch.float32,
-        )
+        numbers = self.in_features * self.out_features
+        return (numbers, torch.int8), (self.out_features, torch.float32)
 
     def rounded(self, weight: Tensor) -> Sequence[Tensor]:
         return _functions().int8_vectorwise_quant(weight.to(torch.float16).contiguous())[:2]
@@ -268,11 +264,8 @@ def is_quantised(module: nn.Module) -> bool:
 
 def quantised_weights(module: nn.Module) -> dict[str, QuantisedLinear]:
     """The quantised linear modules, by the names of their weights."""
-    return {
-        f"{name}.weight": part
-        for name, part in module.named_modules()
-        if isinstance(part, QuantisedLinear)
-    }
+    parts = module.named_modules()
+    return {f"{name}.weight": part for name, part in parts if isinstance(part, QuantisedLinear)}
 
 
 def weights_of(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:

@@ -85,8 +85,7 @@ class _Pass:
             return self._pack(tensor)
         call, place = made
         call.uses += 1
-        offset = int(tensor.storage_offset())
-        return _Result(call, place, tensor.shape, tensor.stride(), offset)
+        return _Result(call, place, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, saved: object) -> Tensor:
         if not isinstance(saved, _Result):

@@ -276,8 +276,7 @@ def takes_flash3(query: Tensor) -> bool:
 
 def takes_dense(query: Tensor) -> bool:
     """Whether cuDNN's kernel takes these queries, and is faster than flash attention 2."""
-    real = type(query) is Tensor
-    return real and query.shape[-1] <= 128 and is_hopper(query.device)
+    return type(query) is Tensor and query.shape[-1] <= 128 and is_hopper(query.device)
 
 
 class _Varlen(torch.autograd.Function):
@@ -335,9 +334,8 @@ class _Varlen(torch.autograd.Function):
             return None, None, *calls[0].backward(*operands), None, of_sinks
         grads = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in kept[:3]]
         for call in calls:
-            parts = call.backward(*operands)
             for total, part, at in zip(
-                grads, parts, (call.queries, call.keys, call.keys), strict=True
+                grads, call.backward(*operands), (call.queries, call.keys, call.keys), strict=True
             ):
                 if isinstance(at, Tensor):  # windows of siblings overlap in their ancestors' rows
                     total.index_add_(0, at, part.float())

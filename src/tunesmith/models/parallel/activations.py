@@ -111,12 +111,9 @@ class HostActivations:
 
     def take(self) -> Tensor:
         """A chunk of host memory, pinned for a GPU."""
-        pinned = self.device.type == "cuda"
-        return (
-            self.free.pop()
-            if self.free
-            else torch.empty(self.chunk, dtype=torch.uint8, pin_memory=pinned)
-        )
+        if self.free:
+            return self.free.pop()
+        return torch.empty(self.chunk, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def _end(self, chunks: list[Tensor]) -> None:
         """Reclaim a pass's chunks once its graph is gone, even if the pass failed during copies."""
@@ -155,11 +152,8 @@ class _Pass:
         whole = tensor.untyped_storage()
         owner = tensor if tensor._base is None else tensor._base
         key: int = whole._cdata  # pyright: ignore[reportPrivateUsage]
-        stays = (
-            whole.nbytes() < self._home.least
-            or isinstance(owner, nn.Parameter)
-            or key in self._weights
-        )
+        weight = isinstance(owner, nn.Parameter) or key in self._weights
+        stays = weight or whole.nbytes() < self._home.least
         if stays or tensor.device.type != self._home.device.type:
             return tensor
         group = len(self._groups) - 1

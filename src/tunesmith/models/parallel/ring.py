@@ -57,11 +57,9 @@ def check_ring(path: Any, config: Any) -> None:
         ModelError: the model at ``path`` has attention windows, chunks or soft caps.
     """
     kinds: list[str] = getattr(config, "layer_types", None) or []
-    windows = (
-        any("sliding" in kind or "chunked" in kind for kind in kinds)
-        if kinds
-        else getattr(config, "sliding_window", None)
-    )
+    windows = any("sliding" in kind or "chunked" in kind for kind in kinds)
+    if not kinds:
+        windows = getattr(config, "sliding_window", None)
     if windows or getattr(config, "attn_logit_softcapping", None):
         raise ModelError(
             "ring attention has no kernel for windows, chunks and soft caps, which "

@@ -120,10 +120,8 @@ class SequenceGroup:
 
         def issue(given: Tensor) -> Tensor:
             taken = torch.empty_like(given)
-            to, source = (
-                [len(given) * (rank == other) for rank in range(self.size)]
-                for other in (ahead, behind)
-            )
+            ranks = range(self.size)
+            to, source = ([len(given) * (n == other) for n in ranks] for other in (ahead, behind))
             with self.waiting():
                 self._group.alltoall_base(taken, given, source, to).wait()
             return taken
@@ -212,9 +210,4 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        return (
-            grad.index_select(0, ctx.saved_tensors[0]),
-            None,
-            None,
-            None,
-        )
+        return (grad.index_select(0, ctx.saved_tensors[0]), None, None, None)

@@ -170,13 +170,12 @@ def stored_weights(
 def turned_names(module: PreTrainedModel) -> tuple[str, ...]:
     """The ends of the names of weights that are published with rows and columns exchanged (the
     experts of Qwen3-VL): transformers reads both forms, and would write the module's own."""
-    return tuple(
-        pattern
-        for conversion in conversions_of(module)
-        if isinstance(conversion, WeightConverter)
-        and any(isinstance(o, Transpose) and o.check_dims for o in conversion.operations)
-        for pattern in conversion.source_patterns
-    )
+    own = [each for each in conversions_of(module) if isinstance(each, WeightConverter)]
+
+    def transposes(conversion: WeightConverter) -> bool:
+        return any(isinstance(o, Transpose) and o.check_dims for o in conversion.operations)
+
+    return tuple(pattern for each in filter(transposes, own) for pattern in each.source_patterns)
 
 
 def save_weights(

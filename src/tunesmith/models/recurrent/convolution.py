@@ -6,6 +6,7 @@ Shape legend: ``T`` tokens, ``S`` sequences, ``d`` channels, ``w`` width of the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -38,12 +39,8 @@ def convolve(
     past = weight.shape[1] - 1
     if window is None:
         window = x.new_zeros(len(lengths), past, x.shape[1])
-    runs = [
-        rows
-        for before, own in zip(window.to(x.dtype), x.split(list(lengths)), strict=True)
-        for rows in (before, own)
-    ]
-    rows = torch.cat(runs)
+    pairs = zip(window.to(x.dtype), x.split(list(lengths)), strict=True)
+    rows = torch.cat([*chain.from_iterable(pairs)])
     wide = torch.promote_types(x.dtype, torch.float32)
     taps = weight.to(wide).t()
     count = len(rows) - past
@@ -54,8 +51,7 @@ def convolve(
     chosen = out.index_select(0, inside)
     if activate is not None:
         chosen = activate(chosen)
-    end = rows.index_select(0, ends)
-    return chosen.to(x.dtype), end.view(len(lengths), past, x.shape[1])
+    return chosen.to(x.dtype), rows.index_select(0, ends).view(len(lengths), past, x.shape[1])
 
 
 def _rows(lengths: PackedLengths, past: int, device: torch.device) -> tuple[Tensor, Tensor]:

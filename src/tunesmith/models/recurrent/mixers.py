@@ -60,12 +60,7 @@ class PackedPass:
         """
         start = None if self._starts is None else next(self._starts)
         out, end = checkpoint(
-            function,
-            *inputs,
-            self._lengths,
-            start,
-            use_reentrant=False,
-            preserve_rng_state=False,
+            function, *inputs, self._lengths, start, use_reentrant=False, preserve_rng_state=False
         )
         self.ends.append(end)
         return out
@@ -81,8 +76,7 @@ class PackedPass:
         """``[1, d, T]`` to ``[1, d, T]``."""
         rows = hidden_states[0].t()
         activate = None if activation is None else ACT2FN[activation]
-        out = self._run(partial(convolve, activate=activate), rows, weight, bias)
-        return out.t().unsqueeze(0)
+        return self._run(partial(convolve, activate=activate), rows, weight, bias).t().unsqueeze(0)
 
     def _delta_rule(
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: object
@@ -106,8 +100,7 @@ class PackedPass:
     ) -> Tensor:
         """``[1, T, H, P]``, ``[1, T, H]``, ``[H]``, and twice ``[1, T, G, N]``."""
         delta = F.softplus(dt[0] + dt_bias.to(dt.dtype)).clamp(*dt_limit)
-        out = self._run(state_space, hidden_states[0], delta, A, B[0], C[0], D)
-        return out.unsqueeze(0)
+        return self._run(state_space, hidden_states[0], delta, A, B[0], C[0], D).unsqueeze(0)
 
     def _selective_scan(
         self,

@@ -258,8 +258,7 @@ def picture_of(name: str, data: bytes) -> Picture:
     if problem:
         raise DataError(f"'{name}' {problem}")
     with boundary(DataError, f"'{name}' is damaged", Exception):
-        upright = ImageOps.exif_transpose(opened)
-        return upright.convert("RGB")
+        return ImageOps.exif_transpose(opened).convert("RGB")
 
 
 def _require_pillow() -> None:

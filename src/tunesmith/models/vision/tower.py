@@ -99,8 +99,7 @@ class SquareTower(Tower):
     @classmethod
     def within(cls, base: nn.Module) -> SquareTower:
         """See ``Tower``."""
-        names = ("vision_tower", "multi_modal_projector")
-        return cls(*map(base.get_submodule, names))
+        return cls(*map(base.get_submodule, ("vision_tower", "multi_modal_projector")))
 
     def forward(self, *arguments: Tensor) -> ImageFeatures:
         """See ``Tower``."""
@@ -153,8 +152,7 @@ class Vision:
             for name, tensor in towers.weights.items()
             if part in name.split(".")
         }
-        wanted = tower.state_dict().keys()
-        wrong = sorted(wanted ^ weights.keys())
+        wrong = sorted(tower.state_dict().keys() ^ weights.keys())
         if wrong:
             raise ModelError(
                 f"the tower in '{vocabulary.path}' is not the one that its config.json describes: "
