@@ -132,11 +132,8 @@ def _check_accelerators(devices: Devices) -> Iterator[Problem]:
 
 def _check_shared(devices: Devices, counted: Collection[Role]) -> Iterator[Problem]:
     placement = devices.placement
-    repeated = [
-        role
-        for role, n in Counter(r for group in placement.colocate for r in group).items()
-        if n > 1
-    ]
+    counts = Counter(role for group in placement.colocate for role in group)
+    repeated = [role for role, n in counts.items() if n > 1]
     if repeated:
         yield Problem(
             _COLOCATE,
@@ -261,13 +258,8 @@ def bundles(devices: Devices) -> list[Bundle]:
         kind = next(filter(None, (_accelerator(devices, role) for role in group)), None)
         shared += [Bundle(roles, sum(cpus), max(gpus), kind)] * places
     alone: list[Role] = [role for role in ROLES for _ in range(count.get(role, 0))]
-    return [
-        *shared,
-        *(
-            Bundle((role,), *_needs(devices, role, default), _accelerator(devices, role))
-            for role in alone
-        ),
-    ]
+    needs = {role: (*_needs(devices, role, default), _accelerator(devices, role)) for role in alone}
+    return [*shared, *(Bundle((role,), *needs[role]) for role in alone)]
 
 
 def machines_of(facts: Facts) -> list[dict[str, float]]:
@@ -294,9 +286,8 @@ def _needs(devices: Devices, role: Role, gpus: float) -> tuple[float, float]:
     wanted: Resources = getattr(devices.placement, role)
     if role == "rollout":
         gpus *= devices.ranks_per_engine
-    return (1.0 if wanted.cpus is None else wanted.cpus), (
-        gpus if wanted.gpus is None else wanted.gpus
-    )
+    cpus = 1.0 if wanted.cpus is None else wanted.cpus
+    return cpus, gpus if wanted.gpus is None else wanted.gpus
 
 
 def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -> str | None:
@@ -323,10 +314,9 @@ def missing(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -
 
 def _lacking(wanted: Sequence[Bundle], machines: Sequence[Mapping[str, float]]) -> Iterator[str]:
     for place, unit in enumerate(_UNITS):
-        needs = [
-            (" with ".join(NAMES[role] for role in b.roles), (b.cpus, b.gpus)[place])
-            for b in wanted
-        ]
+        amounts = [(b.cpus, b.gpus)[place] for b in wanted]
+        names = [" with ".join(NAMES[role] for role in b.roles) for b in wanted]
+        needs = list(zip(names, amounts, strict=True))
         total = sum(n for _, n in needs)
         available = sum(machine.get(unit, 0.0) for machine in machines)
         largest = max((machine.get(unit, 0.0) for machine in machines), default=0.0)

@@ -213,17 +213,12 @@ class Devices:
             each = ceil(self.engines / self.machines)
             places.append([None] * each if own is None else [*own])
         rounds = range(max(map(len, places)))
-        return [
-            EnginePlace(machine, there[number])
-            for number in rounds
-            for machine, there in enumerate(places)
-            if number < len(there)
-        ]
+        every = [(number, *place) for number in rounds for place in enumerate(places)]
+        return [EnginePlace(machine, there[n]) for n, machine, there in every if n < len(there)]
 
     def engines_on(self, machine: int, gpus: int) -> int:
         """Engines on a machine."""
-        taken = self.engine_places(gpus)[: self.engines]
-        return sum(place.machine == machine for place in taken)
+        return sum(place.machine == machine for place in self.engine_places(gpus)[: self.engines])
 
     # The GPUs of engines
 
@@ -254,8 +249,7 @@ class Devices:
         elif ipc and self.machines > 1:
             free = free[:ranks]
         each = self.ranks_per_engine
-        ends = range(each, len(free) + 1, each)
-        return [tuple(free[end - each : end]) for end in ends]
+        return [tuple(free[end - each : end]) for end in range(each, len(free) + 1, each)]
 
     def have_own_gpus(self, gpus: int) -> bool:
         """Whether engines have their own GPUs among this machine's ``gpus``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations
 
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import ConfigError
@@ -71,12 +72,8 @@ def parts(said: RunConfig, facts: Facts) -> list[Facts]:
         return [replace(one, hardware=replace(facts.hardware, accelerator=None))]
     found = [replace(one, hardware=kind) for kind in kinds]
     if said.rl and _may_be_apart(said):
-        found += [
-            replace(one, hardware=trains, engine_hardware=samples)
-            for trains in kinds
-            for samples in kinds
-            if samples is not trains and _computes(samples, said, trains)
-        ]
+        pairs = [(t, s) for t, s in permutations(kinds, 2) if _computes(s, said, t)]
+        found += [replace(one, hardware=t, engine_hardware=s) for t, s in pairs]
     agreeing = [each for each in found if _agrees(said, each)]
     if not agreeing:
         named = " and ".join(sorted({str(kind.accelerator) for kind in kinds}))

@@ -39,11 +39,8 @@ def layout_of_run(plan: AnyPlan) -> Listing:
     given = {
         k: v for k, v in plan.given.items() if k in LAYOUT or k.startswith(("system.", "lora."))
     }
-    shown = [
-        key
-        for key in LAYOUT
-        if values.get(key) is not None and key not in given and _matters(plan, key)
-    ]
+    filled = [key for key in LAYOUT if values.get(key) is not None and key not in given]
+    shown = [key for key in filled if _matters(plan, key)]
     derived = tuple(Derived(key, values[key], reasons.get(key, "the default")) for key in shown)
     return replace(plan.listing, given=given, derived=derived)
 

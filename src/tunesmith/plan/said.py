@@ -19,11 +19,10 @@ from tunesmith.plan.plan import MOST_RUNNING, OF_DEVICES, OF_MEMORY, USUAL_RUNNI
 
 def open_plan(said: C, facts: Facts, algorithm: Algorithm | None = None) -> Plan[C]:
     """The plan of what was said, with one process and nothing in host memory where that is open."""
-    devices = devices_said(kind_of(said, algorithm), said, facts)
     return Plan(
         said,
         facts,
-        devices,
+        devices_said(kind_of(said, algorithm), said, facts),
         memory_said(said.system),
         training_said(said, facts),
         sampling_said(said),
@@ -134,13 +133,12 @@ def memory_said(system: SystemSection) -> Memory:
 def training_said(said: RunConfig, facts: Facts | None = None) -> Training:
     train = said.train
     rollout = said.rollout if isinstance(said, RLConfig) else None
-    longest = longest_sample(said, lengths_said(said), facts) if facts else None
     return Training(
         samples=rollout.samples if rollout else train.batch_size or 0,
         batch=train.batch_size,
         prompts=rollout.prompts_per_step if rollout else 0,
         group=rollout.group_size if rollout else 1,
-        longest=longest,
+        longest=longest_sample(said, lengths_said(said), facts) if facts else None,
         steps=train.steps,
         epochs=train.epochs,
         warmup=train.warmup_steps,

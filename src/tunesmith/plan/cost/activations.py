@@ -107,11 +107,9 @@ def _saved_vectors(model: ModelFacts, layout: Layout) -> int:
         copies = 2 * travelling_bytes(model, size)  # experts' inputs and results
         if adapted:
             return 4 * (2 * hidden + heads) + mixed + copies + size * 3 * inner + inputs + scales
-        norms = (
-            2 * hidden * (4 + 2 * size) + heads * (4 + size)
-            if size == 2
-            else (6 * hidden + 2 * heads) * size
-        )
+        norms = (6 * hidden + 2 * heads) * size
+        if size == 2:
+            norms = 2 * hidden * (4 + 2 * size) + heads * (4 + size)
         vectors = 4 + 3 * family(model.family).clamped_gate
         return norms + mixed + copies + size * vectors * inner + scales
     if adapted:
@@ -137,8 +135,7 @@ def kept_bytes(model: ModelFacts, layout: Layout) -> int:
     if not layout.selective:
         return layer_bytes(model, layout)
     queries = model.query_width
-    keys = model.key_width
-    joint = queries + 2 * keys
+    joint = queries + 2 * model.key_width
     widths = 2 * model.hidden_size + joint + queries + 2 * model.inner_width
     if layout.sequence > 1:
         widths += queries + joint * model.head_norms

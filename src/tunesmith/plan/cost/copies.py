@@ -68,11 +68,8 @@ def gathered_bytes(model: ModelFacts, layout: Layout) -> int:
 
 def dequantised_bytes(model: ModelFacts, layout: Layout) -> int:
     """Bytes of the largest quantised weight after dequantisation."""
-    return (
-        0
-        if layout.quantize is None
-        else model.hidden_size * model.intermediate_size * layout.bytes_per_number
-    )
+    largest = model.hidden_size * model.intermediate_size * layout.bytes_per_number
+    return 0 if layout.quantize is None else largest
 
 
 def adapter_numbers(model: ModelFacts, rank: int) -> int:
@@ -96,10 +93,8 @@ def rounded_up(model: ModelFacts, shards: int) -> float:
     queries = model.query_width
     keys = model.key_width
     inner = model.intermediate_size
-    sizes = [
-        max(1, 4 * model.hidden_size * width // shards)
-        for width in (queries, queries, keys, keys, *[inner] * 3)
-    ]
+    widths = (queries, queries, keys, keys, *[inner] * 3)
+    sizes = [max(1, 4 * model.hidden_size * width // shards) for width in widths]
     return sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes)
 
 

@@ -191,13 +191,8 @@ class Price:
 
     @property
     def sampling(self) -> int:
-        beside = (
-            self.engine
-            + self.kv
-            + self.rewarded
-            + self.judge
-            + (0 if self.turns else self.optimizer)
-        )
+        stays = 0 if self.turns else self.optimizer
+        beside = self.engine + self.kv + self.rewarded + self.judge + stays
         loaded = self.weights - self.unloaded
         return self.libraries + loaded + self.frozen + self.published + beside
 

@@ -43,11 +43,9 @@ def _slower(plan: AnyPlan) -> Iterator[str]:
     kind = engine_kinds()[fast.name]
     own = step_seconds(plan).get("step")
     there = step_seconds(plan.with_devices(engine=kind)).get("step")
-    seconds = (
-        f": a step takes about {own:.3g} s, and {there:.3g} s with it"
-        if own and there and there < own
-        else ", which samples faster"
-    )
+    seconds = ", which samples faster"
+    if own and there and there < own:
+        seconds = f": a step takes about {own:.3g} s, and {there:.3g} s with it"
     yield (
         f"{plan.devices.engine.title} samples on GPUs without {kind.title}{seconds}. "
         f"Install it: {kind.install}"

@@ -134,12 +134,8 @@ def _host_copy(plan: AnyPlan, model: ModelFacts) -> int:
 def _prepared(plan: AnyPlan) -> int:
     """Bytes of weights that each engine on a CPU prepares."""
     model = plan.facts.model
-    if (
-        plan.devices.on_gpu
-        or plan.devices.engine.third_party
-        or plan.said.model.quantize is not None
-        or model is None
-    ):
+    elsewhere = plan.devices.on_gpu or plan.devices.engine.third_party
+    if elsewhere or plan.said.model.quantize is not None or model is None:
         return 0
     numbers = model.parameters or 0
     merges = plan.kind.adapter and numbers <= SMALL
@@ -249,10 +245,8 @@ def rewarding_bytes(plan: AnyPlan, tokens: int) -> int:
         tokens=tokens,
     )
     more = max(1.0, plan.facts.frozen_parameters / (model.parameters or 1))
-    widths = {
-        key: ceil(sqrt(more) * getattr(model, key))
-        for key in ("hidden_size", "intermediate_size", "head_dim")
-    }
+    keys = ("hidden_size", "intermediate_size", "head_dim")
+    widths = {key: ceil(sqrt(more) * getattr(model, key)) for key in keys}
     numbers = ceil(more * (model.parameters or 0))
     layers = int(model.layers * more ** (1 / 3))
     larger = replace(model, parameters=numbers, layers=layers, tied=True, **widths)
@@ -349,10 +343,8 @@ def _roles_apart(plan: AnyPlan) -> Iterator[tuple[str, Price]]:
     scoring = plan.memory.scoring or layout.tokens
     rewarding = plan.memory.reward or layout.tokens
     if plan.kind.critic and not plan.devices.shares_trainer_device("critic"):
-        yield (
-            "critic",
-            price(plan.facts.model, replace(layout, has_vocabulary_head=False, tokens=critic)),
-        )
+        its_own = replace(layout, has_vocabulary_head=False, tokens=critic)
+        yield "critic", price(plan.facts.model, its_own)
     if plan.kind.reference and not plan.devices.shares_trainer_device("ref"):
         shards = plan.devices.scoring_shards("ref")
         alone = replace(

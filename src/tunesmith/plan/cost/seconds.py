@@ -88,10 +88,9 @@ def step_seconds(plan: AnyPlan) -> dict[str, float]:
     own = rates if samples is kind else _rates_of_gpu(samples)
     slowest = {name: max(each, own[name]) for name, each in rates.items()}
     of_phase = {"sampling": own, "new weights": slowest}
-    work = step_work(plan, model, plan.training.samples, longest)
     phases = {
         phase: max(_seconds(part, of_phase.get(phase, rates)) for part in parts)
-        for phase, parts in work.items()
+        for phase, parts in step_work(plan, model, plan.training.samples, longest).items()
     }
     return phases | {"step": whole_step(plan, phases)}
 
@@ -249,11 +248,8 @@ def cpu_seconds(plan: AnyPlan) -> dict[str, float]:
 
 def phase_seconds(work: Work, rates: Rates) -> dict[str, float]:
     """Seconds of each phase with known rates."""
-    return {
-        phase: _seconds(does, rates[phase])
-        for phase, does in amounts(work).items()
-        if phase in rates
-    }
+    known = {phase: does for phase, does in amounts(work).items() if phase in rates}
+    return {phase: _seconds(does, rates[phase]) for phase, does in known.items()}
 
 
 def again_seconds(work: Work, rates: Rates, kinds: Sequence[str] | None = None) -> float:
@@ -262,6 +258,5 @@ def again_seconds(work: Work, rates: Rates, kinds: Sequence[str] | None = None) 
     Args:
         kinds: of the forward pass's work; None: all.
     """
-    forward = amounts(work)["scoring"]
-    body = {kind: n for kind, n in forward.items() if not kind.startswith("head")}
+    body = {kind: n for kind, n in amounts(work)["scoring"].items() if not kind.startswith("head")}
     return _seconds({kind: body[kind] for kind in kinds or body}, rates["scoring"])

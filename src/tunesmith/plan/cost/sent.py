@@ -16,10 +16,8 @@ from tunesmith.plan.plan import AnyPlan
 def sent_between_gpus(plan: AnyPlan, model: ModelFacts, step: StepSize) -> Amounts:
     """What the trainer's ranks send each other."""
     devices = plan.devices
-    sent = {
-        kind: step.batches * step.trained * number
-        for kind, number in _exchanged(plan, model, step.micro).items()
-    }
+    exchanged = _exchanged(plan, model, step.micro)
+    sent = {kind: step.batches * step.trained * number for kind, number in exchanged.items()}
     each = step.trained * step.tokens / devices.trainer_ranks
     sent["bytes between GPUs"] += each * _shared_sequences(plan, model)
     for link, number in _travelling(plan, model).items():

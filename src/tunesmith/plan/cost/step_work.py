@@ -100,12 +100,9 @@ def _training(plan: AnyPlan, model: ModelFacts, step: StepSize) -> list[Amounts]
     ranks = plan.devices.trainer_ranks
     recomputed = 1 + RECOMPUTED * plan.memory.share_again
     selective = plan.memory.selective
-    products = (
-        step.body
-        * (2 / 3 if plan.kind.adapter else 1.0)
-        * recomputed
-        * (PLAIN_MODULES if of_modules(model) else 1.0)
-    )
+    adapted = 2 / 3 if plan.kind.adapter else 1.0
+    slower = PLAIN_MODULES if of_modules(model) else 1.0
+    products = step.body * adapted * recomputed * slower
     each = step.tokens / step.batches / ranks
     sent = step.tokens * sent_bytes(model, step.layout) / ranks
     # A layer's weights are waited for: on an H100, a LoRA of 4B parameters whose layers come from
@@ -152,10 +149,8 @@ def _beside_training(
             host_copy=0,
         )
         host = step.batches * price(model, kept).host
-        yield (
-            "optimizer step on the host",
-            {"bytes of the host": HOST_STEP * host, "bytes over PCIe": HOST_SENT * host},
-        )
+        taken = {"bytes of the host": HOST_STEP * host, "bytes over PCIe": HOST_SENT * host}
+        yield "optimizer step on the host", taken
     if plan.devices.hybrid and plan.kind.samples:
         away = price(model, replace(layout, tokens=0)).optimizer
         yield "taking turns", {"bytes over PCIe": 2 * away}
@@ -171,11 +166,9 @@ def _read_again(plan: AnyPlan, model: ModelFacts, micro: int, tokens: float) -> 
     of the optimizer at the end."""
     said = plan.said
     number = plan.devices.bytes_per_number
-    trained = (
-        adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
-        if plan.kind.adapter
-        else model.parameters or 0
-    )
+    trained = model.parameters or 0
+    if plan.kind.adapter:
+        trained = adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
     device = plan.devices.device.partition(":")[0]
     rows = said.system.logprob_chunk or chunk_rows(model.vocab_size, device)
     head = max(micro, ceil(tokens / rows)) * model.vocab_size * model.hidden_size * (number + 8)

@@ -65,9 +65,8 @@ class Work:
     def layers(self) -> int:
         """Number of weights in all layers."""
         m = self.model
-        return (
-            m.layers * m.hidden_size * (2 * (m.query_width + m.key_width) + 3 * m.intermediate_size)
-        )
+        width = 2 * (m.query_width + m.key_width) + 3 * m.intermediate_size
+        return m.layers * m.hidden_size * width
 
     @property
     def head(self) -> int:

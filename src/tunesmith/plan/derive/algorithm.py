@@ -138,10 +138,8 @@ def _merged(key: str, written: Section | None, usual: Any, reason: str) -> tuple
 
 def _decoupled(correction: CorrectionChoice, altered_by: Collection[str]) -> tuple[bool, str]:
     if altered_by:
-        return (
-            True,
-            f"{_cause(altered_by)} the sampled distribution, and the loss compares unaltered ones",
-        )
+        why = "the sampled distribution, and the loss compares unaltered ones"
+        return True, f"{_cause(altered_by)} {why}"
     if correction.name == "none":
         return False, "the sampler's log-probabilities are the old ones"
     return True, f"the correction {correction.name} compares them with the sampler's"

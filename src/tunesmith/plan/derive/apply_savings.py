@@ -61,11 +61,8 @@ def without_savings(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     for name in IN_HOST_MEMORY:
         if getattr(plan.said.system, name) is not None:
             continue
-        why = (
-            "the model's size is not known"
-            if here
-            else "there is no GPU whose memory it would save"
-        )
+        none = "there is no GPU whose memory it would save"
+        why = "the model's size is not known" if here else none
         if name == REFERENCE and not (here and plan.devices.keeps_frozen):
             why = "the trainer's GPU holds no whole frozen model"
         reasons.add(f"system.{name}", False, why)
@@ -79,8 +76,7 @@ def with_shards(plan: Plan[C], reasons: Reasons) -> Plan[C]:
         return plan
     for size in filter(None, shard_sizes(plan)):
         sharded = plan.with_devices(shard_size=size)
-        lean = sharded.with_memory(checkpointing=True)
-        needed = planned(lean, least=True)
+        needed = planned(sharded.with_memory(checkpointing=True), least=True)
         last = size == plan.devices.trainer_ranks
         if needed is None or needed.peak <= plan.trainer_memory or last:
             reasons.add("system.shard_size", size, _why_shards(plan, size))

@@ -30,11 +30,9 @@ STEP = 256
 def with_caps(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     said = plan.said.system
     if plan.kind.critic and said.critic_max_tokens is None:
-        critic = reasons.add("system.critic_max_tokens", *_critic(plan))
-        plan = plan.with_memory(critic=critic)
+        plan = plan.with_memory(critic=reasons.add("system.critic_max_tokens", *_critic(plan)))
     if plan.kind.scores and said.scoring_max_tokens is None:
-        scoring = reasons.add("system.scoring_max_tokens", *_scoring(plan))
-        plan = plan.with_memory(scoring=scoring)
+        plan = plan.with_memory(scoring=reasons.add("system.scoring_max_tokens", *_scoring(plan)))
     if plan.kind.reward_models and said.reward_max_tokens is None:
         plan = plan.with_memory(reward=reasons.add("system.reward_max_tokens", *_reward(plan)))
     return plan

@@ -14,5 +14,4 @@ def with_experts(plan: Plan[C], reasons: Reasons) -> Plan[C]:
         return plan
     best = implementation(model.expert_widths, devices.bytes_per_number, on_gpu=devices.on_gpu)
     said = plan.said.system.experts_implementation
-    chosen = reasons.fill("system.experts_implementation", said, *best)
-    return plan.with_devices(experts=chosen)
+    return plan.with_devices(experts=reasons.fill("system.experts_implementation", said, *best))

@@ -112,7 +112,4 @@ def rft_warmup(plan: Plan[RFTConfig], samples: int) -> tuple[int, str] | None:
     steps = steps_of_passes(draws(training, samples) or samples, samples, training.batch)
     if steps >= 10 * WARMUP:
         return WARMUP, f"profile {profile}"
-    return (
-        steps // 10,
-        f"profile {profile}: {WARMUP}, but no more than a tenth of {steps} steps",
-    )
+    return steps // 10, f"profile {profile}: {WARMUP}, but no more than a tenth of {steps} steps"

@@ -28,8 +28,7 @@ def with_episode(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     answer = max(new, LEAST_ANSWER)
     wanted = facts.longest + turns * (new + answer)
     why = f"the longest prompt and {turns} turns, each answered with {answer} tokens"
-    limits = sequence_limits(facts, said.system.max_tokens_per_microbatch)
-    least = min([(wanted, why), *limits])
+    least = min([(wanted, why), *sequence_limits(facts, said.system.max_tokens_per_microbatch)])
     episode = reasons.fill("environment.max_tokens", said.environment.max_tokens, *least)
     return with_lengths(plan, replace(plan.lengths, episode=episode))
 
@@ -54,8 +53,7 @@ def isolate(said: RunConfig, facts: Facts, reasons: Reasons) -> None:
         if section is not None:
             isolation = reasons.fill(f"{name}.isolation", section.isolation, kind, why)
             if isolation == "process":
-                part = "half of the machine's memory"
-                reasons.fill(f"{name}.memory", section.memory, half, part)
+                reasons.fill(f"{name}.memory", section.memory, half, "half of the machine's memory")
 
 
 def sequence_limits(facts: Facts, cap: int | None) -> list[tuple[int, str]]:
@@ -93,8 +91,7 @@ def with_limits(plan: Plan[C], reasons: Reasons) -> Plan[C]:
         lengths = replace(lengths, sample=reasons.fill(SAMPLE, lengths.sample, room, what))
     elif room > said.new_tokens:
         why = f"{what} of {room} less rollout.max_new_tokens"
-        left = room - said.new_tokens
-        prompt = reasons.fill("data.max_prompt_tokens", lengths.prompt, left, why)
+        prompt = reasons.fill("data.max_prompt_tokens", lengths.prompt, room - said.new_tokens, why)
         lengths = replace(lengths, prompt=prompt)
     return with_lengths(plan, lengths)
 

@@ -112,8 +112,7 @@ def least_recomputed(plan: Plan[C]) -> list[Plan[C]]:
 def may_keep_products(plan: AnyPlan) -> bool:
     """Whether selective checkpointing is open and the layers have the form for it."""
     model = plan.facts.model
-    open_yet = plan.said.system.gradient_checkpointing is None
-    return open_yet and model is not None and model.lean
+    return plan.said.system.gradient_checkpointing is None and model is not None and model.lean
 
 
 def with_recomputed(plan: Plan[C], share: float) -> Plan[C]:

@@ -12,13 +12,7 @@ from typing import Generic
 
 from tunesmith.plan.cost.copies import copy_bytes
 from tunesmith.plan.cost.device import Price
-from tunesmith.plan.cost.memory import (
-    fits,
-    host_problem,
-    planned,
-    planned_devices,
-    planned_first,
-)
+from tunesmith.plan.cost.memory import fits, host_problem, planned, planned_devices, planned_first
 from tunesmith.plan.cost.seconds import compared_seconds
 from tunesmith.plan.derive.saving_options import (
     ACTIVATIONS,
@@ -140,8 +134,7 @@ def _roomy_options(plan: Plan[C]) -> Iterator[Plan[C]]:
 def _least_of_trainer(plan: AnyPlan) -> tuple[str, Price, int]:
     """What the trainer's GPU has to hold and its free memory: of the parts that shrink, the more of
     the others is in host memory, if all of them are; what passes between the two is not counted."""
-    others = dict.fromkeys((ACTIVATIONS, REFERENCE), True)
-    lean = plan.with_memory(checkpointing=True, **others)
+    lean = plan.with_memory(checkpointing=True, **dict.fromkeys((ACTIVATIONS, REFERENCE), True))
     first = planned_first(lean, least=True)
     assert first is not None, "the model's size is known"
     name, own, free = first
@@ -221,8 +214,7 @@ def _with_most_tokens(plan: Plan[C]) -> Plan[C]:
         free["microbatch"] = max(most, plan.training.longest or 0)
     model = plan.facts.model if plan.kind.samples and plan.devices.on_gpu else None
     if model and said.vllm.memory_share is None and said.kv_memory is None:
-        number = plan.devices.bytes_per_number
-        copy = copy_bytes(model, number, plan.engine_quantize)
+        copy = copy_bytes(model, plan.devices.bytes_per_number, plan.engine_quantize)
         left = plan.engine_memory - copy // plan.devices.ranks_per_engine
         free["kv"] = f"{max(1, left)}B"
     return plan.with_memory(**free)

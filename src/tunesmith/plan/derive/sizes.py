@@ -109,8 +109,7 @@ def _kv_share(plan: AnyPlan, budget: int) -> tuple[int, str]:
         return (plan.free_memory - held) // 2, "half"
     together = planned(plan, least=True)
     if plan.devices.hybrid and together is not None:
-        taken = together.sampling - together.kv
-        share, part = _in_turn(plan, taken, here)
+        share, part = _in_turn(plan, together.sampling - together.kv, here)
         return share, f"while the policy does not train, {part}"
     if together is None or not plan.devices.on_gpu:
         return budget // 4, "a quarter"
@@ -164,11 +163,10 @@ def _microbatch(plan: AnyPlan, budget: int) -> tuple[int, str]:
         return max(UNKNOWN_MODEL_TOKENS, longest), "the model's size is not known"
     per_token = bytes_per_token(model, layout_of(plan))
     most = plan.most_tokens * plan.devices.sequence
-    tokens, reason = (
-        _fitting(plan, model, longest, most)
-        if plan.devices.on_gpu
-        else _fitting_beside_engines(plan, budget, per_token, most)
-    )
+    if plan.devices.on_gpu:
+        tokens, reason = _fitting(plan, model, longest, most)
+    else:
+        tokens, reason = _fitting_beside_engines(plan, budget, per_token, most)
     return tokens, f"{reason} ({format_size(per_token)} of activations per token)"
 
 

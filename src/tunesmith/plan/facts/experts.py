@@ -45,8 +45,7 @@ def expert_widths(config: Written) -> tuple[int, ...]:
     if first(config, *EXPERTS) < 2:
         return ()
     outer = first(config, "moe_latent_size") or first(config, "hidden_size")
-    inner = first(config, "moe_intermediate_size") or first(config, "intermediate_size")
-    return outer, inner
+    return outer, first(config, "moe_intermediate_size") or first(config, "intermediate_size")
 
 
 def implementation(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -106,18 +106,14 @@ def _header(path: Path, file: BinaryIO) -> Header:
     size = path.stat().st_size
     if start + last >= size:
         raise ValueError(f"it has {size} bytes, and more follow in a whole file: it is incomplete")
-    moved = {
-        name: FilePiece(piece.shape, piece.kind, start + piece.start)
-        for name, piece in stored.items()
-    }
+    moved = {name: replace(p, start=start + p.start) for name, p in stored.items()}
     return Header(path, said, moved)
 
 
 def _piece(file: BinaryIO) -> tuple[str, FilePiece]:
     name = _text(file)
     shape = [_number(file, "Q") for _ in range(_number(file, "I"))]
-    kind = _number(file, "I")
-    return name, FilePiece(tuple(reversed(shape)), kind, _number(file, "Q"))
+    return name, FilePiece(tuple(reversed(shape)), _number(file, "I"), _number(file, "Q"))
 
 
 def _value(file: BinaryIO, kind: int) -> Value:

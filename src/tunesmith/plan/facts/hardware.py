@@ -129,11 +129,8 @@ def find_compiler() -> str | None:
 def compilers() -> str:
     """A description of what ``find_compiler`` looks for."""
     named = os.environ.get("CXX")
-    return (
-        f"CXX = {named!r} is not one"
-        if named
-        else f"{', '.join(COMPILERS)}, or the one that CXX names"
-    )
+    usual = f"{', '.join(COMPILERS)}, or the one that CXX names"
+    return f"CXX = {named!r} is not one" if named else usual
 
 
 def _words(command: str) -> list[str]:
@@ -199,16 +196,12 @@ def parse_gpus(
             listed[index] = uuid, found[uuid][0][1]
             firsts.append(found[uuid][0][1])
     if visible is None:
-        undivided = [gpu for _, gpu in listed.values() if gpu not in firsts]
-        return tuple(undivided or firsts[:1])
+        return tuple([gpu for _, gpu in listed.values() if gpu not in firsts] or firsts[:1])
     listed |= {uuid: (uuid, gpu) for each in found.values() for uuid, gpu in each}
     chosen: list[Gpu] = []
     for word in (part.strip() for part in visible.split(",")):
-        index = (
-            word
-            if word in listed
-            else next((i for i, (uuid, _) in listed.items() if uuid.startswith(word)), None)
-        )
+        begun = (i for i, (uuid, _) in listed.items() if uuid.startswith(word))
+        index = word if word in listed else next(begun, None)
         if index is None or not word:
             break  # CUDA ignores everything from the first name it does not know
         chosen.append(listed[index][1])
@@ -260,9 +253,9 @@ def _cores() -> int:
 
 def usable_cpus() -> int:
     """Logical processors, within the limits of scheduler and container quota."""
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    allowed = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
     return max(1, min(allowed, *_group_cpus(), allowed))
 
 
@@ -305,11 +298,8 @@ def _group_memory() -> Iterator[tuple[int, int]]:
         ):
             text = _read(folder / limit)
             if text.isdigit():
-                stat = dict(
-                    line.split()[:2]
-                    for line in _read(folder / "memory.stat").splitlines()
-                    if " " in line
-                )
+                lines = _read(folder / "memory.stat").splitlines()
+                stat = dict(line.split()[:2] for line in lines if " " in line)
                 current = int(_read(folder / used) or 0) - int(stat.get(cache_key, 0))
                 yield int(text), max(0, current)
 

@@ -15,12 +15,7 @@ from tunesmith.plan.facts.gguf import read_header
 from tunesmith.plan.facts.layers import Written
 from tunesmith.plan.facts.llama_cpp import config_of
 from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts
-from tunesmith.plan.facts.model_files import (
-    INDEX,
-    check_method,
-    count_parameters,
-    quantised_by,
-)
+from tunesmith.plan.facts.model_files import INDEX, check_method, count_parameters, quantised_by
 from tunesmith.plan.facts.model_files import ONE as WEIGHTS
 from tunesmith.records.storage import read_json
 
@@ -83,11 +78,8 @@ def _hub_facts(name: str) -> ModelFacts | None:
     if index is not None:
         metadata: Written = read_json(index, ModelError).get("metadata") or {}
         size = _BYTES.get(str(config.get("dtype") or config.get("torch_dtype")))
-        parameters = (
-            metadata.get("total_parameters")
-            or (size and metadata.get("total_size", 0) // size)
-            or None
-        )
+        by_size = size and metadata.get("total_size", 0) // size
+        parameters = metadata.get("total_parameters") or by_size or None
     elif (file.parent / WEIGHTS).exists():
         parameters = count_parameters(file.parent)
     if parameters is None or not family(config.get("model_type")).multimodal:

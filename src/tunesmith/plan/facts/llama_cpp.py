@@ -29,10 +29,7 @@ FREQUENCIES = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """The same in all published models with Llama 3's scaling; GGUF files do not contain them."""
 _LLAMA3_CONTEXT = 8192
-_YARN = {
-    "beta_fast": "rope.scaling.yarn_beta_fast",
-    "beta_slow": "rope.scaling.yarn_beta_slow",
-}
+_YARN = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +206,9 @@ def config_of(header: Header) -> JsonObject:
         **{size: _whole(header, key) for size, key in family.sizes.items()},
     }
     config["head_dim"] = width or config["hidden_size"] // config["num_attention_heads"]
-    epsilon = header.size("attention.layer_norm_rms_epsilon")
     config |= {
         "vocab_size": header.pieces["token_embd.weight"].shape[0],
-        "rms_norm_eps": _short(epsilon, 1e-6),
+        "rms_norm_eps": _short(header.size("attention.layer_norm_rms_epsilon"), 1e-6),
         "tie_word_embeddings": "output.weight" not in header.pieces,
         "rope_parameters": _rope_in(header, config["head_dim"]),
         **family.fixed,
@@ -244,12 +240,8 @@ def family_in(header: Header) -> str:
     """
     architecture = header.architecture
     for name, family in FAMILIES.items():
-        experts = (
-            _whole(header, "expert_count", default=0)
-            if "num_local_experts" not in family.sizes
-            else 0
-        )
-        if family.architecture == architecture and not experts:
+        takes = "num_local_experts" in family.sizes or not _whole(header, "expert_count", default=0)
+        if family.architecture == architecture and takes:
             return name
     valid = ", ".join(dict.fromkeys(family.architecture for family in FAMILIES.values()))
     raise ModelError(
@@ -313,8 +305,8 @@ def _llama3_in(header: Header, rope: Written, width: int, original: Value) -> Js
         "original_max_position_embeddings": original,
     }
     ours = frequency_factors(scaled, width)
-    if len(ours) != len(factors) or not all(
-        math.isclose(one, other, rel_tol=1e-4) for one, other in zip(ours, factors, strict=True)
-    ):
+    pairs = zip(ours, factors, strict=False)
+    alike = all(math.isclose(one, other, rel_tol=1e-4) for one, other in pairs)
+    if len(ours) != len(factors) or not alike:
         raise ModelError(f"{header.path}: {FREQUENCIES} are not the factors of Llama 3's scaling")
     return scaled

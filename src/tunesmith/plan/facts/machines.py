@@ -117,14 +117,13 @@ def machine(spec: str) -> Hardware:
         )
     memory = kind.host_memory * count
     cpu = f"CPU of {kind.host}"
-    gpus = (kind.gpu,) * count
     return Hardware(
         cpu,
         kind.cores * count,
         memory,
         memory,
         bf16=False,
-        gpus=gpus,
+        gpus=(kind.gpu,) * count,
         compiler="c++",
         nodes=nodes,
         named=True,
@@ -155,11 +154,8 @@ def _family(name: str) -> str:
 def _kind(name: str) -> GpuKind:
     kinds = gpu_kinds()
     wanted = name.strip().lower()
-    fitting = [
-        kind
-        for kind in kinds.values()
-        if wanted in (kind.name.lower(), kind.name.lower().rpartition("-")[0])
-    ]
+    names = {kind.name.lower(): kind for kind in kinds.values()}
+    fitting = [kind for name, kind in names.items() if wanted in (name, name.rpartition("-")[0])]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

@@ -201,11 +201,7 @@ def facts_of(whole: Written) -> ModelFacts | None:
     counted = count(config, sizes, family(facts.family))
     mixtures = mixtures_of(config, counted)
     return replace(
-        facts,
-        estimated=counted.total,
-        idle=counted.idle,
-        mixtures=mixtures,
-        widths=counted.widths,
+        facts, estimated=counted.total, idle=counted.idle, mixtures=mixtures, widths=counted.widths
     )
 
 

@@ -154,8 +154,7 @@ def weights_in(directory: Path) -> dict[str, Stored]:
     for name in [name for name in stored if name.endswith(BLOCKS)]:
         scaled = name.removesuffix(BLOCKS) + SCALES
         if scaled in stored:
-            packed = _packed(name, stored.pop(name), stored.pop(scaled))
-            stored[name.removesuffix(BLOCKS)] = packed
+            stored[name.removesuffix(BLOCKS)] = _packed(name, stored.pop(name), stored.pop(scaled))
     return stored
 
 

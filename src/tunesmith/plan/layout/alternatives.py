@@ -94,13 +94,9 @@ def next_best(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:
             layout = _layout(other)
             devices = planned_devices(other)
             seconds = step_seconds(other).get("step")
-            if (
-                other.devices.engine == plan.devices.engine
-                and layout not in seen
-                and seconds
-                and seconds >= ours
-                and all(fits(other, *device) for device in devices)
-            ):
+            new = other.devices.engine == plan.devices.engine and layout not in seen
+            slower = seconds and seconds >= ours
+            if new and slower and all(fits(other, *device) for device in devices):
                 seen.append(layout)
                 stated = changes.keys() & {
                     CHECKPOINTING,
@@ -158,17 +154,13 @@ def limits(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:
         return []
     found: list[dict[str, Any]] = []
     for what, names in PHASES.items():
-        halved = {
-            name: seconds / 2 if name in names else seconds
-            for name, seconds in phases.items()
-            if name != "step"
-        }
+        parts = {name: seconds for name, seconds in phases.items() if name != "step"}
+        halved = {name: s / 2 if name in names else s for name, s in parts.items()}
         found.append({"limit": what, "step": whole_step(plan, halved)})
     room = {"system.device_memory": megabytes(2 * plan.free_memory)}
     with suppress(ConfigError):
         there = resolve(with_values(config, room), plan.facts, advise=False)
-        step_there = step_seconds(there)["step"]
-        found.append({"limit": "the GPUs' memory", "step": step_there})
+        found.append({"limit": "the GPUs' memory", "step": step_seconds(there)["step"]})
     ranked = [
         {**each, "times": step / each["step"]} for each in found if step > LEAST_GAIN * each["step"]
     ]
@@ -213,11 +205,8 @@ def cost(plan: AnyPlan, price: float) -> dict[str, float]:
     seconds = step_seconds(plan).get("step")
     if not gpus or not seconds:
         sized = plan.facts.model is not None and plan.facts.model.parameters
-        lacking = (
-            "this machine has no GPU"
-            if not gpus
-            else "the seconds of a step are not known for this run"
-        )
+        unknown = "the seconds of a step are not known for this run"
+        lacking = unknown if gpus else "this machine has no GPU"
         lacking += (
             "" if not gpus or sized else f", since the size of {plan.said.model.path} is not known"
         )

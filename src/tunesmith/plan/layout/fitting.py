@@ -14,13 +14,7 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.config.values import format_size
 from tunesmith.errors import Problem
 from tunesmith.plan.cost.device import PARTS, Price
-from tunesmith.plan.cost.memory import (
-    fits,
-    host_problem,
-    limit,
-    may_fit,
-    planned_devices,
-)
+from tunesmith.plan.cost.memory import fits, host_problem, limit, may_fit, planned_devices
 from tunesmith.plan.cost.price import USUAL_RANK
 from tunesmith.plan.derive.saving_options import with_savings_as_said
 from tunesmith.plan.derive.savings import Saving, fits_somehow, lacking_on_the_host, share_at_best
@@ -55,9 +49,9 @@ def memory_problems(plan: Plan[C], given: C) -> Iterator[Problem]:
             if split and plan.said.system.vllm.memory_share is not None:
                 cure += ", or lower system.vllm.memory_share"
             cure = cure if split else _remedy(plan, free, given, free_of_layout)
-            lacking = (
-                None if place else lacking_on_the_host(with_savings_as_said(plan, given.system))
-            )
+            lacking = None
+            if not place:
+                lacking = lacking_on_the_host(with_savings_as_said(plan, given.system))
             cure += f". The GPUs have room for it, but {lacking}" if lacking else ""
             ranks = devices.trainer_ranks
             where = devices.device
@@ -66,12 +60,8 @@ def memory_problems(plan: Plan[C], given: C) -> Iterator[Problem]:
             yield Problem(("model.path",), _does_not_fit(plan, needed, free, cure, where), "memory")
         problem = host_problem(plan, needed)
         if problem:
-            names = (
-                "offload_parameters",
-                "offload_optimizer",
-                "offload_activations",
-                "offload_reference",
-            )
+            parts = ("parameters", "optimizer", "activations", "reference")
+            names = [f"offload_{part}" for part in parts]
             keys = [f"system.{name}" for name in names if getattr(plan.memory, name)]
             keys = keys or ["system.hybrid" if devices.hybrid else "system.weight_copy"]
             what = " and ".join(f"{key} = {toml_value(plan.settings[key])}" for key in keys)
@@ -146,9 +136,8 @@ def _remedy(plan: Plan[C], free: int, given: C, free_of_layout: Plan[C]) -> str:
             roomy = on_host and all(may_fit(there, *each) for each in others)
             roomy = roomy and may_fit(there, name, changed, free)
             if roomy and Saving(there).refused <= allowed:
-                return (
-                    f"what fits: {_in_words(stated | changes)} ({format_size(changed.peak)}){more}"
-                )
+                words = f"{_in_words(stated | changes)} ({format_size(changed.peak)})"
+                return f"what fits: {words}{more}"
             if changes.keys() & LESS and _fits_in_some_layout(plan, given, stated | changes):
                 return f"what fits: {_in_words(stated | changes)}{more}"
             peaks += [changed.peak] if on_host else []
@@ -239,9 +228,8 @@ def _more_gpus(plan: AnyPlan) -> str | None:
         for layout in _roomiest(layouts(there)):
             if share_at_best(layout.of(there)) <= 1.0 and fits_somehow(layout.of(there)):
                 stage = layout.zero_stage
-                return f"{count} such GPUs" + (
-                    f" with system.zero_stage = {stage}" if stage else ""
-                )
+                sharded = f" with system.zero_stage = {stage}" if stage else ""
+                return f"{count} such GPUs{sharded}"
     return None
 
 
@@ -261,10 +249,8 @@ def _changes(plan: AnyPlan, layout: Mapping[str, object]) -> Iterator[dict[str, 
     muon = plan.said.train.optimizer.name == "muon"  # unavailable for adapters and on the host
     memory = plan.said.system.vllm.memory_share
     if memory is not None:
-        yield from (
-            {"system.vllm.memory_share": round(n / 20, 2)}
-            for n in range(ceil(20 * memory) - 1, 1, -1)
-        )
+        for n in range(ceil(20 * memory) - 1, 1, -1):
+            yield {"system.vllm.memory_share": round(n / 20, 2)}
     if plan.devices.weight_copy == "gpu":
         yield {"system.weight_copy": "host"}
     if plan.kind.trains:

@@ -63,8 +63,7 @@ def gpus_of_run(plan: AnyPlan) -> int:
     machine = plan.facts.hardware
     model = plan.facts.model
     devices = plan.devices
-    named = ":" in devices.device
-    if not devices.on_gpu or named or model is None or model.parameters is None:
+    if not devices.on_gpu or ":" in devices.device or model is None or model.parameters is None:
         return 1
     alike = takewhile(lambda gpu: _alike(gpu, machine.gpus[0]), machine.gpus)
     here = plan.kind.samples and devices.cluster == "none"

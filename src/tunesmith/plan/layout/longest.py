@@ -25,11 +25,7 @@ def longest_that_fits(plan: AnyPlan, most: int = MOST) -> int | None:
     Args:
         plan: a run whose processes and memory are open (``reopened``).
     """
-    able = [
-        layout
-        for layout in layouts(plan)
-        if not any(contradictions(layout.of(plan), settled=False))
-    ]
+    able = [each for each in layouts(plan) if not any(contradictions(each.of(plan), settled=False))]
 
     def lacks_memory(tokens: int) -> bool:
         there = replace(plan, training=replace(plan.training, longest=tokens))

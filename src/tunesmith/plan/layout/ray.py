@@ -37,9 +37,8 @@ def ray_shapes(plan: AnyPlan, gpus: int, tensors: list[int]) -> Iterator[Process
             continue  # they have no GPU in common
         placed = _with_reward_shards(plan, groups)
         shares = any({"actor", "rollout"} <= set(group) for group in groups)
-        if free and (
-            wanted not in (None, shares) or (shares and counted and found and wanted is None)
-        ):
+        other = wanted not in (None, shares)
+        if free and (other or (shares and counted and found and wanted is None)):
             continue
         turns = shares if wanted is None else wanted
         for tensor in tensors:
@@ -134,11 +133,8 @@ def _with_reward_shards(plan: AnyPlan, groups: Groups) -> AnyPlan:
     that hold them."""
     reward = plan.devices.placement.reward
     longest = plan.training.longest or LEAST_TOKENS
-    shares = (
-        reward.shards
-        or plan.devices.scoring_shards("reward") > 1
-        or any("reward" in group for group in groups)
-    )
+    together = any("reward" in group for group in groups)
+    shares = reward.shards or together or plan.devices.scoring_shards("reward") > 1
     if shares or not plan.facts.frozen_parameters:
         return plan
     found = plan

@@ -103,8 +103,7 @@ def fastest(
         within = found[-1][0] if len(found) == count else inf
         if bound >= within:
             break
-        there = choices[place].of(plan)
-        if any(contradictions(there, settled=False)):
+        if any(contradictions(choices[place].of(plan), settled=False)):
             continue
         whole = _faster_than(plan, choices[place], within)
         if whole is not None and not any(contradictions(whole)):
@@ -142,11 +141,7 @@ def _nearest_layout(plan: AnyPlan) -> ProcessLayout:
         as_said = replace(as_said, engine_process=True)
     open_yet = with_savings_as_said(plan, None)
     # Among equals, a remedy has most to change in the one that might need the least.
-    return min(
-        found,
-        key=lambda layout: least_share(layout.of(open_yet)),
-        default=as_said,
-    )
+    return min(found, key=lambda layout: least_share(layout.of(open_yet)), default=as_said)
 
 
 def _least_needing(plan: AnyPlan, choices: Sequence[ProcessLayout]) -> list[ProcessLayout]:
@@ -184,11 +179,9 @@ def _reasons(plan: AnyPlan, gpus: int) -> dict[str, str]:
     alike = " that are identical and free" if gpus < plan.gpus else ""
     need = f"the model and its optimizer take at least {_least(plan, 0)}"
     sharded = f"{need} whole and {_least(plan, stage)} sharded; the fastest that fits"
-    shared = (
-        "; processes share a reward model that does not fit one GPU"
-        if devices.scoring_shards("reward") > 1
-        else ""
-    )
+    shared = ""
+    if devices.scoring_shards("reward") > 1:
+        shared = "; processes share a reward model that does not fit one GPU"
     together = "engines and trainer take turns on all GPUs"
     there = ""
     if devices.machines > 1:

@@ -88,8 +88,7 @@ def images_of_rollouts(s: Situation[RLConfig]) -> Iterator[Problem]:
     if not s.facts or not s.facts.images or s.config.command not in COMMANDS:
         return
     config = s.config
-    devices = s.devices
-    engine = devices.engine
+    engine = s.devices.engine
     if _unseen(s):
         whose = f", and {engine.title} is shown those of {', '.join(engine.seeing)}"
         whose = whose if engine.seeing else ""

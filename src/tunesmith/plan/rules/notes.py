@@ -32,8 +32,7 @@ def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
             "system.tuned = true, but no such run was tuned on this machine: run tunesmith tune "
             "first"
         )
-    rl = s.config.rl
-    if system.profile == "throughput" and rl and s.config.rollout.max_staleness == 0:
+    if system.profile == "throughput" and s.config.rl and s.config.rollout.max_staleness == 0:
         yield (
             "system.profile = 'throughput' does not set rollout.max_staleness, which lets engines "
             "sample while the policy trains, because it changes what is learned"
@@ -67,8 +66,7 @@ def filled_gpu(machine: Hardware) -> Iterator[str]:
 def _unused_gpus(machine: Hardware) -> Iterator[str]:
     """Notes on a filled GPU, and that GPUs of other kinds are idle."""
     yield from filled_gpu(machine)
-    first = machine.gpus[0]
-    others = sorted({gpu.name for gpu in machine.gpus} - {first.name})
+    others = sorted({gpu.name for gpu in machine.gpus} - {machine.gpus[0].name})
     if others:
         yield (
             f"{' and '.join(others)} take no part: a run uses GPUs like the first one, which "

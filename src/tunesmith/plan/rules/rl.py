@@ -24,8 +24,7 @@ def teacher(s: Situation[RunConfig]) -> Iterator[Problem]:
     if not isinstance(config, DistillConfig | OfflineDistillConfig):
         return
     if config.distill.alpha == 0:
-        why = "ignores the teacher; use tunesmith sft, or a value above 0"
-        yield s.clash("distill.alpha", why)
+        yield s.clash("distill.alpha", "ignores the teacher; use tunesmith sft, or a value above 0")
     section = config.teacher
     here = section.url is None
     several = set(section.by_name())

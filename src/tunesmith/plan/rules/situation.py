@@ -133,11 +133,8 @@ class Situation(Generic[C]):
             algorithm = self.algorithm
             whole = said.model_copy(update={"algorithm": algorithm}) if algorithm else said
             return settings(whole) | {ENGINE: self.engine.name}
-        derived = {
-            f"system.{name}": value
-            for name, value in derived_system(self.plan, settled=self.settled).items()
-            if value is not None
-        }
+        own = derived_system(self.plan, settled=self.settled)
+        derived = {f"system.{name}": v for name, v in own.items() if v is not None}
         derived |= {"system.sequence_parallel.size": self.devices.sequence}
         if self.devices.engine.spans_devices:
             derived |= {TENSOR: self.devices.tensor}

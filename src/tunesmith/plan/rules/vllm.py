@@ -142,9 +142,8 @@ def _ranks(s: Situation[RunConfig]) -> Iterator[Problem]:
 def _divides_heads(model: ModelFacts, ranks: int) -> bool:
     """Whether each rank gets as many heads: of keys and values some, or a copy of one."""
     keys = model.kv_heads
-    return model.heads % ranks == 0 and (
-        bool(model.latent) or keys % ranks == 0 or ranks % keys == 0
-    )
+    keys_divide = bool(model.latent) or keys % ranks == 0 or ranks % keys == 0
+    return model.heads % ranks == 0 and keys_divide
 
 
 def _quantization(s: Situation[RunConfig]) -> Iterator[Problem]:
@@ -282,11 +281,8 @@ def with_vllm(plan: Plan[C], reasons: Reasons) -> Plan[C]:
         caching = (True, "vLLM records experts only with it")
     caches = reasons.fill("system.vllm.prefix_caching", vllm.prefix_caching, *caching)
     on_cpu = plan.devices.device == "cpu"
-    why = (
-        "on a CPU, compiling takes longer than most runs gain"
-        if on_cpu
-        else "CUDA graphs save kernel launches"
-    )
+    slow = "on a CPU, compiling takes longer than most runs gain"
+    why = slow if on_cpu else "CUDA graphs save kernel launches"
     eager = reasons.fill("system.vllm.eager", vllm.eager, on_cpu, why)
     return replace(plan, vllm=replace(plan.vllm, eager=eager, prefix_caching=caches,
                                       max_length=length))
