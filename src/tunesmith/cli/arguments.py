@@ -16,15 +16,12 @@ def complete_setting(incomplete: str) -> list[str]:
     return [f"{key}=" for key in keys if key.startswith(incomplete)]
 
 
-RunFile = Annotated[
-    Path, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)
-]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[section.key=value]...",
         help="Settings that replace the file's; -v is monitor.verbose=true.",
-        show_default=False,
         autocompletion=complete_setting,
     ),
 ]
@@ -34,14 +31,10 @@ DryRun = Annotated[
         metavar="MACHINE",
         help="Train nothing: take two steps on such a machine, which need not be there "
         "(8xH100-80GB).",
-        show_default=False,
     ),
 ]
 ServedModel = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A model's or a run's directory, or a hub name.", show_default=False
-    ),
+    str, typer.Argument(metavar="MODEL", help="A model's or a run's directory, or a hub name.")
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]

@@ -58,9 +58,8 @@ class CommandGroup(TyperGroup):
         close = closest(word, [*self.commands, *near], 0.75)
         if not meant and close:
             meant = [name for name, words in _MEANT.items() if close in words.split()] or [close]
-        return (
-            f" Did you mean {' or '.join(f'tunesmith {name}' for name in meant)}?" if meant else ""
-        )
+        commands = " or ".join(f"tunesmith {name}" for name in meant)
+        return f" Did you mean {commands}?" if meant else ""
 
 
 def _unknown(args: Sequence[str], known: set[str], valued: set[str]) -> list[tuple[str, list[str]]]:
@@ -99,7 +98,5 @@ def _about_options(command: str, options: Sequence[tuple[str, list[str]]], known
         if not own:
             instead = answers().option(KINDS.get(command), option, values)
         lines.append(f"  {' '.join((option, *values))}: {instead}")
-    return (
-        "No such option. Settings are written section.key=value, after the run file:\n"
-        + "\n".join(lines)
-    )
+    first = "No such option. Settings are written section.key=value, after the run file:"
+    return "\n".join([first, *lines])

@@ -10,12 +10,7 @@ import typer
 
 def export(
     model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A model's or a run's directory, or a hub name.",
-            show_default=False,
-        ),
+        str, typer.Argument(metavar="MODEL", help="A model's or a run's directory, or a hub name.")
     ],
     out: Annotated[
         Path | None,

@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 
 def launch(
-    scheduler: Annotated[
-        Literal["slurm"],
-        typer.Argument(metavar="slurm", help="What runs jobs.", show_default=False),
-    ],
+    scheduler: Annotated[Literal["slurm"], typer.Argument(metavar="slurm", help="What runs jobs.")],
     run: RunFile,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
@@ -68,8 +65,7 @@ def launch(
     from tunesmith.config.load import load_config
 
     settings = list(overrides or ())
-    kind = _kind(command, run, settings)
-    config = load_config(kind, run, settings)
+    config = load_config(_kind(command, run, settings), run, settings)
     _check_given(run, settings, sbatch or ())
     # not resolved: in a virtual environment it is a link
     interpreter = (python or Path(sys.executable)).absolute()

@@ -19,10 +19,8 @@ def generate(run: RunFile, overrides: Overrides = None) -> None:
     from tunesmith.run.offline.generate import run_generate
 
     done = run_generate(run, overrides or ())
-    counts = {
-        name: f"{count:,.4g}" if count % 1 else f"{count:,.0f}"
-        for name, count in done.counts.items()
-    }
+    given = done.counts.items()
+    counts = {name: f"{n:,.4g}" if n % 1 else f"{n:,.0f}" for name, n in given}
     print_usage(done.usage, done.earlier, counts)
     print(f"{done.lines} lines in {done.output}", flush=True)
 
@@ -30,7 +28,7 @@ def generate(run: RunFile, overrides: Overrides = None) -> None:
 def rft(
     step: Annotated[
         Literal["generate", "train", "evaluate", "run"],
-        typer.Argument(help="What to do; run does all of it, in turn.", show_default=False),
+        typer.Argument(help="What to do; run does all of it, in turn."),
     ],
     run: RunFile,
     overrides: Overrides = None,

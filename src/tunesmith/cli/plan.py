@@ -47,10 +47,7 @@ def plan(
         ),
     ] = "this",
     price: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="What a GPU costs for an hour: also print the cost.", show_default=False
-        ),
+        float | None, typer.Option(min=0, help="What a GPU costs for an hour: also print the cost.")
     ] = None,
     max_context: Annotated[
         bool,

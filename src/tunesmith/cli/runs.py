@@ -31,7 +31,6 @@ def runs(
             metavar="[PATH...]",
             help="list: a directory of runs (runs); compare: two runs or more; "
             "tail: a run (runs/latest).",
-            show_default=False,
         ),
     ] = None,
     last: Annotated[int, typer.Option("--last", "-n", min=1, help="tail: how many steps.")] = 10,
@@ -88,12 +87,11 @@ def _row(run: RunSummary) -> list[str]:
     result = ", ".join(f"{name} {number(value)}" for name, value in values.items())
     model = run.settings.get("model.path") or ""
     algorithm = run.progress.command or run.settings.get("algorithm.name") or ""
-    total = "" if run.progress.total is None else str(run.progress.total)
     return [
         run.path.name,
         run.state,
         str(run.step),
-        total,
+        "" if run.progress.total is None else str(run.progress.total),
         Path(str(model)).name,
         str(algorithm),
         result,
@@ -108,10 +106,8 @@ def _compare(found: Sequence[RunSummary], as_json: bool) -> None:
     names = [run.path.name for run in found]
     settings = differences(found)
     means = [late_means(run.path) for run in found]
-    metrics = {
-        name: [mean.get(name) for mean in means]
-        for name in dict.fromkeys(name for m in means for name in m)
-    }
+    names = dict.fromkeys(name for mean in means for name in mean)
+    metrics = {name: [mean.get(name) for mean in means] for name in names}
     if as_json:
         print(json.dumps({"runs": names, "settings": settings, "metrics": metrics}, indent=2))
         return
@@ -124,10 +120,8 @@ def _compare(found: Sequence[RunSummary], as_json: bool) -> None:
         "",
         sep="\n",
     )
-    values = [
-        [name, *("" if v is None else number(v) for v in each)]
-        for name, each in sorted(metrics.items())
-    ]
+    rows = sorted(metrics.items())
+    values = [[name, *("" if v is None else number(v) for v in each)] for name, each in rows]
     heading = [
         ["mean of the last fifth of the steps", *names],
         ["steps", *(str(r.step) for r in found)],

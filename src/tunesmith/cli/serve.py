@@ -17,10 +17,7 @@ def serve(
     port: Port = 8000,
     token_file: Annotated[
         Path | None,
-        typer.Option(
-            help="Holds the token that requests must send; else TUNESMITH_SERVE_TOKEN.",
-            show_default=False,
-        ),
+        typer.Option(help="Holds the token that requests must send; else TUNESMITH_SERVE_TOKEN."),
     ] = None,
 ) -> None:
     """Serve a model in the interfaces of OpenAI and Anthropic.

@@ -17,10 +17,7 @@ Window = Annotated[
 Largest = Annotated[float, typer.Option(min=0.001, help="Larger requests are refused.")]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(
-        help="Holds the token that requests must send; else TUNESMITH_REWARD_TOKEN.",
-        show_default=False,
-    ),
+    typer.Option(help="Holds the token that requests must send; else TUNESMITH_REWARD_TOKEN."),
 ]
 MaxTokens = Annotated[
     int | None,
@@ -39,8 +36,7 @@ Chat = Annotated[
     ),
 ]
 DType = Annotated[
-    Literal["float32", "bfloat16"] | None,
-    typer.Option(help=f"{_MODEL}.", show_default="float32"),
+    Literal["float32", "bfloat16"] | None, typer.Option(help=f"{_MODEL}.", show_default="float32")
 ]
 Device = Annotated[
     str | None, typer.Option(help=f"{_MODEL}: cpu or cuda.", show_default="cuda, if any")
@@ -62,9 +58,7 @@ def serve_reward(
     reward: Annotated[
         str,
         typer.Argument(
-            metavar="REWARD",
-            help="A reward model's directory, rewards.py:name or a built-in.",
-            show_default=False,
+            metavar="REWARD", help="A reward model's directory, rewards.py:name or a built-in."
         ),
     ],
     host: Host = "127.0.0.1",

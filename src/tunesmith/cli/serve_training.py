@@ -18,8 +18,7 @@ def serve_training(
     name: Annotated[
         str | None,
         typer.Option(
-            help="What clients call it (base_model); else the hub name or the directory's.",
-            show_default=False,
+            help="What clients call it (base_model); else the hub name or the directory's."
         ),
     ] = None,
     directory: Annotated[
@@ -28,8 +27,7 @@ def serve_training(
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="Holds the token that requests must send; else TUNESMITH_TRAINING_TOKEN.",
-            show_default=False,
+            help="Holds the token that requests must send; else TUNESMITH_TRAINING_TOKEN."
         ),
     ] = None,
 ) -> None:

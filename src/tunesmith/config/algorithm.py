@@ -96,11 +96,8 @@ class AlgorithmSection(Section):
         if value is None or "name" not in info.data:  # a bad name has its own error
             raise PydanticUseDefault
         preset: Any = find_preset(info.data["name"]).settings.get(info.field_name, "")
-        usual = (
-            cast(Mapping[str, Any], preset).get("type", "")
-            if isinstance(preset, Mapping)
-            else preset
-        )
+        table = isinstance(preset, Mapping)
+        usual = cast(Mapping[str, Any], preset).get("type", "") if table else preset
         return cls.families[info.field_name].chosen(value, usual)
 
     @field_validator("reward_clip")

@@ -146,17 +146,10 @@ class Choice(Section):
     @classmethod
     def _problem_of(cls, kind: type[Self]) -> str:
         """The problem with a method of a user's class; empty if there is none."""
-        ours = [
-            each
-            for each in kind.__mro__
-            if issubclass(each, cls) and each.__module__.startswith("tunesmith.")
-        ]
-        methods = {
-            name: value
-            for each in reversed(ours)
-            for name, value in vars(each).items()
-            if inspect.isfunction(value)
-        }
+        bases = [each for each in reversed(kind.__mro__) if issubclass(each, cls)]
+        ours = [each for each in bases if each.__module__.startswith("tunesmith.")]
+        own = [item for each in ours for item in vars(each).items()]
+        methods = {name: value for name, value in own if inspect.isfunction(value)}
         for name, method in methods.items():
             if name.startswith("_") and name != "__call__":
                 continue

@@ -79,9 +79,8 @@ def changes(listing: Listing, contents: Mapping[str, Content], directory: Path) 
     for key, entry in now.items():
         if key not in before or same_path(before[key][0]) == same_path(entry["value"]):
             continue
-        if key.startswith(tuple(MOVABLE.split())) and (
-            without_folders(before[key][0]) == without_folders(entry["value"])
-        ):
+        moved = without_folders(before[key][0]) == without_folders(entry["value"])
+        if moved and key.startswith(tuple(MOVABLE.split())):
             continue
         derived = key.startswith("system.") and before[key][1] == entry["source"] == "derived"
         verdict = verdict_of(key)

@@ -230,5 +230,4 @@ def _deepest(problems: Sequence[FileProblem]) -> list[FileProblem]:
     """One problem per path; for a union, that of the branch that got furthest."""
     paths = {p.path for p in problems}
     inner = {path[:n] for path in paths for n in range(len(path))}
-    unique = {p.path: p for p in reversed(problems) if p.path not in inner}
-    return list(unique.values())
+    return list({p.path: p for p in reversed(problems) if p.path not in inner}.values())

@@ -188,11 +188,8 @@ def load_object(reference: str, base_dir: Path) -> Any:
     try:
         return getattr(module, location.function)
     except AttributeError:
-        names = [
-            name
-            for name, value in vars(module).items()
-            if callable(value) and not name.startswith("_")
-        ]
+        public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        names = [name for name, value in public.items() if callable(value)]
         raise ConfigError(
             f"{location.place} has no function "
             f"'{location.function}'.{nearest(location.function, names)}"
@@ -205,8 +202,7 @@ def describe_exception(error: BaseException, skip: Callable[[str], bool]) -> str
     trace: TracebackType | None = error.__traceback__
     while trace is not None and skip(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    lines = traceback.format_exception(type(error), error, trace)
-    text = "".join(lines).rstrip()
+    text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     return text if len(text) <= TRACEBACK_CHARACTERS else "[...]\n" + text[-TRACEBACK_CHARACTERS:]
 
 
@@ -252,10 +248,8 @@ def keeping_signals() -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
     finally:

@@ -92,11 +92,8 @@ def _absolute(table: Mapping[str, object], folder: Path) -> dict[str, Any]:
                 **cast(Mapping[str, Any], value),
                 **({"type": located(value["type"])} if "type" in value else {}),
             }
-        is_local = (
-            isinstance(value, str)
-            and ".py:" in value
-            and (folder / value.rpartition(":")[0]).is_file()
-        )
+        in_file = isinstance(value, str) and ".py:" in value
+        is_local = in_file and (folder / value.rpartition(":")[0]).is_file()
         return str((folder / value).resolve()) if is_local else value
 
     return {key: located(value) for key, value in table.items()}

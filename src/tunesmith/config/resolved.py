@@ -82,11 +82,9 @@ def _by_key(
             if not (left_out or (given_only and "type" not in value.model_fields_set)):
                 values[name] = value.name
         elif not left_out and (table is None or (prefix and can_be_off)):
-            whole = (
-                value.model_dump(mode="json", exclude_unset=True)
-                if isinstance(value, BaseModel)
-                else dumped.get(key)
-            )
+            whole = dumped.get(key)
+            if isinstance(value, BaseModel):
+                whole = value.model_dump(mode="json", exclude_unset=True)
             values[name] = table is not None or whole
         if table is not None:
             values |= _by_key(table, dumped[key], f"{name}.", given_only)
@@ -185,13 +183,8 @@ def config_text(
     given = {k: toml_value(shown(v)) for k, v in given.items() if v is not None}
     tables = {key.rpartition(".")[0] for key in given} & given.keys()
     switched_on = {(table, "true") for table in tables}  # implied by the table's own header
-    written = _by_section(
-        {
-            f"{k}.type" if k in tables else k: v
-            for k, v in given.items()
-            if (k, v) not in switched_on
-        }
-    )
+    said = {k: v for k, v in given.items() if (k, v) not in switched_on}
+    written = _by_section({f"{k}.type" if k in tables else k: v for k, v in said.items()})
     comments = _by_section(
         {d.key: f"{shown_value(d.value)}  # {d.reason}" for d in derived}, written
     )
@@ -224,11 +217,9 @@ def shown_value(value: object, text: Callable[[str], str] = str) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, str | list | tuple):
-        value = (
-            text(value)
-            if isinstance(value, str)
-            else [text(v) if isinstance(v, str) else v for v in value]
-        )
+        items = [value] if isinstance(value, str) else value
+        written = [text(v) if isinstance(v, str) else v for v in items]
+        value = written[0] if isinstance(value, str) else written
     return "none" if value is None else toml_value(redact_values(value))
 
 

@@ -211,8 +211,7 @@ def examine(met: Meeting | None, shared: Path) -> ClusterReport:
     if met is None:
         return ClusterReport([own_place()], shared)
     world = met.launch.world
-    gpus = read_hardware().gpus
-    own = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(gpus))
+    own = visible_names(os.environ.get("CUDA_VISIBLE_DEVICES"), len(read_hardware().gpus))
     seen: dict[Role, list[tuple[str]]] = {"actor": [(name,) for name in own]} if own else {}
     with LaunchedProcesses(met, seen) as processes:
         ranks = [processes.spawn("actor", TrainerLostError) for _ in range(world)]

@@ -95,11 +95,10 @@ def _card(config: RunConfig, run_dir: RunDir) -> str:
     algorithm = config.algorithm.name if isinstance(config, RLConfig) else None
     command = shown_command([_FOLDERS.sub("", word) for word in own_command() or []])
     local = Path(path).is_absolute()
-    task = "text-classification" if config.score_model else "text-generation"
     data = ModelCardData(
         base_model=None if local else path,
         library_name="peft" if config.lora.on else "transformers",
-        pipeline_tag=task,
+        pipeline_tag="text-classification" if config.score_model else "text-generation",
         datasets=[name for name in names if "/" in name and not Path(name).suffix] or None,
         tags=[tag for tag in ("tunesmith", algorithm, config.lora.on and "lora") if tag],
     )

@@ -81,8 +81,7 @@ def remove_stale(parent: Path, prefix: str) -> list[Path]:
     removed: list[Path] = []
     for directory in parent.glob(f"{prefix}{_machine()}-*"):
         number, _, rest = directory.name.removeprefix(f"{prefix}{_machine()}-").partition("-")
-        started = rest.partition("-")[0]
-        if number.isdecimal() and started != _started(int(number)):
+        if number.isdecimal() and rest.partition("-")[0] != _started(int(number)):
             rmtree(directory, ignore_errors=True)
             removed.append(directory)
     return removed

@@ -101,8 +101,7 @@ async def attempt_json(
         late = f"{url} did not answer within {session.timeout.total:g} s"
         raise Unavailable(late, late=True) from None
     except (aiohttp.ClientError, OSError) as error:
-        why = f"had no answer from {url}: {error or type(error).__name__}"
-        raise Unavailable(why) from None
+        raise Unavailable(f"had no answer from {url}: {error or type(error).__name__}") from None
 
 
 async def request_patiently(

@@ -201,8 +201,7 @@ async def _read(request: web.Request, seconds: float) -> None:
     except (web.HTTPException, ConnectionError):
         raise
     except Exception as error:  # such as a broken encoding
-        unreadable = f"the request's body cannot be read: {error!a}"
-        raise web.HTTPBadRequest(text=unreadable) from None
+        raise web.HTTPBadRequest(text=f"the request's body cannot be read: {error!a}") from None
 
 
 def _closing_after(request: web.Request) -> Callable[[float | None], None]:

@@ -237,8 +237,7 @@ def _watch(reading: int, state: _State) -> None:
                 _exit(state, "ended at once")
             if first:
                 say(f"{signal.Signals(number[0]).name}: stopping; once more ends this at once")
-                wait = threading.Thread(target=_wait_for_main, args=(state,), daemon=True)
-                wait.start()
+                threading.Thread(target=_wait_for_main, args=(state,), daemon=True).start()
 
 
 def _wait_for_main(state: _State) -> None:

@@ -88,9 +88,7 @@ def last_message(prompt: str | list[Row]) -> str:
     return str(prompt[-1].get("content") or "") if prompt else ""
 
 
-def first_and_last(
-    lines: Iterable[Row],
-) -> list[tuple[Row, Row]]:
+def first_and_last(lines: Iterable[Row]) -> list[tuple[Row, Row]]:
     """For each prompt in both the first and the last evaluation: its line in each."""
     by_step: dict[int, dict[str, Row]] = {}
     for line in lines:

@@ -53,9 +53,8 @@ def toml_value(value: object) -> str:
         case list(items):
             return f"[{', '.join(map(toml_value, items))}]"
         case dict(table):
-            return (
-                "{" + ", ".join(f"{toml_key(k)} = {toml_value(v)}" for k, v in table.items()) + "}"
-            )
+            pairs = (f"{toml_key(k)} = {toml_value(v)}" for k, v in table.items())
+            return f"{{{', '.join(pairs)}}}"
         case number:
             return repr(number)
 

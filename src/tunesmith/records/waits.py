@@ -15,9 +15,7 @@ AFTER = (10.0, 30.0, 60.0)
 
 @contextmanager
 def long_wait(
-    doing: str,
-    report: Callable[[str], None] | None = None,
-    after: Sequence[float] | None = None,
+    doing: str, report: Callable[[str], None] | None = None, after: Sequence[float] | None = None
 ) -> Generator[None]:
     """While the body runs, report ``still {doing}: 10 s`` from a thread; nothing once it has ended.
 

@@ -64,12 +64,8 @@ def describe(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
         return f"one of {', '.join(map(repr, names))}{own}, or a table with type"
     if is_section(annotation):
         return f"a table with the keys {', '.join(annotation.model_fields)}"
-    bounds = [
-        f"{words} {getattr(m, n)}"
-        for kind, n, words in _BOUNDS
-        for m in metadata
-        if isinstance(m, kind)
-    ]
+    pairs = [(bound, m) for bound in _BOUNDS for m in metadata if isinstance(m, bound[0])]
+    bounds = [f"{words} {getattr(m, name)}" for (_, name, words), m in pairs]
     return _WORDS.get(annotation, "something else") + (f" {' and '.join(bounds)}" if bounds else "")
 
 
@@ -83,11 +79,8 @@ def fields_at(model: type[BaseModel], path: KeyPath) -> dict[type[BaseModel], Fi
     sections = [model]
     fields = dict[type[BaseModel], FieldInfo]()
     for part in (part for part in path if not isinstance(part, int)):
-        fields = {
-            section: section.model_fields[part]
-            for section in sections
-            if part in section.model_fields
-        }
+        having = [section for section in sections if part in section.model_fields]
+        fields = {section: section.model_fields[part] for section in having}
         sections = [inner for field in fields.values() for inner in sections_of(field.annotation)]
     return fields
 
@@ -132,12 +125,8 @@ def _metadata(annotation: object, own: Sequence[object]) -> Iterator[OneOf]:
 
 def names_of(annotation: object) -> list[str]:
     """The names of a family of choices, which may be left out; empty for anything else."""
-    return [
-        name
-        for kind in alternatives(annotation)
-        if isinstance(kind, type) and issubclass(kind, Choice)
-        for name in kind.named()
-    ]
+    kinds = [kind for kind in alternatives(annotation) if isinstance(kind, type)]
+    return [name for kind in kinds if issubclass(kind, Choice) for name in kind.named()]
 
 
 def sections_of(annotation: object) -> Iterator[type[BaseModel]]:

@@ -73,9 +73,8 @@ def _missing(text: str, bases: list[Path], hub: str = "") -> ConfigError:
     }
     close = closest(Path(text).name, siblings, 0.6)
     hint = f" Did you mean '{close}'?" if close else near_package(text)
-    other = (
-        f", and on the hub names have an owner, such as {hub}" if hub and "/" not in text else ""
-    )
+    unowned = hub and "/" not in text
+    other = f", and on the hub names have an owner, such as {hub}" if unowned else ""
     return ConfigError(f"{text} does not exist (looked in {' and '.join(folders)}){other}.{hint}")
 
 
@@ -137,11 +136,8 @@ def adapter_directory(directory: Path) -> Path:
     if not (directory / ADAPTER_CONFIG).is_file():
         inside = sorted(found.parent for found in directory.glob(f"*/{ADAPTER_CONFIG}"))
         if len(inside) != 1:
-            several = (
-                f"; name one of those in it: {', '.join(path.name for path in inside)}"
-                if inside
-                else ""
-            )
+            names = ", ".join(path.name for path in inside)
+            several = f"; name one of those in it: {names}" if inside else ""
             raise ConfigError(
                 f"{directory} holds no LoRA adapter: there is no {ADAPTER_CONFIG} in it{several}"
             )
@@ -205,11 +201,8 @@ def same_path(value: object) -> Any:
     if not isinstance(value, str) or "/" not in value or "\0" in value:
         return value
     path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
-    return (
-        f"{os.path.realpath(path)}{colon}{name}"
-        if len(path) < 4096 and os.path.lexists(path)
-        else value
-    )
+    there = len(path) < 4096 and os.path.lexists(path)
+    return f"{os.path.realpath(path)}{colon}{name}" if there else value
 
 
 def is_hub_name(text: str, kind: Literal["models", "datasets"]) -> bool:
@@ -218,12 +211,8 @@ def is_hub_name(text: str, kind: Literal["models", "datasets"]) -> bool:
     Bare names are from the hub's early years. A mistyped directory looks like one, so only GPT-2
     and names in the hub's cache count.
     """
-    if (
-        not _HUB_NAME.fullmatch(text)
-        or ".." in text
-        or "--" in text
-        or text.lower().endswith(DATA_SUFFIXES)
-    ):
+    is_file = text.lower().endswith(DATA_SUFFIXES)
+    if is_file or not _HUB_NAME.fullmatch(text) or ".." in text or "--" in text:
         return False
     if "/" in text or (kind == "models" and text in _BARE_MODELS):
         return True

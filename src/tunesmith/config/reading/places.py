@@ -56,11 +56,9 @@ def _with_places(
     if not told:
         return problem
     lines = [text.removeprefix("line ") for number, text in told if number < OVERRIDE]
-    listed = (
-        [f"lines {', '.join(lines[:-1])} and {lines[-1]}"]
-        if len(lines) > 1
-        else [f"line {n}" for n in lines]
-    )
+    listed = [f"line {n}" for n in lines]
+    if len(lines) > 1:
+        listed = [f"lines {', '.join(lines[:-1])} and {lines[-1]}"]
     listed += [text for number, text in told if number == OVERRIDE]
     where = " and ".join(listed) + ("" if problem.keys else f" ({around})")
     file = f"{origins.file}, " if origins.file and lines else ""

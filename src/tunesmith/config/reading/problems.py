@@ -58,10 +58,8 @@ class Origins:
     @property
     def reasons(self) -> dict[str, str]:
         """By key, why an override that excludes settings of the file counts alone."""
-        return {
-            key: f"as you said, instead of {' and '.join(others)} in {self.file}"
-            for key, others in self.replaced.items()
-        }
+        said = {key: " and ".join(others) for key, others in self.replaced.items()}
+        return {key: f"as you said, instead of {o} in {self.file}" for key, o in said.items()}
 
     def is_override(self, path: KeyPath) -> bool:
         return self._override(path) is not None
@@ -154,8 +152,7 @@ def line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int | None:
 
 def dotted(path: KeyPath) -> str:
     """``("data", "train", 0, "weight")`` → ``data.train[0].weight``."""
-    text = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path)
-    return text.removeprefix(".")
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
 
 
 def _table(header: str, arrays: dict[KeyPath, int]) -> KeyPath:

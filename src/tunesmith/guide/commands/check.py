@@ -26,7 +26,6 @@ def check(
         Argument(
             metavar="PATH|cluster|machine",
             help="A checkpoint, a run's directory, or the word cluster or machine.",
-            show_default=False,
         ),
     ],
     shared: Annotated[

@@ -26,10 +26,7 @@ UNHEALTHY = 3
 @commands.command()
 def doctor(
     run: Annotated[
-        Path,
-        Argument(
-            metavar="RUN_DIR", help="A run's directory, such as runs/latest.", show_default=False
-        ),
+        Path, Argument(metavar="RUN_DIR", help="A run's directory, such as runs/latest.")
     ],
     as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -26,16 +26,11 @@ def migrate(
     source: Annotated[
         Path,
         Argument(
-            metavar="SOURCE",
-            help="A launch script, a Python script, a notebook, YAML or JSON.",
-            show_default=False,
+            metavar="SOURCE", help="A launch script, a Python script, a notebook, YAML or JSON."
         ),
     ],
     variables: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="[NAME=value]...", help="Variables, or arguments (1=8).", show_default=False
-        ),
+        list[str] | None, Argument(metavar="[NAME=value]...", help="Variables, or arguments (1=8).")
     ] = None,
     output: Annotated[
         Path | None,

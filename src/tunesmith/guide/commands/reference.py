@@ -26,11 +26,7 @@ _MOST = 8
 def keys(
     what: Annotated[
         str | None,
-        Argument(
-            metavar="[COMMAND, SECTION or KEY]",
-            help="Such as rl, train or train.lr.",
-            show_default=False,
-        ),
+        Argument(metavar="[COMMAND, SECTION or KEY]", help="Such as rl, train or train.lr."),
     ] = None,
 ) -> None:
     """List the settings of a run file: each with its default, what it may be and what it means.
@@ -87,8 +83,7 @@ def models() -> None:
 @commands.command()
 def presets(
     names: Annotated[
-        list[str] | None,
-        Argument(metavar="[NAME]...", help="Left out, all of them.", show_default=False),
+        list[str] | None, Argument(metavar="[NAME]...", help="Left out, all of them.")
     ] = None,
 ) -> None:
     """List the presets of algorithm.name: what each one sets, and where it comes from.
@@ -109,8 +104,7 @@ def presets(
 
 def wrapped(text: str, indent: int) -> None:
     """Print a text in lines as wide as the terminal."""
-    width = min(shutil.get_terminal_size().columns, 100) - 1
-    room = width - indent
+    room = min(shutil.get_terminal_size().columns, 100) - 1 - indent
     lines = textwrap.fill(text, room, break_long_words=False, break_on_hyphens=False)
     print(textwrap.indent(lines, " " * indent))
 
@@ -122,10 +116,7 @@ def explain(
         str, Argument(metavar="NAME", help="Such as train.lr, entropy or --micro_train_batch_size.")
     ],
     run: Annotated[
-        Path | None,
-        Option(
-            help="The directory of a run: also print the value there, and why.", show_default=False
-        ),
+        Path | None, Option(help="The directory of a run: also print the value there, and why.")
     ] = None,
     verbose: Annotated[
         bool,

@@ -16,10 +16,7 @@ commands = typer.Typer()
 
 ROLLOUTS = "24MB"
 RunDirs = Annotated[
-    list[Path],
-    Argument(
-        metavar="RUN_DIR...", help="Directories of runs, such as runs/latest.", show_default=False
-    ),
+    list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs, such as runs/latest.")
 ]
 
 

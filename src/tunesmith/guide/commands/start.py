@@ -21,8 +21,7 @@ def demo(
     as_json: Annotated[bool, Option("--json", help="End with one line of JSON.")] = False,
     seed: Annotated[int, Option(help="Of the model, the data and the training.")] = 0,
     directory: Annotated[
-        Path | None,
-        Option("--dir", help="Where to work; left out: runs/demo-<number>.", show_default=False),
+        Path | None, Option("--dir", help="Where to work; left out: runs/demo-<number>.")
     ] = None,
 ) -> None:
     """Make a tiny model, teach it arithmetic, and raise its accuracy by reinforcement learning."""

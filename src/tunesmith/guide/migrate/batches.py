@@ -32,10 +32,9 @@ def parts(given: Given, there: There) -> Result:
         return without("batch_size and mini_batch_size say it")
     if there.given("num_ppo_epochs") or "ppo" in there.launch.name.lower():
         minis = there.number("num_mini_batches")
-        shared = f"{how} / {minis} mini-batches"
         return [
             Value("rollout.prompts_per_step", batch, how),
-            Value("train.batch_size", max(batch // minis, 1), shared),
+            Value("train.batch_size", max(batch // minis, 1), f"{how} / {minis} mini-batches"),
         ]
     group = there.number("num_generations", default=8)
     whole = each * devices * there.number("steps_per_generation", default=steps)

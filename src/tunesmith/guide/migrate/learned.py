@@ -168,8 +168,7 @@ def _correction_of_trl(there: There) -> Result:
     low = there.get("vllm_importance_sampling_clip_min")
     name = "token_clamp" if mode == "token_truncate" and low is not None else mode
     names = ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
-    high = there.get(*names, default=3.0)
-    bounds = [Value("algorithm.correction.high", high)]
+    bounds = [Value("algorithm.correction.high", there.get(*names, default=3.0))]
     if mode == "token_mask":
         bounds.append(Value("algorithm.correction.low", low or 0.0))
     return [Value("algorithm.correction", name), *bounds]
@@ -227,8 +226,7 @@ def rejected_outside(given: Given, there: There) -> Result:
         return Value("algorithm.correction.low", given.value)
     low, _, high = str(given.value).rpartition("_")
     lower = float(low) if low else there.get("rollout_rs_threshold_lower")
-    bounds = [1 / float(high) if lower is None else lower, float(high)]
-    return _bounds("correction.", bounds)
+    return _bounds("correction.", [1 / float(high) if lower is None else lower, float(high)])
 
 
 def overlong(given: Given, there: There) -> Result:

@@ -43,10 +43,8 @@ def read_python(
         return [_launch(flow, None, alone)] if alone else []
     used = [_config_of(trainer) for trainer in trainers]
     shared = [config for config in configs if config not in used]
-    return [
-        _launch(flow, trainer, [own] if own in configs else shared)
-        for trainer, own in zip(trainers, used, strict=True)
-    ]
+    pairs = zip(trainers, used, strict=True)
+    return [_launch(flow, trainer, [own] if own in configs else shared) for trainer, own in pairs]
 
 
 def docstrings(text: str) -> list[tuple[str, int]]:
@@ -170,8 +168,7 @@ class _Reading:
 
     def given(self, name: str, value: Held, text: str, line: int) -> Given:
         why = value.why if isinstance(value, Unknown) else ""
-        shown = shortened(text, 100)
-        return Given(name, self.plain(value), line, self.framework, shown, why)
+        return Given(name, self.plain(value), line, self.framework, shortened(text, 100), why)
 
     def plain(self, value: Held) -> Held:
         """The value as in a configuration file; ``${expression}`` if only running the script would
@@ -192,8 +189,7 @@ class _Reading:
             case list() | tuple():
                 return [self.plain(item) for item in value]
             case dict():
-                items = value.items()
-                return {str(key): self.plain(item) for key, item in items}
+                return {str(key): self.plain(item) for key, item in value.items()}
             case str() | int() | float() | None | Data():
                 return value
             case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -145,15 +145,11 @@ def _of_tree(
     if kind == "accelerate":
         leaves = accelerate_settings(tree)
     settings = _located(leaves, text)
-    if program.framework in ("trl", "transformers") and not _is_known(settings):
+    known = sum(bool(meanings_of(given.name)[1]) for given in settings)
+    if program.framework in ("trl", "transformers") and known * 2 <= len(settings):
         return []
     count = devices if isinstance(devices, int) else None
     return [ForeignLaunch(kind, program, tuple(settings), count)]
-
-
-def _is_known(settings: Sequence[Given]) -> bool:
-    """Whether a file of unknown origin holds settings of a trainer at all."""
-    return sum(bool(meanings_of(given.name)[1]) for given in settings) * 2 > len(settings)
 
 
 def _located(settings: Iterable[Given], text: str) -> list[Given]:

@@ -102,8 +102,7 @@ def _taken(condition: Sequence[Word], script: Script, outer: Sequence[bool | Non
 
 def _do(command: list[Word], script: Script, fixed: Mapping[str, str]) -> None:
     """Evaluate assignments, or record a command; the values of ``fixed`` variables stay."""
-    here = command[-1].text.startswith("\n")
-    if here and command[0].text == "read":
+    if command[-1].text.startswith("\n") and command[0].text == "read":
         script.variables[command[-2].text] = _words(command[-1:], script)
         return
     if command[0].text in _DECLARING:

@@ -38,8 +38,7 @@ def items_of(config: RunConfig, longest: int, tokens: int) -> list[Any]:
 
     def samples(length: int, learned: int) -> Iterator[Sample]:
         while True:
-            mask = [False] * (length - learned) + [True] * learned
-            yield Sample([next(numbers)] * length, mask)
+            yield Sample([next(numbers)] * length, [False] * (length - learned) + [True] * learned)
 
     match config:
         case DPOConfig() | RMConfig():

@@ -146,8 +146,7 @@ class DryRun:
     async def _load(self, groups: Sequence[RolloutGroup]) -> RLParts:
         config: RLConfig = self.plan.said
         models = {each.name: 1.0 for each in config.reward.named}
-        alone = self.plan.with_devices(engines=1)
-        run = run_with_data(alone, [group.task for group in groups])
+        run = run_with_data(self.plan.with_devices(engines=1), [group.task for group in groups])
         parts = await rl_run.make_parts(
             run,
             self.placement,
@@ -274,8 +273,7 @@ def dry_run(plan: AnyPlan) -> dict[str, dict[str, DryPhase]]:
         import_module("bitsandbytes")  # it detects real GPUs on import
     judges = devices.scoring_shards("reward")
     together = max(devices.trainer_ranks, devices.scoring_shards("ref"), judges)
-    capability = plan.facts.hardware.gpus[0].capability
-    with FakeDevice(plan.gpus, together, capability) as device:
+    with FakeDevice(plan.gpus, together, plan.facts.hardware.gpus[0].capability) as device:
         inner = _inner(plan, judges)
         try:
             with Simulated(inner, device, engine) as placement:

@@ -72,13 +72,12 @@ def least_seconds(work: Work, rates: PeakRates) -> dict[str, float]:
     read = number * decode["weights"]
     read += decode["steps"] * held * model.kv_bytes_per_token(number)
     flops = rates.flops_per_second
-    optimizer = STEP_BYTES * does["optimizer"]["weights"]
     return {
         "sync": 0.0,
         "prefill": prefill / flops,
         "decode": max(computed / flops, read / rates.bytes_per_second),
         "forward and backward": trained / flops,
-        "optimizer": optimizer / rates.bytes_per_second,
+        "optimizer": STEP_BYTES * does["optimizer"]["weights"] / rates.bytes_per_second,
     }
 
 
@@ -87,8 +86,7 @@ def limit_shares(machine: Hardware) -> Iterator[tuple[str, LimitShare | str]]:
     rates = measure_limits("cpu", "bfloat16" if machine.bf16 else "float32")
     for name, work in WORKLOADS.items():
         needed = BYTES * (work.model.parameters or 0)
-        free = memory()[1] // 2
-        if needed > free:
+        if needed > memory()[1] // 2:
             yield name, f"left out: it needs {format_size(needed)} of memory"
             continue
         dtype, number = ("bfloat16", 2) if machine.bf16 else ("float32", 4)

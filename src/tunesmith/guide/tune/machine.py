@@ -108,8 +108,7 @@ def _fit(measured: Sequence[Probe]) -> Rates:
     does = [amounts(probe.work) for probe in measured]
     rates: dict[str, dict[str, float]] = {}
     for phase, first in does[0].items():
-        seconds = [probe.seconds[phase] for probe in measured]
-        pairs = zip(does, seconds, strict=True)
+        pairs = zip(does, [probe.seconds[phase] for probe in measured], strict=True)
         rows = [[amount[phase][kind] / s for kind in first] for amount, s in pairs]
         rates[phase] = dict(zip(first, nonnegative(np.array(rows)).tolist(), strict=True))
     return rates
@@ -149,8 +148,7 @@ def predictions(measured: Sequence[Probe], rates: dict[str, Rates]) -> list[Pred
         work = probe.work
         seconds = phase_seconds(work, rates[str(work.bytes_per_number)])
         made += [Prediction(work, name, s, probe.seconds[name]) for name, s in seconds.items()]
-        whole = sum(seconds.values())
-        made.append(Prediction(work, "step", whole, sum(probe.seconds.values())))
+        made.append(Prediction(work, "step", sum(seconds.values()), sum(probe.seconds.values())))
     return made
 
 

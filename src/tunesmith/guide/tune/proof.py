@@ -41,8 +41,7 @@ def compare_gradients(ours: Path, theirs: Path, dtype: str) -> Proof:
     """
     apart = length = 0.0
     numbers = 0
-    files = sorted(file.parent.relative_to(ours) for file in ours.rglob(OPTIMIZER_FILE))
-    for folder in files:
+    for folder in sorted(file.parent.relative_to(ours) for file in ours.rglob(OPTIMIZER_FILE)):
         a = StateFiles(ours / folder)
         b = StateFiles(theirs / folder)
         for name in sorted(n for n in a.names if n.startswith(MOMENTS)):

@@ -188,8 +188,7 @@ def write_run_file(result: Result, run: Path, overrides: list[str], file: Path) 
     Raises:
         StorageError: it cannot be written.
     """
-    config = load_run(run, overrides)
-    tuned = with_values(without_tuned(config), result.written)
+    tuned = with_values(without_tuned(load_run(run, overrides)), result.written)
     given = settings(tuned, given_only=True)
     why = [f"{FIRST_LINE}: {run.name} as it was {result.reason}.", *map(trial_text, result.brought)]
     header = "\n".join(f"# {line}" if not line.startswith("#") else line for line in why)

@@ -105,5 +105,4 @@ def tuned_values(
     """From a run's settings with their sources: the tuned values, and those of them that are
     defaults."""
     values = {key: resolved[key]["value"] for key in TUNED if key in resolved}
-    usual = {key: v for key, v in values.items() if resolved[key]["source"] == "default"}
-    return values, usual
+    return values, {key: v for key, v in values.items() if resolved[key]["source"] == "default"}

@@ -16,8 +16,7 @@ def _by_number(run: Signs, name: str) -> dict[int, Figure]:
     """A metric's mean over the steps, for each engine or rank; none in a short run."""
     if run.steps < 3 or not run["seconds"].sum > LEAST_SECONDS:
         return {}
-    found = run.names(rf"{name}/(\d+)")
-    return {int(number): run[f"{name}/{number}"].mean for number in found}
+    return {int(number): run[f"{name}/{number}"].mean for number in run.names(rf"{name}/(\d+)")}
 
 
 def _without(values: dict[int, Figure], number: int) -> Figure:

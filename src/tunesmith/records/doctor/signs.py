@@ -57,11 +57,8 @@ class Signs(Columns):
         tokens."""
         settings = self.settings
         decoupled = settings.get("algorithm.decoupled") or self.number("rollout.max_staleness") > 0
-        cut = (
-            settings.get("rollout.top_p") not in (None, 1.0)
-            or settings.get("rollout.top_k") not in (None, 0, -1)
-            or self.number("rollout.min_p") > 0
-        )
+        by_p = settings.get("rollout.top_p") not in (None, 1.0) or self.number("rollout.min_p") > 0
+        cut = by_p or settings.get("rollout.top_k") not in (None, 0, -1)
         return self["optimizer_steps"].max == 1 and not decoupled and not cut
 
     @cached_property
@@ -141,8 +138,7 @@ def at_least(setting: str) -> Change[Signs]:
 
 
 ahead = Change[Signs](
-    "rollout.max_staleness",
-    lambda run: None if run.number("rollout.max_staleness") >= 1 else "1",
+    "rollout.max_staleness", lambda run: None if run.number("rollout.max_staleness") >= 1 else "1"
 )
 """Rollouts ahead of the policy, unless the run has them already."""
 quarter_for_overlong = times("algorithm.overlong.buffer", 0.25, of="rollout.max_new_tokens")

@@ -50,8 +50,7 @@ def _timeline(steps: Table, row: int) -> JsonObject:
             busy = round((1 - share) * inside, 6)
             lanes[lane.replace("/", " ")] = [["requests in flight", round(begin, 6), busy, None]]
         elif kind == "waiting" and share > 0:
-            alone = round(share * inside, 6)
-            lanes[lane] = [["only this works", round(begin, 6), alone, None]]
+            lanes[lane] = [["only this works", round(begin, 6), round(share * inside, 6), None]]
     if any(lane.startswith("engine ") for lane in lanes):
         lanes.pop("engine", None)  # the mean of all
     rows = [{"lane": lane, "spans": spans} for lane, spans in lanes.items()]

@@ -13,10 +13,9 @@ class Trackio:
 
     def __init__(self, run: RunInfo) -> None:
         self._trackio = require("trackio")
-        name = run.known_id("trackio") or run.name
         self._run = self._trackio.init(
             project=run.project_or(),
-            name=name,
+            name=run.known_id("trackio") or run.name,
             config={**run.settings, "tags": list(run.tags)},
             resume="never" if run.resume_step is None else "allow",
             embed=False,

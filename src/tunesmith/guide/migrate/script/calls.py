@@ -59,8 +59,7 @@ class Calls(Expressions):
         given = {a.arg: value for a, value in zip(names, args, strict=False)}
         given |= {a.arg: keywords[a.arg] for a in every if a.arg in keywords}
         with_default = names[len(names) - len(of.defaults) :] + of.kwonlyargs
-        defaults = [*of.defaults, *of.kw_defaults]
-        for each, default in zip(with_default, defaults, strict=True):
+        for each, default in zip(with_default, [*of.defaults, *of.kw_defaults], strict=True):
             if default and each.arg not in given:
                 held[each.arg] = self.value(default, scope)
         return held | given

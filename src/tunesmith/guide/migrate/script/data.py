@@ -170,8 +170,6 @@ def written_split(origin: Origin) -> str | None:
         if relative and rows.stop == _MANY and not shares:
             return None
         rows = rows[cut.rows(len(rows))]
-    start, stop = (
-        f"{share_text(100 * end / _MANY)}%" if shares else str(end)
-        for end in (rows.start, rows.stop)
-    )
+    ends = (rows.start, rows.stop)
+    start, stop = (f"{share_text(100 * n / _MANY)}%" if shares else str(n) for n in ends)
     return f"{split}{Cut(start if rows.start else '', stop if rows.stop < _MANY else '')}"
