@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import forks
+from tests.support import forks, late_compiling
 
 SLOW = Path(__file__).parent / "slow"
 gc.disable()  # until all is imported: what modules make is not garbage
+late_compiling.install()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -13,9 +13,9 @@ from tunesmith.costs import WORDS, chunk_rows
 from tunesmith.models.head import Head, LogitScale, fused_logprobs, likeliest
 from tunesmith.models.kernels.precision import bfloat16_operands
 
-N = 37
+N = 13
 D = 16
-V = 101
+V = 43
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -50,7 +50,7 @@ def plain(
 
 
 @pytest.mark.parametrize("words", [10, 4096])
-@pytest.mark.parametrize("chunk", [1, 7, 37, 1000])
+@pytest.mark.parametrize("chunk", [1, 7, N, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("with_bias", [False, True])

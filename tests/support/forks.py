@@ -171,9 +171,11 @@ def _open() -> socket.socket:
 
 
 def serve(server: socket.socket, parent: int) -> None:
+    from tests.support import late_compiling
     from tunesmith.records.children import end_with_parent
 
     end_with_parent(parent)
+    late_compiling.install()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is the parent's to answer
     logging.getLogger("bitsandbytes").setLevel(
         logging.ERROR

@@ -289,8 +289,8 @@ def work(text):
 async def test_a_worker_that_forges_an_answer_is_lost(tmp_path: Path) -> None:
     file = tmp_path / "forges.py"
     file.write_text(FORGES)
+    pool = Pool(UserProgram(file, "work"), 30.0)
     for forged in ("b'5'", "b'[[1], 2, null]'", "b'no'", "b'[' * 100_000"):
-        pool = Pool(UserProgram(file, "work"), 30.0)
         with pytest.raises(WorkerError):
             await pool.run(forged)
-        pool.close()
+    pool.close()
