@@ -113,9 +113,11 @@ def test_a_bad_setting_ends_with_2_and_one_message_before_anything_loads(folder:
 
 
 def test_unknown_commands_and_missing_arguments(folder: Path) -> None:
-    unknown, missing = commands.tunesmith(folder, [["lr", "run.toml"], ["rl"]])
+    said = [["lr", "run.toml"], ["rl"], ["check", "run.toml"]]
+    unknown, missing, other = commands.tunesmith(folder, said)
     assert unknown.code == 2 and "No such command" in unknown.told
     assert missing.code == 2 and "RUN.toml" in missing.told
+    assert other.code == 2 and "tunesmith config run.toml" in other.told
 
 
 @pytest.mark.slow

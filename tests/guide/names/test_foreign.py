@@ -439,6 +439,11 @@ def test_every_command_answers_options(command: str, capsys: pytest.CaptureFixtu
         ("grpo", "algorithm.name=grpo"),
         ("rll", "rl"),
         ("confg", "config"),
+        ("eval", "generate"),
+        ("resume", "checkpoint.resume=true"),
+        ("gguf", "export"),
+        ("logs", "runs tail"),
+        ("sbatch", "launch slurm"),
     ],
 )
 def test_mistyped_commands_get_a_suggestion(

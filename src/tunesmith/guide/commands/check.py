@@ -61,7 +61,8 @@ def check(
     single = (path / STATE_FILE).exists() or has_manifest(path)
     checkpoints = [path] if single else [runs.path(step) for step in runs.steps()]
     if not checkpoints:
-        raise CheckpointError(f"{path} is neither a checkpoint nor a run's directory with one")
+        look = f". A run file is checked by: tunesmith config {path}" if path.is_file() else ""
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run's directory with one{look}")
     damaged = {checkpoint: damages(checkpoint) for checkpoint in checkpoints}
     for checkpoint, damage in damaged.items():
         print("\n  ".join([f"{checkpoint}: {'damaged' if damage else 'whole'}", *damage]))
