@@ -251,6 +251,15 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{document.name} links to {target}"
 
 
+def test_the_index_leads_to_every_page() -> None:
+    """By links, for readers of the repository, and by the menu of the site."""
+    index = ROOT / "docs" / "index.md"
+    pages = {path.stem for path in index.parent.glob("*.md")} - {"index"}
+    menu = re.findall(r"^([\w-]+)$", index.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(menu) == sorted(pages)
+    assert {Path(target).stem.lower() for target in links(index)} == pages
+
+
 def test_every_setting_is_documented_as_it_is() -> None:
     tables = key_tables(ROOT / "docs" / "configuration.md")
     sections: dict[str, type[Section]] = {
