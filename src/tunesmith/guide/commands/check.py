@@ -62,7 +62,9 @@ def check(
     checkpoints = [path] if single else [runs.path(step) for step in runs.steps()]
     if not checkpoints:
         look = f". A run file is checked by: tunesmith config {path}" if path.is_file() else ""
-        raise CheckpointError(f"{path} is neither a checkpoint nor a run's directory with one{look}")
+        raise CheckpointError(
+            f"{path} is neither a checkpoint nor a run's directory with one{look}"
+        )
     damaged = {checkpoint: damages(checkpoint) for checkpoint in checkpoints}
     for checkpoint, damage in damaged.items():
         print("\n  ".join([f"{checkpoint}: {'damaged' if damage else 'whole'}", *damage]))
