@@ -98,6 +98,7 @@ def test_a_bad_setting_ends_with_2_and_one_message_before_anything_loads(folder:
         (["rl", "run.toml", "data.train=empty.jsonl"], "empty.jsonl is empty"),
         (["rl", "gone.toml"], "run file gone.toml does not exist"),
         (["sft", "run.toml"], "[reward] has no meaning in a run file of tunesmith sft"),
+        (["sft", "run.toml", "--dry-run=H100-80GB"], "[reward] has no meaning"),
         (
             ["config", "run.toml", "train.lr=fast"],
             'train.lr is "fast"; it must be a number above 0',
@@ -113,11 +114,15 @@ def test_a_bad_setting_ends_with_2_and_one_message_before_anything_loads(folder:
 
 
 def test_unknown_commands_and_missing_arguments(folder: Path) -> None:
-    said = [["lr", "run.toml"], ["rl"], ["check", "run.toml"]]
-    unknown, missing, other = commands.tunesmith(folder, said)
+    said = [["lr", "run.toml"], ["rl"], ["check", "run.toml"], ["check", "gone"]]
+    said += [["merge", "gone", "out"], ["export", "./gone", "--gguf", "f16"]]
+    unknown, missing, other, *gone = commands.tunesmith(folder, said)
     assert unknown.code == 2 and "No such command" in unknown.told
     assert missing.code == 2 and "RUN.toml" in missing.told
     assert other.code == 2 and "tunesmith config run.toml" in other.told
+    assert [ended.code for ended in gone] == [2, 2, 2]
+    assert all("gone" in e.told and ("exist" in e.told or "is not a" in e.told) for e in gone)
+    assert not any(ended.loaded for ended in (gone[0], gone[2]))
 
 
 @pytest.mark.slow

@@ -30,9 +30,11 @@ def export(
     Example: tunesmith export runs/run-1 --gguf q8_0
     """
     from tunesmith.config.reading.files import find_model
-    from tunesmith.models.gguf.writing import export_gguf
 
     path = find_model(model, [Path.cwd()])
+
+    from tunesmith.models.gguf.writing import export_gguf
+
     out = out or Path(f"{Path(path).name}-{gguf}.gguf")
     export_gguf(path, out, gguf, trust_remote_code=trust_remote_code)
     print(f"{out}: {path} in {gguf}")

@@ -15,7 +15,7 @@ from tunesmith.errors import ConfigError
 if TYPE_CHECKING:
     from tunesmith.run.assembly import RunResult
 
-DRY_RUNS = Door[Callable[[Path, Sequence[str], str], None]](
+DRY_RUNS = Door[Callable[[str, Path, Sequence[str], str], None]](
     "dry_runs", "tunesmith.guide.commands.dry_run:print_dry_run"
 )
 
@@ -27,7 +27,7 @@ def rl(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> Non
     """
     from tunesmith.run.assembly import run_rl
 
-    _train(run_rl, run, overrides or (), dry_run)
+    _train(run_rl, "rl", run, overrides or (), dry_run)
 
 
 def distill(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -38,7 +38,7 @@ def distill(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -
     """
     from tunesmith.run.assembly import run_distill
 
-    _train(run_distill, run, overrides or (), dry_run)
+    _train(run_distill, "distill", run, overrides or (), dry_run)
 
 
 def sft(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -48,7 +48,7 @@ def sft(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
     """
     from tunesmith.run.assembly import run_sft
 
-    _train(run_sft, run, overrides or (), dry_run)
+    _train(run_sft, "sft", run, overrides or (), dry_run)
 
 
 def rm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -58,7 +58,7 @@ def rm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> Non
     """
     from tunesmith.run.assembly import run_rm
 
-    _train(run_rm, run, overrides or (), dry_run)
+    _train(run_rm, "rm", run, overrides or (), dry_run)
 
 
 def dpo(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -68,7 +68,7 @@ def dpo(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
     """
     from tunesmith.run.assembly import run_dpo
 
-    _train(run_dpo, run, overrides or (), dry_run)
+    _train(run_dpo, "dpo", run, overrides or (), dry_run)
 
 
 def kto(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -78,7 +78,7 @@ def kto(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
     """
     from tunesmith.run.assembly import run_kto
 
-    _train(run_kto, run, overrides or (), dry_run)
+    _train(run_kto, "kto", run, overrides or (), dry_run)
 
 
 def prm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> None:
@@ -88,11 +88,12 @@ def prm(run: RunFile, overrides: Overrides = None, dry_run: DryRun = None) -> No
     """
     from tunesmith.run.assembly import run_prm
 
-    _train(run_prm, run, overrides or (), dry_run)
+    _train(run_prm, "prm", run, overrides or (), dry_run)
 
 
 def _train(
     command: Callable[[Path, Sequence[str]], RunResult],
+    name: str,
     run: Path,
     overrides: Sequence[str],
     dry_run: str | None,
@@ -102,4 +103,4 @@ def _train(
         return
     if not DRY_RUNS.rooms:
         raise ConfigError("--dry-run: nothing that simulates machines is installed")
-    DRY_RUNS.rooms[0](run, overrides, dry_run)
+    DRY_RUNS.rooms[0](name, run, overrides, dry_run)

@@ -71,6 +71,12 @@ def test_a_bad_jsonl_line_is_named_and_the_others_are_kept(
     assert len(rest) == (1 if after else 0)
 
 
+@pytest.mark.parametrize("text", ['[{"a": 1}]\n', '[\n {"a": 1}\n]\n'])
+def test_a_json_list_in_a_jsonl_file_is_said_to_be_one(tmp_path: Path, text: str) -> None:
+    first = lines(tmp_path / "a.jsonl", text)[0]
+    assert isinstance(first, BadLine) and first.reason.endswith("JSON list .json")
+
+
 def test_json_list_and_data_object_number_their_items(tmp_path: Path) -> None:
     text = '[\n {"a": 1},\n\n {"a":\n  2}, 7]\n'
     found = lines(tmp_path / "a.json", text)

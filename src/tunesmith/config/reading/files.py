@@ -131,6 +131,8 @@ def adapter_directory(directory: Path) -> Path:
     Raises:
         ConfigError: there is none, there are several, or its weights are pickled.
     """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory; name a LoRA adapter's, or a run's")
     if not (directory / ADAPTER_CONFIG).is_file():
         directory = _newest_model(directory) or directory
     if not (directory / ADAPTER_CONFIG).is_file():

@@ -61,10 +61,7 @@ def check(
     single = (path / STATE_FILE).exists() or has_manifest(path)
     checkpoints = [path] if single else [runs.path(step) for step in runs.steps()]
     if not checkpoints:
-        look = f". A run file is checked by: tunesmith config {path}" if path.is_file() else ""
-        raise CheckpointError(
-            f"{path} is neither a checkpoint nor a run's directory with one{look}"
-        )
+        raise CheckpointError(f"{path} {_no_checkpoint(path)}")
     damaged = {checkpoint: damages(checkpoint) for checkpoint in checkpoints}
     for checkpoint, damage in damaged.items():
         print("\n  ".join([f"{checkpoint}: {'damaged' if damage else 'whole'}", *damage]))
@@ -73,6 +70,13 @@ def check(
         count = f"{len(damaged) - len(whole)} of {len(damaged)} checkpoints are damaged"
         newest = f"the newest whole one is {whole[-1]}" if whole else "none is whole"
         raise CheckpointError(f"{count}; {newest}")
+
+
+def _no_checkpoint(path: Path) -> str:
+    if not path.exists():
+        return "does not exist; name a checkpoint, or a run's directory"
+    look = f". A run file is checked by: tunesmith config {path}" if path.is_file() else ""
+    return f"is neither a checkpoint nor a run's directory with one{look}"
 
 
 def _check_cluster(shared: Path, bandwidth: float | None) -> None:

@@ -28,19 +28,27 @@ PLANNED = {
 """The part of a ``Price`` that plans each purpose."""
 
 
-def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
+def print_dry_run(command: str, run: Path, overrides: Sequence[str], on: str) -> None:
     """Print a run's layout on a machine, and its memory: planned, and needed by two steps with the
     run's own parts.
 
     Raises:
-        ConfigError: parts of the run have no fake version, or settings contradict each other.
+        ConfigError: the run file is another command's, parts of the run have no fake version, or
+            settings contradict each other.
         CapacityError: the run does not fit.
     """
+    from tunesmith.config.commands import KINDS
+    from tunesmith.config.load import find_kind, load_config
+    from tunesmith.config.reading.places import placed
+
+    with placed(run, overrides):
+        kind = find_kind(run, overrides)
+        kind = kind if kind.command == command else KINDS[command]
+        config = load_config(kind, run, overrides)
+
     from rich.console import Console
     from rich.table import Table
 
-    from tunesmith.config.load import load_run
-    from tunesmith.config.reading.places import placed
     from tunesmith.config.resolved import print_resolved
     from tunesmith.guide.simulate.dry_run import check_dry_run, dry_run
     from tunesmith.plan.cost.memory import planned_devices
@@ -49,7 +57,6 @@ def print_dry_run(run: Path, overrides: Sequence[str], on: str) -> None:
     from tunesmith.run.assembly.planning import plan_run
 
     with placed(run, overrides):
-        config = load_run(run, overrides)
         plan = plan_run(config, on)
         check_dry_run(plan)
     print_resolved(layout_of_run(plan), all_of_it=True)

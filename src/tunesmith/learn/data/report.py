@@ -72,7 +72,8 @@ class LoadReport:
             if not self.skip_bad:
                 # before the first usable line, skipping might skip them all
                 skips = " (data.skip_bad = true skips such lines and lists them.)"
-                raise DataError(f"{where}: {reason}.{skips if self.formats else ''}") from error
+                end = "" if reason.endswith("?") else "."
+                raise DataError(f"{where}: {reason}{end}{skips if self.formats else ''}") from error
             self.skipped.append(Skipped(where, "bad", reason))
 
     def nothing_left(self, path: str) -> DataError:

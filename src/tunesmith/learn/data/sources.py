@@ -199,6 +199,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> Columns:
 _DECODER = json.JSONDecoder(parse_constant=_reject_constant, object_pairs_hook=_unique_keys)
 
 
+_WHOLE = "; a .jsonl file has one object per line: name a file with one JSON list .json"
+
+
 def read_jsonl(path: Path) -> Rows:
     """One JSON object per line, UTF-8. A blank line is a bad line."""
     with boundary(DataError, f"cannot read {path}", OSError), path.open("rb") as file:
@@ -212,7 +215,8 @@ def read_jsonl(path: Path) -> Rows:
                 yield row.bad(f"{byte} ({error.reason}); save the file as UTF-8")
             except json.JSONDecodeError as error:
                 start = "not JSON:" if raw.endswith(b"\n") else "the last line is cut off:"
-                yield row.bad(f"{start} {error.msg} at column {error.colno}")
+                whole = _WHOLE if number == 1 and raw.strip() in (b"[", b"{") else ""
+                yield row.bad(f"{start} {error.msg} at column {error.colno}{whole}")
             except (ValueError, RecursionError) as error:
                 yield row.bad(f"not JSON: {error}")
 
@@ -220,7 +224,8 @@ def read_jsonl(path: Path) -> Rows:
 def _row_of_object(row: SourceRow, value: object) -> SourceRow | BadLine:
     if isinstance(value, dict):
         return SourceRow(row.file, row.where, value)
-    return row.bad(f"holds {_kind(value)}, needs a JSON object with named columns")
+    whole = _WHOLE if isinstance(value, list) and row.where.endswith(":1") else ""
+    return row.bad(f"holds {_kind(value)}, needs a JSON object with named columns{whole}")
 
 
 def _kind(value: object) -> str:
