@@ -18,8 +18,15 @@ from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.learn.data.loader import Loader
 from tunesmith.plan.facts.hardware import Hardware
-from tunesmith.plan.facts.run import Done, Facts
-from tunesmith.plan.length import draws, optimizer_steps, prompts_of
+from tunesmith.plan.facts.run import NOTHING, Done, Facts
+from tunesmith.plan.length import (
+    critic_steps,
+    done_before,
+    draws,
+    optimizer_steps,
+    prompts_left,
+    prompts_of,
+)
 from tunesmith.plan.resolve import resolve
 from tunesmith.run import assembly
 from tunesmith.run.loop.buffer import Buffer
@@ -28,7 +35,7 @@ from tunesmith.types import RolloutGroup, Task
 CPU = Hardware("a CPU", cores=4, memory_total=16 * 10**9, memory_available=8 * 10**9, bf16=True)
 
 
-def resolved(kind: type[RunConfig], rows: int, *overrides: str, done: Done | None = None) -> Any:
+def resolved(kind: type[RunConfig], rows: int, *overrides: str, done: Done = NOTHING) -> Any:
     base = ["model.path=org/m", "data.train=org/d"]
     base += ['reward.functions=["math"]'] if kind is RLConfig else []
     facts = Facts(CPU, train_size=rows, done=done)
@@ -126,6 +133,48 @@ def test_the_groups_of_an_rl_run_are_its_passes(
     assert optimizer_steps(config.said, config.training, rows) == batches
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 30),
+    prompts=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    epochs=st.tuples(st.floats(0.1, 4), st.floats(0, 2)),
+    batch=st.sampled_from((1, 2)),
+    stopped=st.integers(0, 9),
+    frozen=st.integers(0, 6),
+)
+def test_rl_steps_of_another_size_take_what_is_left_of_the_passes(
+    rows: int,
+    prompts: tuple[int, int],
+    epochs: tuple[float, float],
+    batch: int,
+    stopped: int,
+    frozen: int,
+) -> None:
+    """A run is continued with another ``rollout.prompts_per_step``, then with the first one, for
+    longer."""
+    frozen = min(frozen, -(-max(1, round(epochs[0] * rows)) // max(prompts)) - 1)
+    said = [f"train.batch_size={batch}", "rollout.group_size=2", "algorithm.name=ppo"]
+    said += [f"critic.freeze_actor_steps={frozen}", "train.passes_per_batch=2"]
+    done = NOTHING
+    updates = list[tuple[int, int]]()
+    for size, passes in zip((*prompts, prompts[0]), (*epochs[:1] * 2, sum(epochs)), strict=True):
+        more = [f"rollout.prompts_per_step={size}", f"train.epochs={passes}"]
+        run = resolved(RLConfig, rows, *said, *more, done=done)
+        counts = [prompts_of(run.training, step, rows) for step in range(done.steps, run.steps)]
+        left = max(1, round(passes * rows)) - done.items
+        assert sum(counts) == left == prompts_left(run.training, done.steps, rows)
+        rest = [2 * -(-2 * count // batch) for count in counts]
+        planned = [*updates, *enumerate(rest, done.steps)]
+        critic, policy = (sum(n for at, n in planned if at >= first) for first in (0, frozen))
+        assert critic_steps(run.said, run.training, rows) == critic
+        assert optimizer_steps(run.said, run.training, rows) == max(2, policy)
+        end = min(run.steps, done.steps + stopped)
+        items = done.items + sum(counts[: end - done.steps])
+        updates = planned[:end]
+        done = done_before(run.said, run.training, end, rows)
+        assert (done.steps, done.items) == (end, items)
+
+
 @pytest.mark.parametrize(
     ("kind", "rows", "said", "key", "value", "reason"),
     [
@@ -198,8 +247,9 @@ def test_a_mixture_by_weight_has_full_batches_until_the_last() -> None:
 
 
 def test_the_last_batch_of_rollouts_ahead_is_what_is_left() -> None:
-    buffer = Buffer(4, 1, max_playing=8, max_waiting=8, enough=4, total=6)
-    for number in range(8):
+    buffer = Buffer(4, 1, max_playing=8, max_waiting=8, enough=4, left=6)
+    assert buffer.room(0) == 6
+    for number in range(6):
         buffer.put(buffer.start(0), RolloutGroup(Task(str(number), "", (1,), {}), []), keep=True)
     taken = [buffer.take(0), buffer.take(1)]
     assert [len(batch[0]) for batch in taken if batch] == [4, 2]
@@ -254,3 +304,18 @@ def test_the_last_step_of_an_rl_run_has_the_prompts_that_are_left(tmp_path: Path
         "the schedule ends with the last optimizer step"
     )
     assert steps[-1]["epoch"] == 2
+
+
+@pytest.mark.parametrize("ahead", [{}, {"rollout__max_staleness": 1, "rollout__partial": True}])
+def test_a_continued_rl_run_ends_with_its_passes(tmp_path: Path, ahead: dict[str, Any]) -> None:
+    """In steps of another size; and no prompt is played that no step takes."""
+    changed = {"rollout__group_size": 2, "train__schedule": "linear", "train__lr": 1e-3, **ahead}
+    run_of(tmp_path, "rl", **changed, rollout__prompts_per_step=4, train__steps=1)
+    changed |= {"rollout__prompts_per_step": 3, "train__epochs": 2, "checkpoint__resume": True}
+    steps = run_of(tmp_path, "rl", **changed)
+    assert [step["rollouts"] for step in steps] == [8, 6, 6]
+    assert steps[-1]["lr"] == pytest.approx(1e-3 / 3)
+    last = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    state = json.loads((last / "state.json").read_text())
+    assert state["tasks"]["unsettled"] == [] and sum(state["tasks"]["taken"]) == 10
+    assert state["done"] == {"steps": 3, "items": 10, "optimizer_steps": 3, "critic_steps": 3}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tunesmith.config.values import parse_size
+from tunesmith.plan.facts.run import NOTHING, Done
 
 Checkpointing = bool | float | Literal["selective"]
 """``system.gradient_checkpointing``, once it is derived."""
@@ -69,6 +70,8 @@ class Training:
     """Rollout batches, or optimizer steps; None: the size of the data is not known."""
     epochs: float | None = None
     """Passes over the data that set the number of steps; None: as many as full steps need."""
+    done: Done = NOTHING
+    """What a continued run has done, perhaps in steps of another size."""
     warmup: int | None = None
     """Optimizer steps; None as ``steps`` is."""
     lr: float = 0.0

@@ -11,7 +11,7 @@ from tunesmith.config.commands import SamplingConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.config.system import PlacementSection, SystemSection
 from tunesmith.plan.devices import Devices
-from tunesmith.plan.facts.run import Facts
+from tunesmith.plan.facts.run import NOTHING, Facts
 from tunesmith.plan.kind import RunKind, kind_of
 from tunesmith.plan.parts import Intervals, Lengths, Memory, SamplingChoices, Training, Vllm
 from tunesmith.plan.plan import MOST_RUNNING, OF_DEVICES, OF_MEMORY, USUAL_RUNNING, C, Plan
@@ -141,6 +141,7 @@ def training_said(said: RunConfig, facts: Facts | None = None) -> Training:
         longest=longest_sample(said, lengths_said(said), facts) if facts else None,
         steps=train.steps,
         epochs=train.epochs,
+        done=facts.done if facts else NOTHING,
         warmup=train.warmup_steps,
         lr=train.lr or 0.0,
         data_seed=said.data.seed or 0,

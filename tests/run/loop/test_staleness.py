@@ -40,8 +40,9 @@ def group() -> RolloutGroup:
     return RolloutGroup(Task("t", "p", (1, 2)), [])
 
 
-def buffer(size: int, staleness: int, *, enough: int = 10**6) -> Buffer:
-    return Buffer(size, staleness, max_playing=10**6, max_waiting=10**6, enough=enough)
+def buffer(size: int, staleness: int, *, enough: int = 10**6, left: int = 10**6) -> Buffer:
+    most = 10**6
+    return Buffer(size, staleness, max_playing=most, max_waiting=most, enough=enough, left=left)
 
 
 def test_a_buffer_by_hand() -> None:
@@ -82,7 +83,7 @@ def test_a_buffer_that_rejects_everything_gives_an_empty_batch() -> None:
 
 
 def test_a_buffer_limits_those_that_play_and_those_that_wait() -> None:
-    made = Buffer(2, 5, max_playing=3, max_waiting=2, enough=9)
+    made = Buffer(2, 5, max_playing=3, max_waiting=2, enough=9, left=99)
     assert made.room(0) == 3
     playing = [made.start(0) for _ in range(3)]
     assert made.room(0) == 0
@@ -91,13 +92,21 @@ def test_a_buffer_limits_those_that_play_and_those_that_wait() -> None:
     assert made.room(0) == 0 and made.take(0) is not None and made.room(0) == 2
 
 
-@given(st.integers(1, 4), st.integers(0, 4), st.integers(0, 2**32), st.floats(0, 0.5))
+@given(
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.integers(0, 2**32),
+    st.floats(0, 0.5),
+    st.integers(0, 3),
+)
 def test_no_group_is_ever_too_old_and_none_is_dropped(
-    size: int, limit: int, seed: int, filtered: float
+    size: int, limit: int, seed: int, filtered: float, short: int
 ) -> None:
-    """Groups end in any order, some are rejected, and every batch is full."""
+    """Groups end in any order, some are rejected, and every batch is full but perhaps the last;
+    none plays or waits after it."""
     draw = random.Random(seed)
-    made = buffer(size, limit)
+    short = min(short, size - 1)
+    made = buffer(size, limit, left=12 * size - short)
     playing: list[Started] = []
     waiting: dict[int, Started] = {}
     for version in range(12):
@@ -113,8 +122,23 @@ def test_no_group_is_ever_too_old_and_none_is_dropped(
                     waiting[id(played)] = started
         batch, _ = taken
         starts = [waiting.pop(id(played)).version for played in batch]
-        assert len(batch) == size and all(version - start <= limit for start in starts)
+        assert len(batch) == size - short * (version == 11)
+        assert all(version - start <= limit for start in starts)
         assert made.waiting == len(waiting) and made.playing == len(playing)
+    assert not playing and not waiting and not made.room(12)
+
+
+def test_the_last_batch_waits_for_all_that_play_after_enough_were_tried() -> None:
+    made = buffer(2, 1, enough=2, left=2)
+    first, second = made.start(0), made.start(0)
+    assert made.room(0) == 0, "no later batch takes another one"
+    made.put(first, group(), keep=False)
+    third = made.start(0)
+    made.put(second, group(), keep=False)
+    assert made.take(0) is None and made.room(0) == 0, "no later batch takes the third"
+    last = group()
+    made.put(third, last, keep=True)
+    assert (made.take(0) or ([],))[0] == [last] and made.left == 0
 
 
 def asked(count: int, **changes: Any) -> Sampling:

@@ -99,7 +99,7 @@ def _length(plan: AnyPlan, training: Training, reasons: Reasons) -> Training:
         epochs = said.train.epochs or 1.0
         reasons.assumed["train.epochs"] = epochs
         training = replace(training, epochs=epochs)
-        steps, last = steps_of_epochs(said, training, size, each, plan.facts.done)
+        steps, last = steps_of_epochs(said, training, size, each)
         passes = "one pass" if epochs == 1 else f"{epochs:g} passes"
         filtered = plan.algorithm and plan.algorithm.dynamic_filter
         less = "; filtered prompts do not count" if filtered else ""

@@ -23,11 +23,17 @@ class FastEngine:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a run on given data that is continued has done."""
+    """What a run that is continued has done."""
 
-    steps: int
-    items: int
-    """Drawn from the data in these steps."""
+    steps: int = 0
+    items: int = 0
+    """Drawn from the data in these steps. In reinforcement learning filtered ones do not count."""
+    optimizer_steps: int = 0
+    """Those of the policy, and of a critic with its own model, as they were planned."""
+    critic_steps: int = 0
+
+
+NOTHING = Done()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +52,8 @@ class Facts:
     """The one that the run continues, if it is on this machine."""
     train_size: int | None = None
     eval_size: int | None = None
-    done: Done | None = None
-    """None: the run begins, or it samples."""
+    done: Done = NOTHING
+    """What a run that trains on has done."""
     longest: int | None = None
     together: int | None = None
     images: int | None = None

@@ -219,7 +219,7 @@ def prepare_training(
         **image_facts(run.tokenizer, run.train.items),
         train_size=len(run.train),
         eval_size=len(run.held_out) if run.held_out else None,
-        done=_done_before(run.checkpoint) if run.config.supervised else None,
+        done=_done_before(run.checkpoint),
         longest=longest,
         together=together,
     )
@@ -228,12 +228,11 @@ def prepare_training(
     write_json(run.directory.path / PLAN_FILE, planned)
 
 
-def _done_before(checkpoint: Path | None) -> Done | None:
-    """What a run on given data had done at a checkpoint; None: there is none, or it is of another
-    command, which is refused later."""
+def _done_before(checkpoint: Path | None) -> Done:
+    """What a run had done at a checkpoint; nothing: there is none, or it does not say."""
     state = read_state(checkpoint) if checkpoint else {}
     taken = state.get("samples", {}).get("taken")
-    return Done(state["step"], sum(taken)) if taken else None
+    return Done(state["step"], sum(taken)) if taken else Done(**state.get("done", {}))
 
 
 def checkpoint_to_resume(config: RunConfig, run_dir: RunDir) -> Path | None:

@@ -48,10 +48,10 @@ class Buffer:
     enough: int
     """Number of finished groups after which a batch may stay short, because the others were
     rejected."""
+    left: int
+    """Groups that the run's batches still take."""
     batches: int = 0
     """Batches taken so far."""
-    total: int | None = None
-    """Groups that all batches have together; None: every batch is full."""
     finished: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
     """Groups that finished since the last batch."""
     _rejected: list[RolloutGroup] = field(default_factory=list[RolloutGroup], init=False)
@@ -71,13 +71,14 @@ class Buffer:
         return len(self._waiting)
 
     def room(self, version: int) -> int:
-        """How many groups may start now, with ``version``."""
+        """How many groups may start now, with ``version``. Each has a place in a batch, of which
+        the run may have no more than the current one."""
         if self.waiting >= self.max_waiting or (self._tried_enough and not self._waiting):
             return 0
         on_their_way = self.playing + self.waiting + len(self._batch)
         batches = version + self.max_staleness + 1 - self.batches
-        within_bound = self.batch_size * batches - on_their_way
-        return max(0, min(within_bound, self.max_playing - self.playing))
+        taken = min(self.batch_size * batches, self.left)
+        return max(0, min(taken - on_their_way, self.max_playing - self.playing))
 
     def start(self, version: int) -> Started:
         started = Started(self._started, version)
@@ -111,6 +112,7 @@ class Buffer:
             return None
         batch = self._batch
         rejected = self._rejected
+        self.left -= self._wanted
         self._batch = []
         self._rejected = []
         self.finished = []
@@ -120,9 +122,7 @@ class Buffer:
     @property
     def _wanted(self) -> int:
         """Groups of the current batch."""
-        if self.total is None:
-            return self.batch_size
-        return max(1, min(self.batch_size, self.total - self.batch_size * self.batches))
+        return min(self.batch_size, self.left)
 
     @property
     def _tried_enough(self) -> bool:
@@ -149,6 +149,7 @@ class Buffer:
     def _exhausted(self, version: int) -> bool:
         """Whether enough groups were tried, none is waiting, and later batches have room for those
         still playing."""
-        later_have_room = self.playing <= self.batch_size * self.max_staleness
+        places = min(self.batch_size * self.max_staleness, self.left - self._wanted)
+        later_have_room = self.playing <= places
         none_due = self._newest_start(version, list(self._playing), 1) == version
         return self._tried_enough and not self._waiting and later_have_room and none_due

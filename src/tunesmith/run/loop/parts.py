@@ -1,15 +1,15 @@
 """The parts of a run, which ``tunesmith.run.assembly`` builds.
 
 Both kinds have the same methods for checkpoints. ``rehearse`` writes the models without their
-weights and returns what is to be noted. ``state`` returns what a run needs to continue besides the
-files of ``write``, as JSON values; ``load`` reads those files, and ``take`` continues from the
-state. ``give_up`` undoes the changes of an interrupted step.
+weights and returns what is to be noted. ``state`` returns what a run needs to continue after a
+number of steps besides the files of ``write``, as JSON values; ``load`` reads those files, and
+``take`` continues from the state. ``give_up`` undoes the changes of an interrupted step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from tunesmith.learn.algorithms.objective import Objective
 from tunesmith.learn.data.batch import Batch
 from tunesmith.learn.data.loader import Loader, State
 from tunesmith.learn.rewards.reward_set import RewardSet
+from tunesmith.plan.length import done_before
 from tunesmith.plan.plan import Plan
 from tunesmith.run.engines.base import RolloutEngine, RunningEngine
 from tunesmith.run.loop.canary import Canary
@@ -90,9 +91,11 @@ class RLParts:
         for part in filter(None, (self.backend, self.critic)):
             part.load(directory)
 
-    def state(self) -> State:
+    def state(self, steps: int) -> State:
+        plan = self.plan
         return {
             "tasks": self.tasks.state_dict(),
+            "done": asdict(done_before(plan.said, plan.training, steps, len(self.tasks))),
             **self.learner.state(),
             "kl": self.kl.state_dict(),
             "critic": self.critic.learner.state() if self.critic else None,
@@ -145,7 +148,7 @@ class SupervisedParts(Generic[T]):
     def load(self, directory: Path) -> None:
         self.learner.backend.load(directory)
 
-    def state(self) -> State:
+    def state(self, steps: int) -> State:  # noqa: ARG002
         return {"samples": self.items.state_dict(), **self.learner.state()}
 
     def take(self, state: State) -> None:

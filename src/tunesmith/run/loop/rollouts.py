@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, TypeVar
 
-from tunesmith.plan.length import draws, prompts_of
+from tunesmith.plan.length import prompts_left, prompts_of
 from tunesmith.records import interrupts
 from tunesmith.run.engines.base import EngineStats, add_stats
 from tunesmith.run.loop.buffer import Buffer, Started
@@ -128,8 +128,8 @@ class AsyncRollouts:
             max_playing=ceil(prompts * rollout.over_generation),
             max_waiting=plan.sampling.queue,
             enough=max(prompts, len(self.parts.tasks)),
+            left=prompts_left(plan.training, self.session.step, len(self.parts.tasks)),
             batches=self.session.step,
-            total=draws(plan.training, len(self.parts.tasks)),
         )
 
     async def sync(self) -> None:

@@ -169,7 +169,7 @@ class Session:
                 steps = f"the run has its {self.total_steps} steps (train.steps)"
                 done = value if self.best.reached_target else steps
                 self.note(f"nothing is left to do: {done}")
-        self._state = parts.state()
+        self._state = parts.state(self.step)
         self._epoch = parts.epoch
         whole = None if stopped else self.evaluated
         self._saved = Saved(self.step, whole, self._epoch, self.recorder.clock.now())
@@ -196,7 +196,7 @@ class Session:
         if groups:
             self.recorder.rollouts(self.step, groups, last=last)
         self._pass_ended = self._parts.epoch > self._epoch
-        self._state = self._parts.state()
+        self._state = self._parts.state(self.step)
         self._epoch = self._parts.epoch
         self.evaluated = False
         interrupts.settle()
