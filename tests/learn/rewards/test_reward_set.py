@@ -581,6 +581,13 @@ def test_columns_the_data_lacks_are_refused_before_training() -> None:
         rewards.check_tasks([rollout(solutions="x").task])
     rewards.check_tasks([rollout(solution="x").task, rollout().task])
 
+    def misspelt(completions: list[str], answers: list[str]) -> list[float]:
+        return []
+
+    for column, said in (("answer", "Did you mean 'answer'"), ("gold", "completions")):
+        with pytest.raises(ConfigError, match=f"'answers'.*{said}"):
+            reward_set(misspelt).check_tasks([rollout(**{column: "x"}).task])
+
 
 def test_answers_the_builtins_cannot_use_are_refused_by_task() -> None:
     def problem(gold: Any) -> str | None:

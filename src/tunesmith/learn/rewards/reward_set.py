@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.errors import ConfigError, DataError, DeadlineExceeded, nearest
+from tunesmith.errors import ConfigError, DataError, DeadlineExceeded, closest, nearest
 from tunesmith.learn.rewards.foreign import hint
 from tunesmith.learn.rewards.function import (
     LARGEST_REWARD,
@@ -86,8 +86,9 @@ class RewardSet:
             needs = f"reward.functions: '{f.reference}' needs"
             why = None
             for name in sorted(f.columns - available)[:1]:
-                closest = hint(name) or nearest(name, available)
-                why = f"{needs} the column '{name}', which {key} lacks.{closest}"
+                foreign = "" if closest(name, available, 0.9) else hint(name)
+                instead = foreign or nearest(name, available)
+                why = f"{needs} the column '{name}', which {key} lacks.{instead}"
             if not why and f.one_of and not f.one_of & available:
                 names = f"{', '.join(sorted(f.one_of))}, and {key} has none of them"
                 why = f"{needs} one of the columns {names}.{nearest(min(f.one_of), available)}"

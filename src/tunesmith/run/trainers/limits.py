@@ -40,9 +40,7 @@ def measure_limits(device: str, dtype: DType) -> PeakRates:
     return PeakRates(flops, bandwidth)
 
 
-def _product_rate(
-    size: int, kind: torch.dtype, device: str, wait: Callable[[], None]
-) -> float:
+def _product_rate(size: int, kind: torch.dtype, device: str, wait: Callable[[], None]) -> float:
     a = torch.ones(size, size, dtype=kind, device=device)
     product = torch.empty_like(a)
     return 2 * size**3 / _best_seconds(lambda: torch.mm(a, a, out=product), wait)
