@@ -36,6 +36,19 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     assert max(map(abs, expected)) > 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_are_not_rounded_to_the_models_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = ScoreModel.load(save_model(tmp_path / "base"), dtype=dtype)
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
+    forest = forest_of([whole_sequence(ids) for ids in SEQUENCES])
+    with torch.no_grad():
+        exact = (model.states(forest).double() @ model.head.weight.double().T).squeeze(1)
+        scores = model.scores(forest)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-6)
+    assert not scores.equal(scores.to(dtype).float())
+
+
 def test_a_saved_model_names_the_tokenizers_pad_token_also_where_its_id_is_0(
     tmp_path: Path,
 ) -> None:

@@ -58,7 +58,7 @@ class ReferenceKL(KL):
     coef: Annotated[float, Field(gt=0)] = 0.001
     """Weight β of the KL; verl's default."""
     target: Annotated[float, Field(gt=0)] | None = None
-    """Adapt ``coef`` so that the KL stays near this value; none: a fixed coefficient."""
+    """Adapt ``coef`` so that the KL per token stays near this value; none: a fixed coefficient."""
     horizon: PositiveInt | None = None
     """Rollouts over which an adaptive coefficient reacts, with ``target``; none: 10,000
     (arXiv:1909.08593)."""

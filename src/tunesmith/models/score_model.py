@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
@@ -73,9 +74,15 @@ class ScoreModel(Decoder):
         return cast(nn.Linear, self.module.score)
 
     def scores(self, forest: Forest) -> Tensor:
-        """Scores ``[N]`` in float32, at the row before each of the forest's targets."""
-        scores = functional.linear(self.states(forest), self.head.weight, self.head.bias)
-        return scores.squeeze(1).float()
+        """Scores ``[N]``, at the row before each of the forest's targets.
+
+        They are computed in at least float32: rounded to bfloat16, scores from 4 to 8 would be
+        multiples of 1/32.
+        """
+        states = self.states(forest)
+        wide = torch.promote_types(states.dtype, torch.float32)
+        bias = None if self.head.bias is None else self.head.bias.to(wide)
+        return functional.linear(states.to(wide), self.head.weight.to(wide), bias).squeeze(1)
 
     def predict(self, forest: Forest) -> Predictions:
         return Predictions(values=self.scores(forest))

@@ -429,10 +429,26 @@ def test_the_scalar_by_hand() -> None:
     assert metrics["ratio"].item() == pytest.approx(1.0)
     assert metrics["policy_kl"].item() == pytest.approx(0.0)
     assert metrics["clip_low"].item() == metrics["clip_high"].item() == 0.0
+    assert metrics["correction"].item() == pytest.approx(2.5 / 3)
     doubled, _ = policy_objective(section, kl_coef=0.2)(
         micro_batch(ready, [0, 1]), Predictions(logprobs, double([2.0, 1.0, 3.0]))
     )
     assert doubled.item() - scalar.item() == pytest.approx(0.1 * kl)
+
+
+def test_what_a_correction_rejects_is_reported() -> None:
+    """Sequence by sequence: w = 2 is above the bound; tokens with w = 1 and e^-0.1 stay."""
+    sampler = [-1.0 - d for d in (math.log(2.0), 0.0, -0.1)]
+    old = [-1.0] * 3
+    columns = {"advantages": [1.0] * 3, "old_logprobs": old, "behaviour_logprobs": sampler}
+    ready = batch_of((1, 2), columns)
+    section = resolved(correction={"type": "sequence_mask", "low": 0.5, "high": 1.5})
+    prepare_columns(ready, section, seed=0)
+    weigh(ready, "token_mean")
+    _, _, sums = evaluated(ready, [double(old[:1]), double(old[1:])], [[0], [1]], section)
+    found = with_shares(sums)
+    assert found["correction_rejected"] == 1 / 3
+    assert found["correction"] == pytest.approx((0 + 1 + math.exp(-0.1)) / 3)
 
 
 def test_shares_of_tokens_are_exact_and_lack_no_token_that_was_dropped_late() -> None:

@@ -66,6 +66,28 @@ def test_every_format_of_a_conversation_is_the_same_pair(
     assert pair(tmp_path, line) == [(ASKED, "4<|im_end|>"), (ASKED, "5<|im_end|>")]
 
 
+@pytest.mark.parametrize("inside", ["", "<|im_end|>", "<|im_end|>\n"])
+def test_an_answer_ends_with_its_turn_wherever_the_tags_of_its_template_end(
+    tmp_path: Path, inside: str
+) -> None:
+    """A reward model is asked for the score at that token."""
+    after = "<|im_end|>\n".removeprefix(inside)
+    marked = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content + INSIDE }}{% endgeneration %}{{ AFTER }}{% else %}"
+        "{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    for name, text in (("INSIDE", inside), ("AFTER", after)):
+        marked = marked.replace(name, repr(text))
+    data = section(tmp_path, [TALKS[0]])
+    (item,) = load_pairs(data, data.train, tokenizer(marked)).items
+    assert [texts(sample) for sample in item.samples] == [
+        (ASKED, "4<|im_end|>"),
+        (ASKED, "5<|im_end|>"),
+    ]
+
+
 def test_an_answer_may_be_a_call_of_a_tool(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
     line = {

@@ -14,6 +14,7 @@ from tunesmith.config.schema import RewardSection
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.learn.rewards.code_tests import CodeTest, alike, program_in, read_tests
 from tunesmith.learn.rewards.loading import check_rewards, load_rewards
+from tunesmith.learn.rewards.metrics import reward_metrics
 from tunesmith.learn.sandboxes.base import SandboxOutcome
 from tunesmith.learn.usercode.jail import missing
 from tunesmith.types import Completion, Rollout, Status, Task
@@ -76,6 +77,14 @@ def test_all_or_nothing_without_partial_credit() -> None:
     played = judged(("print(3)", ECHO), (ADD, ECHO), partial_credit=False)
     assert [r.reward for r in played] == [0.0, 1.0]
     assert played[0].metrics["tests_passed"] == 0.5
+
+
+def test_right_answers_are_a_share_of_the_answers() -> None:
+    """A right program without a block of code is an answer, and one that nothing judges is none."""
+    played = judged((ADD, ECHO), ("no idea", ECHO), (f"```\n{ADD}\n```", ECHO), ("```\n```", None))
+    assert [r.metrics.get("answered") for r in played] == [1.0, 0.0, 1.0, None]
+    told = reward_metrics(played[:3])
+    assert (told["answered"], told["correct_of_answered"]) == (pytest.approx(2 / 3), 1.0)
 
 
 def test_tests_that_cannot_be_used_fail_their_rollout() -> None:

@@ -708,6 +708,16 @@ def test_metrics_by_hand() -> None:
     assert reward_metrics([]) == {}
 
 
+def test_the_share_of_right_answers_is_of_rollouts_that_log_both() -> None:
+    """One right answer of two: a rollout that is right without an answer is not among them."""
+    rollouts = [rollout() for _ in range(4)]
+    logged = [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (1.0, None)]
+    for r, (answered, correct) in zip(rollouts, logged, strict=True):
+        r.reward = 0.0
+        r.metrics = {"answered": answered} | ({} if correct is None else {"correct": correct})
+    assert reward_metrics(rollouts)["correct_of_answered"] == 0.5
+
+
 def test_whatever_a_reward_logs_is_kept_as_plain_data() -> None:
     logged = [{3, 1}, Fraction(1, 2), np.arange(2), object(), "a\udc80"]
 

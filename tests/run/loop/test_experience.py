@@ -3,6 +3,7 @@ twice."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from tests.support.algorithms import algorithm
 from tunesmith.learn.algorithms.aggregation import weigh
 from tunesmith.learn.data.batch import Batch
-from tunesmith.run.loop.experience import by_rollout, make_experience
+from tunesmith.run.loop.experience import by_rollout, lost_tokens, make_experience
+from tunesmith.run.loop.teacher import ALIGNED
 from tunesmith.types import Completion, Record, Rollout, RolloutGroup, Task
 
 
@@ -76,6 +78,19 @@ def test_rewards_of_turns_without_tokens_are_not_lost() -> None:
     made.act(Completion([], [], [], "abort"))
     made.pay(0.5)
     assert made.token_rewards == [0.0, 1.5]
+
+
+def test_tokens_that_are_lost_before_the_update_are_counted() -> None:
+    """The sampler's value of one token, and the reference's of another; not what a teacher with
+    another tokenizer leaves out."""
+    made = group([record((3, 0.0))], [record((2, 1.0))])
+    made.rollouts[0].records[0].logprobs[3] = math.nan
+    batch = batch_of([made], name="grpo")
+    assert lost_tokens(batch) == 1
+    batch.add("ref_logprobs", [-1.0, -1.0, -1.0, -1.0, math.nan])
+    assert lost_tokens(batch) == 2
+    batch.add(ALIGNED, [1.0] * 4 + [0.0])
+    assert lost_tokens(batch) == 1
 
 
 def test_a_column_is_split_by_rollout() -> None:

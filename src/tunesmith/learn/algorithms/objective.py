@@ -149,6 +149,9 @@ class PolicyObjective:
             **tokens.clip_shares(token),
             "policy_loss": (weight * total.detach()).sum(),
         }
+        if correction is not None:
+            metrics["correction"] = tokens.mean(correction)
+            metrics |= tokens.share("correction_rejected", correction == 0)
         if reference is not None:
             metrics["ref_kl"] = tokens.mean(kl_loss(batch.logprobs.detach(), reference, "k3"))
         if self.kl_coef:

@@ -58,11 +58,12 @@ def whiten(parts: Sequence[Floats]) -> list[Floats]:
     """Scale all values of the batch to mean 0 and deviation 1; exactly 0 if they are all equal.
 
     Unbiased deviation plus ``EPSILON`` (verl: ``sqrt(var + 1e-8)``, OpenRLHF: the biased
-    deviation).
+    deviation). A value that is not finite, as after a critic's overflow, stays so by itself.
     """
     values = flat(parts)
+    values = values[np.isfinite(values)]
     if equal(values):
-        return [np.zeros_like(p) for p in parts]
+        return [np.where(np.isfinite(p), 0.0, p) for p in parts]
     mean = values.mean()
     deviation = values.std(ddof=1)
     return [(p - mean) / (deviation + EPSILON) for p in parts]

@@ -265,6 +265,15 @@ class ChatTemplate:
             turns = [i for i in turns if i not in held]
         return texts[::-1]
 
+    def up_to_the_end(self, text: Rendered) -> Rendered:
+        """A text whose last turn is the assistant's, with its last span up to the end of that turn,
+        wherever ``{% generation %}`` tags end."""
+        if self.turn_end is None or not text.text.endswith(self.turn_end):
+            return text
+        end = len(text.text) - len(self.turn_end) + len(self.stop_marker)
+        *before, (start, _) = text.spans
+        return Rendered(text.text, (*before, (start, end)))
+
     def _turn(self, messages: Sequence[Message], tools: Tools) -> Rendered:
         """A conversation that ends with an assistant turn, with the spans of that turn only."""
         render = self._marked_turn if self.marks_assistant else self._sampled_turn

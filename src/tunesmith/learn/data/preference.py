@@ -183,7 +183,7 @@ def _one_text(reading: Reading, example: Example, answer: Prompt) -> Rendered:
     if len(texts) > 1:
         rewrites = "the chat template rewrites earlier turns of the answer"
         raise DataError(f"{rewrites}; give each turn its own line")
-    return texts[0]
+    return reading.template.up_to_the_end(texts[0]) if reading.template else texts[0]
 
 
 def _mismatch(samples: Sequence[Sample], where: str) -> list[Sample]:

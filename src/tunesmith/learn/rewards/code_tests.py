@@ -95,8 +95,7 @@ def code_tests(section: RewardSection, sandbox: Sandbox) -> RewardFunction:
         jobs = (_share(runner, *each) for each in zip(completions, tests, strict=True))
         shares = await asyncio.gather(*jobs)
         numbers = [share if isinstance(share, float) else None for share in shares]
-        answered = [float(_BLOCK.search(text) is not None) for text in completions]
-        notes.log_extra("answered", answered)
+        notes.log_extra("answered", list(map(_answered, completions, numbers)))
         notes.log_extra("correct", [None if n is None else float(n == 1.0) for n in numbers])
         notes.log_extra("tests_passed", numbers)
         if section.partial_credit:
@@ -126,6 +125,13 @@ async def _share(runner: SandboxRunner, completion: str, tests: Sequence[CodeTes
         return ItemFailure(Status.REWARD_FAILED, f"the sandbox failed: {error}")
     passed = [test.passes(outcome) for test, outcome in zip(tests, outcomes, strict=True)]
     return sum(passed) / len(passed)
+
+
+def _answered(completion: str, share: float | None) -> float | None:
+    """Whether it has a block of code, or is a right program as it stands; None: it is not judged."""
+    if share is None:
+        return None
+    return float(share == 1.0 or _BLOCK.search(completion) is not None)
 
 
 def program_in(completion: str) -> str:

@@ -52,8 +52,10 @@ def reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     for name in dict.fromkeys(name for r in usable for name in r.metrics):
         key = name if name in ("answered", "correct") else f"logged/{name}"
         metrics[key] = mean([r.metrics[name] for r in usable if name in r.metrics])
-    if metrics.get("answered"):
-        metrics["correct_of_answered"] = metrics.get("correct", 0.0) / metrics["answered"]
+    answered = [r for r in usable if r.metrics.get("answered", 0.0) > 0]
+    if answered:
+        right = [r.metrics["correct"] for r in answered if "correct" in r.metrics]
+        metrics["correct_of_answered"] = mean(right) if right else 0.0
     return metrics | environment_metrics(rollouts)
 
 

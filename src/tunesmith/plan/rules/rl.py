@@ -319,6 +319,11 @@ def compared_in_pairs(s: Situation[RLConfig]) -> Iterator[Problem]:
         yield Problem(("reward.judge", "rollout.group_size"),
             "reward.judge compares the answers of a group, and with rollout.group_size = 1 there "
             "is nothing to compare; use 4 or more, or compare = 'scale'")
+    if s.needs("greedy_rollout"):
+        yield Problem(("reward.judge", "algorithm.advantage"),
+            "reward.judge compares the answers of a group, and the greedy answer that remax "
+            "compares a group with is alone: its reward would lack the judge's. Use compare = "
+            "'scale', or an algorithm.advantage that compares the group, such as rloo")
     alone = len(pairs) == len(reward.functions) + len(reward.named)
     if alone and config.data.eval is not None and not config.environment.used:
         yield Problem(("reward.judge", "data.eval"),

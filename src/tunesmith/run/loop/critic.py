@@ -14,6 +14,8 @@ from tunesmith.run.loop.learner import Learner
 from tunesmith.run.trainers.base import Metrics
 
 DIRECTORY = "critic"
+ROUNDING = 1e-9
+"""Largest relative deviation of returns that are equal but for the rounding of their sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +84,15 @@ def value_metrics(batch: Batch) -> Metrics:
     """Mean ``returns``, and ``value_explained = 1 − Var(R − V) / Var(R)``: 1 for a perfect critic,
     0 for a constant.
 
-    If all returns are equal, there is nothing to explain, and ``value_explained`` is left out.
+    If all returns are equal, there is nothing to explain, and ``value_explained`` is left out: with
+    λ = 1 those of equal rewards are sums that differ by rounding.
     """
-    returns = batch.columns["returns"]
-    values = batch.columns["old_values"]
+    returns = batch.columns["returns"][batch.finite]
+    values = batch.columns["old_values"][batch.finite]
+    if not returns.size:
+        return {}
     metrics = {"returns": float(returns.mean())}
-    variance = float(returns.var())
-    if variance > 0:
-        metrics["value_explained"] = 1.0 - float((returns - values).var()) / variance
+    scale = max(float(np.abs(returns).max()), float(np.abs(values).max()))
+    if float(returns.std()) > ROUNDING * scale:
+        metrics["value_explained"] = 1.0 - float((returns - values).var() / returns.var())
     return metrics

@@ -3,6 +3,7 @@ is lost."""
 
 from __future__ import annotations
 
+import math
 import shutil
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,13 @@ from tests.support.tiny import save_model
 from tests.support.tiny_runs import rl_settings, same_tensors, sums, tensors, untimed, write_lines
 from tests.support.training import Grads, difference, learner_of
 from tunesmith.errors import CheckpointError, ConfigError, RewardError
+from tunesmith.learn.algorithms.advantages import GAE, VAPO, compute_advantages
 from tunesmith.learn.algorithms.objective import (
     ActorCriticObjective,
     ValueObjective,
     policy_objective,
 )
+from tunesmith.learn.algorithms.outcomes import Outcome, flat
 from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.score_model import ScoreModel, whole_sequence
@@ -73,6 +76,40 @@ def test_how_much_a_critic_explains() -> None:
     assert value_metrics(batch([1.0, 2.0], [1.0, 2.0]))["value_explained"] == 1
     assert value_metrics(batch([1.0, 2.0], [7.0, 7.0]))["value_explained"] == 0
     assert value_metrics(batch([2.0, 2.0], [1.0, 0.0])) == {"returns": 2.0}
+
+
+@pytest.mark.parametrize("reward", [1.0, 0.0])
+def test_returns_that_differ_by_rounding_leave_nothing_to_explain(reward: float) -> None:
+    """The returns of equal rewards with λ = 1, each the sum of the differences of ten values."""
+    values = np.random.default_rng(0).normal(size=(6, 10))
+    rollouts = [Outcome(0, reward, 10, values=own) for own in values]
+    returns = compute_advantages(VAPO(), rollouts).returns
+    assert returns is not None
+    made = Batch.of([Sample([1] * 61, [False] + [True] * 60)])
+    made.add("returns", flat(returns))
+    made.add("old_values", values.ravel())
+    assert made.columns["returns"].var() > 0
+    assert value_metrics(made) == {"returns": pytest.approx(reward, abs=1e-12)}
+
+
+def test_a_value_that_is_not_finite_is_left_out_with_what_it_made() -> None:
+    """The second rollout's first two advantages are sums with its broken value; the first rollout's
+    and the last token's stay."""
+    broken = np.array([0.5, math.nan, 0.25])
+    rollouts = [Outcome(0, 1.0, 2, values=np.array([0.5, 0.5])), Outcome(1, 0.0, 3, values=broken)]
+    estimated = compute_advantages(GAE(gae_lambda=1.0), rollouts)
+    known = np.array([0.5, 0.5, -0.25])
+    white = (known - known.mean()) / (known.std(ddof=1) + 1e-6)
+    assert flat(estimated.advantages) == pytest.approx(
+        [*white[:2], math.nan, math.nan, white[2]], nan_ok=True
+    )
+    assert estimated.returns is not None
+    made = Batch.of([Sample([1] * 6, [False] + [True] * 5)])
+    made.add("old_values", [0.5, 0.5, *broken])
+    made.add("returns", flat(estimated.returns))
+    assert value_metrics(made)["returns"] == pytest.approx(2 / 3)
+    made.add("returns", [math.nan] * 5)
+    assert value_metrics(made) == {}
 
 
 def valued(seed: int = 0, groups: int = 4, size: int = 3) -> Batch:

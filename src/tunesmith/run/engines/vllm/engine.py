@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from math import isfinite
 from typing import Any
 
 from tunesmith.errors import EngineError, EngineLostError, UserError, boundary
@@ -322,8 +323,15 @@ class VllmEngine:
             return
         new = output.outputs[0]
         for token, chosen in zip(new.token_ids, new.logprobs, strict=True):
+            logprob = chosen[token].logprob
+            if not isfinite(logprob):
+                why = f"vLLM sampled the token {token} with the log-probability {logprob}: the "
+                why += "model's logits are not finite, and its weights may have diverged"
+                request.done.set_exception(EngineError(why))
+                self._vllm.abort_request([output.request_id])
+                return
             request.token_ids.append(token)
-            request.logprobs.append(chosen[token].logprob)
+            request.logprobs.append(logprob)
             request.versions.append(self._version)
             across = request.across
             if across is None or len(request.token_ids) >= across.reach:
