@@ -128,7 +128,7 @@ async def _share(runner: SandboxRunner, completion: str, tests: Sequence[CodeTes
 
 
 def _answered(completion: str, share: float | None) -> float | None:
-    """Whether it has a block of code, or is a right program as it stands; None: it is not judged."""
+    """Whether it has a block of code, or is right as it stands; None: it is not judged."""
     if share is None:
         return None
     return float(share == 1.0 or _BLOCK.search(completion) is not None)
