@@ -443,6 +443,8 @@ def test_a_reward_has_no_meaning_for_supervised_training(folder: Path) -> None:
     (folder / "run.toml").write_text('[model]\npath = "x"\n[data]\ntrain = "t"\n')
     assert find_kind(folder / "run.toml") is SFTConfig
     assert find_kind(folder / "run.toml", ["dpo.beta=0.1", "rollout.group_size=4"]) is DPOConfig
+    (folder / "run.toml").write_text('[model]\npath = "x"\n[data]\ntrain = "t"\n[rewards]\n')
+    assert find_kind(folder / "run.toml") is RLConfig, "a misspelt section tells the command, too"
 
 
 @pytest.mark.parametrize(
@@ -454,6 +456,8 @@ def test_a_reward_has_no_meaning_for_supervised_training(folder: Path) -> None:
             "run.toml, line 2, column 8: not valid TOML: Invalid value. Text needs quotes",
         ),
         ("[model]\npath = 1\npath = 2\n", "run.toml, line 3, column 9: not valid TOML"),
+        ('[model]\npath = "C:\\Users\\me"\n', "has single quotes"),
+        ('[reward]\npattern = "\\d+"\n', "has single quotes"),
     ],
 )
 def test_toml_errors_name_file_line_and_column(folder: Path, text: str, told: str) -> None:
@@ -461,6 +465,12 @@ def test_toml_errors_name_file_line_and_column(folder: Path, text: str, told: st
     with pytest.raises(ConfigError) as caught:
         load_config(RLConfig, folder / "run.toml", [])
     assert told in str(caught.value)
+
+
+def test_a_run_file_of_a_windows_editor_is_read(folder: Path) -> None:
+    text = '[model]\r\npath = "org/model"\r\n[data]\r\ntrain = "train.jsonl"\r\n'
+    (folder / "run.toml").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load_config(SFTConfig, folder / "run.toml", []).model.path == "org/model"
 
 
 def test_a_run_file_that_is_not_there(folder: Path) -> None:

@@ -84,9 +84,10 @@ def find_kind(path: Path | None, overrides: Sequence[Override] = ()) -> type[Run
     sections that no other command has, and ``SFTConfig`` before all others."""
     data, _ = read_tree(path, overrides)
     having = Counter(section for kind in KINDS.values() for section in kind.model_fields)
+    meant = {closest(name, having, 0.85) for name in data}  # also where one is misspelt
 
     def fit(kind: type[RunConfig]) -> tuple[int, int]:
-        sections = kind.model_fields.keys() & data.keys()
+        sections = kind.model_fields.keys() & meant
         return len(sections), sum(having[section] == 1 for section in sections)
 
     kind = max((SFTConfig, *KINDS.values()), key=fit)
@@ -125,7 +126,7 @@ def _read_text(path: Path) -> str:
             raise ConfigError(
                 f"run file {path} does not exist.{nearest(str(path), siblings) if siblings else ''}"
             )
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors of Windows begin it with a mark
 
 
 def _syntax_error(path: Path | None, error: ValueError) -> ConfigError:
@@ -133,7 +134,11 @@ def _syntax_error(path: Path | None, error: ValueError) -> ConfigError:
     spot = re.search(r" \(at (.*)\)$", message)
     reason = message[: spot.start()] if spot else message
     where = re.sub(r"(line \d+), (column \d+)", r"\1, \2", spot[1]) if spot else "somewhere"
-    hint = '. Text needs quotes: name = "value"' if reason.startswith("Invalid value") else ""
+    hint = ""
+    if reason.startswith("Invalid value"):
+        hint = '. Text needs quotes: name = "value"'
+    elif reason.startswith(("Invalid hex value", "Unescaped")):
+        hint = ". A text with backslashes has single quotes: path = 'C:\\models\\mine'"
     return ConfigError(f"{path}, {where}: not valid TOML: {reason}{hint}")
 
 

@@ -67,7 +67,7 @@ def find_preset(name: str) -> Preset:
 def _of_toml(name: str) -> Preset:
     path = Path(name)
     with boundary(ConfigError, f"cannot read the preset {name}", (OSError, ValueError)):
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     return preset_of(name, _absolute(table, path.parent))
 
 
