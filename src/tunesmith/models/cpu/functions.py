@@ -105,7 +105,8 @@ class CpuFunctions:
         """PyTorch's backward pass would make the gradient in the dtype of the weight, then add
         it."""
         if _widened(x.dtype):
-            grad, x = grad.float(), x.float()
+            grad = grad.float()
+            x = x.float()
         OPERATIONS.weight_gradients(grad, x, [total for total, _ in sums], [a for _, a in sums])
 
     @staticmethod
