@@ -25,7 +25,7 @@ from tunesmith.config.load import load_config
 from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, SFTConfig
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.guide.tune.arms import TrialEnded
+from tunesmith.guide.tune.arms import Arm, TrialEnded
 from tunesmith.guide.tune.bench import Bench
 from tunesmith.guide.tune.intervals import MOST_PAIRS, Interval, interval
 from tunesmith.guide.tune.knobs import Shape, neighbours
@@ -375,8 +375,9 @@ class FakeArm:
     running: ClassVar[list[FakeArm]] = []
     dead: ClassVar[set[int]] = set()
 
-    def __init__(self, config: SFTConfig, *_: Any) -> None:
+    def __init__(self, config: SFTConfig, *_: Any, ends: float = math.inf) -> None:
         self.threads = config.system.threads
+        self.ends = ends
 
     def start(self) -> None:
         if self in self.running:
@@ -484,6 +485,40 @@ def test_no_trial_begins_that_ends_after_the_limit(
     assert not tuning.journal.trials and tuning.measured == 0 and tuning.best == tuning.derived
 
 
+@pytest.mark.parametrize("late", [2, 1])
+@pytest.mark.usefixtures("said")
+def test_a_trial_that_the_limit_cuts_short_is_no_result(
+    late: int, tuning: Tuning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the best settings' run was late, or the other; and the search ends."""
+    tuning.bench.ends = time.monotonic() + 60
+    until = tuning.bench.ends
+    limits: list[float] = []
+
+    def start(arm: FakeArm) -> None:
+        limits.append(arm.ends)
+        if arm.threads == late:
+            tuning.bench.ends = time.monotonic() - 1
+            raise TrialEnded("late", "--minutes are over")
+
+    monkeypatch.setattr(FakeArm, "start", start)
+    monkeypatch.setattr(FakeArm, "step", lambda arm, _: float(arm.threads))
+    tuning.find(None)
+    [trial] = tuning.journal.trials
+    assert trial.outcome.status == "late" and not trial.outcome.final
+    assert not trial.outcome.clearly_slower and tuning.best == tuning.derived
+    assert limits[-1] == (until if late == 1 else math.inf), "the first run was made before"
+    assert tuning.journal.find(trial.best, trial.values) is None
+
+
+def test_a_process_gets_no_more_time_than_is_left(tmp_path: Path) -> None:
+    config = load_config(SFTConfig, None, ["model.path=org/m", "data.train=org/data"])
+    arm = Arm(config, tmp_path / "run.toml", tmp_path, ends=time.monotonic() - 1)
+    with pytest.raises(TrialEnded) as ended:
+        arm.start()
+    assert ended.value.status == "late"
+
+
 def test_a_first_step_that_outlasts_the_limit_is_refused_with_a_longer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,12 +526,13 @@ def test_a_first_step_that_outlasts_the_limit_is_refused_with_a_longer_one(
     limits: list[float] = []
 
     class Slow(FakeArm):
-        def __init__(self, config: Any, *_: Any, start_seconds: float) -> None:
+        def __init__(self, config: Any, *_: Any, ends: float, start_seconds: float) -> None:
             super().__init__(config)
             limits.append(start_seconds)
+            assert ends - time.monotonic() <= start_seconds
 
         def start(self) -> None:
-            raise TrialEnded("slow", "it took too long")
+            raise TrialEnded("late", "it took too long")
 
     monkeypatch.setattr("tunesmith.guide.tune.tuning.Arm", Slow)
     monkeypatch.setattr(

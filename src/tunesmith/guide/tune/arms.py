@@ -9,7 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -51,6 +51,8 @@ class Arm:
     """Parent of its run directories."""
     rollouts: Path | None = None
     """As in ``Order``."""
+    ends: float = inf
+    """When its last step has to have ended (``time.monotonic``)."""
     start_seconds: float = START_SECONDS
     """Time limit for its first step."""
     metrics: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -130,8 +132,12 @@ class Arm:
         self._signal(signal.SIGCONT)
 
     def _await_step(self, process: Process, patience: float) -> None:
-        if not any(process.connection.poll(SLICE) for _ in range(ceil(patience / SLICE))):
+        left = max(0.0, self.ends - time.monotonic())
+        waits = range(ceil(min(patience, left) / SLICE))
+        if not any(process.connection.poll(SLICE) for _ in waits):
             self.end()
+            if left < patience:
+                raise TrialEnded("late", "--minutes are over")
             status: Status = "slow" if patience < START_SECONDS else "hung"
             raise TrialEnded(status, f"no step ended within {patience:.0f} s")
         try:

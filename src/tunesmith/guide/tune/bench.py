@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import log
+from math import inf, log
 from pathlib import Path
 from statistics import median
 
@@ -62,9 +62,9 @@ class Bench:
             TrialEnded: the best settings no longer run.
         """
         if self._best is None or self._best_values != best:
-            self.hold(Arm(self.config_of(best), self.path, self.folder), best)
+            self.hold(self._arm(best), best)
         assert self._best is not None, "it was just made"
-        other = arm or Arm(self.config_of(values), self.path, self.folder)
+        other = arm or self._arm(values)
         outcome = TrialOutcome("measured")
         try:
             outcome = self._compared(
@@ -76,6 +76,10 @@ class Bench:
             else:
                 other.end()
         return outcome
+
+    def _arm(self, values: Values) -> Arm:
+        ends = inf if self.concludes else self.ends
+        return Arm(self.config_of(values), self.path, self.folder, ends=ends)
 
     @property
     def is_over(self) -> bool:
@@ -95,8 +99,10 @@ class Bench:
                 outcome = self._in_turn(known, other, 1)
                 if outcome.status != "memory":
                     return outcome
-        except TrialEnded:
-            pass  # perhaps memory was too small for both
+        except TrialEnded as ended:
+            if ended.status == "late":
+                return TrialOutcome("late", None, str(ended))
+            # Perhaps memory was too small for both.
         known.end()
         other.end()
         return self._in_turn(known, other, BLOCK)
@@ -121,7 +127,7 @@ class Bench:
                     taken = [arm.step(patience) for _ in range(max(block, turn))]
                     times[arm is known] = taken if block > 1 else [median(taken)]
                 except TrialEnded as ended:
-                    if arm is known:
+                    if arm is known and ended.status != "late":
                         raise
                     before = interval(ratios) if ratios else None
                     return TrialOutcome(ended.status, before, str(ended))

@@ -13,8 +13,9 @@ from typing import Any, Literal
 from tunesmith.guide.tune.intervals import MOST_PAIRS, Interval
 from tunesmith.guide.tune.knobs import Values, ordered
 
-Status = Literal["measured", "slow", "refused", "memory", "died", "hung", "failed"]
-"""``slow``: it took several times as long and was abandoned. The last five ended the trial."""
+Status = Literal["measured", "late", "slow", "refused", "memory", "died", "hung", "failed"]
+"""``late``: the time limit cut it short. ``slow``: it took several times as long and was abandoned.
+The last five ended the trial."""
 FAR = 1.5
 """Settings expected to take this many times as long as the best are not measured."""
 CLEAR = 0.05
@@ -40,6 +41,8 @@ class TrialOutcome:
         """Whether the comparison was completed: neither the time limit nor a signal cut it
         short."""
         times = self.interval
+        if self.status == "late":
+            return False
         if self.status != "measured" or times is None:
             return self.status != "measured"
         return times.decided or times.pairs >= MOST_PAIRS
@@ -52,7 +55,7 @@ class TrialOutcome:
     @property
     def clearly_slower(self) -> bool:
         slower = self.interval is not None and self.interval.low > CLEAR
-        return self.status != "measured" or slower
+        return self.status not in ("measured", "late") or slower
 
 
 @dataclass(frozen=True, slots=True)

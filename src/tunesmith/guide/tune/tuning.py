@@ -224,7 +224,7 @@ class Tuning:
 
     def _take(self, config: RunConfig) -> None:
         """Compare the run file's settings with the derived ones."""
-        arm = Arm(config, self.path, self.bench.folder)
+        arm = Arm(config, self.path, self.bench.folder, ends=self.bench.ends)
         # Settings derived from the free memory must be those of a run alone on the machine.
         self.bench.close()
         try:
@@ -361,20 +361,21 @@ def open_tuning(
         ExitStack() as stack,
     ):
         remove_at_end(Path(folder))
-        first = Arm(base, path, Path(folder), start_seconds=60 * minutes)
+        ends = began + 60 * minutes
+        first = Arm(base, path, Path(folder), ends=ends, start_seconds=60 * minutes)
         stack.callback(first.end)
         step = _first_step(first, minutes, say)
         shape = shape_of(base, facts, first)
         derived, usual = tuned_values(first.resolved())
         late = min(LATE * first.starting, 30 * minutes)
-        bench = Bench(path, Path(folder), began + 60 * minutes - late)
+        bench = Bench(path, Path(folder), ends - late)
+        first.ends = bench.ends
         stack.callback(bench.close)
         bench.hold(first, derived)
         journal = Journal.open(*tuned_file(config, facts.hardware, facts.model), again=again)
         facts = replace(facts, train_size=shape.samples)
         if not base.rl:
             facts = replace(facts, longest=-(-shape.tokens // shape.samples))
-        ends = began + 60 * minutes
         tuning = Tuning(
             base, path, bench, facts, journal, pinned, shape, derived, usual, say, began, ends
         )
@@ -400,7 +401,7 @@ def _first_step(first: Arm, minutes: float, say: Callable[[str], None]) -> float
             first.step()
     except TrialEnded as ended:
         problem = f"the run does not work with the settings that are derived for it: {ended}"
-        if ended.status == "slow":
+        if ended.status == "late":
             late = f"the run's first step did not end within --minutes {minutes:g}"
             problem = f"nothing was measured: {late}. Give it --minutes {10 * minutes:g} or so"
         raise ConfigError(problem) from None

@@ -23,12 +23,14 @@ from tunesmith.records.storage import measured_file, read_json, write_json
 Rates = Mapping[str, Mapping[str, float]]
 """Seconds per unit of each kind of work, by phase."""
 _LEARNED = (
-    "model.dtype", "model.quantize", "lora.rank", "lora.targets", "data.train", "data.max_tokens",
-    "data.max_prompt_tokens", "algorithm.name", "algorithm.advantage", "algorithm.loss",
-    "algorithm.kl", "rollout.prompts_per_step", "rollout.group_size", "rollout.max_new_tokens",
-    "rollout.max_staleness", "train.batch_size", "train.optimizer", "train.ema_decay",
-    "critic.shared_trunk", "dpo.precompute_reference", "kto.precompute_reference",
-    "system.engine", "system.device", "system.device_memory",
+    "model.dtype", "model.quantize", "model.vision_tower", "lora.rank", "lora.targets",
+    "data.train", "data.max_tokens", "data.max_prompt_tokens", "algorithm.name",
+    "algorithm.advantage", "algorithm.loss", "algorithm.kl", "rollout.prompts_per_step",
+    "rollout.group_size", "rollout.max_new_tokens", "rollout.max_staleness", "environment.path",
+    "environment.command", "environment.max_turns", "environment.max_tokens", "reward.models",
+    "teacher.path", "teacher.url", "distill.mode", "train.batch_size", "train.passes_per_batch",
+    "train.optimizer", "train.ema_decay", "critic.shared_trunk", "dpo.precompute_reference",
+    "kto.precompute_reference", "system.engine", "system.device", "system.device_memory",
 )  # fmt: skip
 """Settings on which the best ``[system]`` settings depend."""
 
