@@ -599,6 +599,42 @@ def test_memory_for_less_than_one_request_is_refused_as_the_engine_would(
     assert "system.kv_memory" in words and str(prompt) in words
 
 
+def test_memory_for_less_than_a_conversation_is_refused_as_the_engine_would() -> None:
+    """Wherever in a block its last turn begins."""
+    facts = on(None, SMALL, longest=100)
+    layout = KVLayout(
+        SMALL.layers, SMALL.kv_heads, SMALL.head_dim, torch.float32, torch.device("cpu")
+    )
+    pool = KVPool([layout], 10**6)
+    turns = [(500 - new, new) for new in range(1, 51)]
+    blocks = max(pool.needed(prompt) + pool.needed(max(1, new - 1)) for prompt, new in turns)
+    size = blocks * pool.block_size * layout.token_bytes
+    said = ("rollout.max_new_tokens=50", "system.engine_process=false")
+    said += ('environment.path="env.py:Game"', "environment.max_tokens=500")
+    assert resolved(RLConfig, facts, *said, f"system.kv_memory={size}B")
+    words = refusal(RLConfig, facts, *said, f"system.kv_memory={size - 1}B")
+    assert "system.kv_memory" in words and "environment.max_tokens" in words and "500" in words
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu", "said", "size"),
+    [
+        (RLConfig, A100, ("lora.rank=8",), 66),
+        (RLConfig, A100, ("lora.rank=8", "system.hybrid=false"), 50),
+        (GenerateConfig, A10G, (), 10),
+    ],
+)
+def test_keys_and_values_that_were_said_have_to_fit_a_gpu(
+    kind: Any, gpu: Gpu, said: tuple[str, ...], size: int
+) -> None:
+    """An engine allocates them at once; half of them fits."""
+    facts = on(gpu, QWEN_7B)
+    words = refusal(kind, facts, *said, f"system.kv_memory={size}GB")
+    assert f'what fits: system.kv_memory = "{500 * size}MB"' in words
+    half = planned(resolved(kind, facts, *said, f"system.kv_memory={500 * size}MB"))
+    assert half is not None and half.kv == size * GB // 2
+
+
 def test_experts_are_counted_under_each_familys_name() -> None:
     """DeepSeek-V3 has 671 billion parameters."""
     config = {

@@ -207,7 +207,7 @@ def _draft(plan: AnyPlan) -> int:
 
 def engine_kv(plan: AnyPlan, model: ModelFacts, *, least: bool = False) -> int:
     """Bytes of an engine's keys and values on each of its devices: all, or at ``least`` those of
-    the longest sample.
+    the longest sample, unless a GPU's were said, which an engine allocates at once.
 
     With ``system.vllm.memory_share`` they take what the weights leave of that share of the whole
     GPU.
@@ -219,7 +219,8 @@ def engine_kv(plan: AnyPlan, model: ModelFacts, *, least: bool = False) -> int:
         taken = library_bytes(plan) + copy // plan.devices.ranks_per_engine
         left = int(share * gpu.memory_total) - taken
         return max(request_kv(plan, model) // plan.devices.ranks_per_engine, left)
-    if least:
+    said = plan.devices.on_gpu and plan.said.system.kv_memory is not None
+    if least and not said:
         return request_kv(plan, model) // plan.devices.ranks_per_engine
     return plan.memory.kv_bytes
 

@@ -85,7 +85,7 @@ def _with_running(plan: Plan[C], reasons: Reasons) -> Plan[C]:
         kv = engine_kv(plan, model) * plan.devices.ranks_per_engine
         held = kv // request_kv(plan, model)
         running = next((count for count in RUNNING if count <= held), USUAL_RUNNING)
-        requests = "1 request" if held == 1 else f"{held} requests"
+        requests = "1 request" if held <= 1 else f"{held} requests"
         why = f"system.kv_memory holds {requests} of {plan.training.longest} tokens at once"
         reasons.add("system.max_running", running, why)
     return replace(plan, sampling=replace(plan.sampling, running=running))

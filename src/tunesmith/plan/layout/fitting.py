@@ -5,16 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import ceil
+from math import ceil, log2
 from typing import Any
 
 from tunesmith.config.changing import with_values
 from tunesmith.config.engines import OWN_ENGINE, EngineKind
 from tunesmith.config.schema import RunConfig
-from tunesmith.config.values import format_size
+from tunesmith.config.values import format_size, megabytes
 from tunesmith.errors import Problem
 from tunesmith.plan.cost.device import PARTS, Price
-from tunesmith.plan.cost.memory import fits, host_problem, limit, may_fit, planned_devices
+from tunesmith.plan.cost.memory import (
+    fits,
+    host_problem,
+    limit,
+    may_fit,
+    planned_devices,
+    request_kv,
+)
 from tunesmith.plan.cost.price import USUAL_RANK
 from tunesmith.plan.derive.saving_options import with_savings_as_said
 from tunesmith.plan.derive.savings import Saving, fits_somehow, lacking_on_the_host, share_at_best
@@ -48,6 +55,8 @@ def memory_problems(plan: Plan[C], given: C) -> Iterator[Problem]:
             cure = "split each engine over more GPUs with system.vllm.tensor_parallel_size"
             if split and plan.said.system.vllm.memory_share is not None:
                 cure += ", or lower system.vllm.memory_share"
+            if split and plan.said.system.kv_memory is not None:
+                cure += ", or lower system.kv_memory"
             cure = cure if split else _remedy(plan, free, given, free_of_layout)
             lacking = None
             if not place:
@@ -251,6 +260,10 @@ def _changes(plan: AnyPlan, layout: Mapping[str, object]) -> Iterator[dict[str, 
     if memory is not None:
         for n in range(ceil(20 * memory) - 1, 1, -1):
             yield {"system.vllm.memory_share": round(n / 20, 2)}
+    if plan.said.system.kv_memory is not None and plan.facts.model is not None:
+        most = int(log2(max(1, plan.memory.kv_bytes / max(1, request_kv(plan, plan.facts.model)))))
+        for halved in range(1, most + 1):
+            yield {"system.kv_memory": megabytes(plan.memory.kv_bytes >> halved)}
     if plan.devices.weight_copy == "gpu":
         yield {"system.weight_copy": "host"}
     if plan.kind.trains:

@@ -241,26 +241,32 @@ def this_machine(s: Situation[RunConfig]) -> Iterator[Problem]:
 
 @rule(RunConfig)
 def kv_memory(s: Situation[RunConfig]) -> Iterator[Problem]:
-    """The longest prompt with its completion, in blocks; the last token's keys and values are never
-    read."""
+    """The longest prompt with its completion, or the longest conversation, in blocks; the last
+    token's keys and values are never read."""
     model = s.model
     kv = s.system.kv_memory
     config = s.config
+    section = config.sampling_settings
     derived = s.dtype is not None and s.system.compile is not None
-    samples = config.samples and not s.engine.third_party and derived
-    if s.facts is None or model is None or kv is None or s.longest is None or not samples:
+    if section is None or s.engine.third_party or not derived:
+        return
+    if s.facts is None or model is None or kv is None or s.longest is None:
         return
     plan = s.whole(s.facts)
     new = config.new_tokens
-    tokens = sum(
-        -(-count // BLOCK_TOKENS) * BLOCK_TOKENS for count in (s.longest, max(1, new - 1))
-    )
-    needed = int(kept_of_request(plan, model, tokens))
+    what = f"prompt of {s.longest} tokens with {new} new ones"
+    shorter = f"{section.table}.max_new_tokens"
+    blocks = sum(-(-count // BLOCK_TOKENS) for count in (s.longest, max(1, new - 1)))
+    episode = s.lengths.episode
+    if episode is not None:  # its last turn may begin anywhere in a block
+        what = f"conversation of {episode} tokens"
+        shorter = "environment.max_tokens"
+        blocks = -(-(episode - 1) // BLOCK_TOKENS) + 1
+    needed = int(kept_of_request(plan, model, blocks * BLOCK_TOKENS))
     if needed > parse_size(kv):
         yield Problem(("system.kv_memory",),
-            f"system.kv_memory = {kv} does not hold one prompt of {s.longest} tokens with {new} "
-            f"new ones, which takes {format_size(needed)}; raise it, leave it out, or lower "
-            "max_new_tokens",
+            f"system.kv_memory = {kv} does not hold one {what}, which takes "
+            f"{format_size(needed)}; raise it, leave it out, or lower {shorter}",
             "memory")
 
 
