@@ -16,11 +16,20 @@ from safetensors.torch import save_file
 
 from tests.support.documents import ROOT
 from tests.support.hardware_table import MODELS
-from tunesmith.config.commands import DPOConfig, KTOConfig, RFTConfig, RMConfig
+from tunesmith.config.commands import (
+    DistillConfig,
+    DPOConfig,
+    KTOConfig,
+    OfflineDistillConfig,
+    RFTConfig,
+    RMConfig,
+    SampledDistillConfig,
+)
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import RLConfig, RunConfig, SFTConfig
 from tunesmith.guide.tune.machine import fit_rates, nonnegative, predictions, shapes
 from tunesmith.guide.tune.probes import Probe, made_up
+from tunesmith.plan.cost.copies import adapter_numbers
 from tunesmith.plan.cost.memory import planned_devices
 from tunesmith.plan.cost.seconds import (
     again_seconds,
@@ -29,8 +38,8 @@ from tunesmith.plan.cost.seconds import (
     phase_seconds,
     step_seconds,
 )
-from tunesmith.plan.cost.step_work import step_work
-from tunesmith.plan.cost.work import Work, amounts, work_of
+from tunesmith.plan.cost.step_work import step_size, step_work
+from tunesmith.plan.cost.work import Work, amounts, parts_of_sample, work_of
 from tunesmith.plan.facts.hardware import read_hardware
 from tunesmith.plan.facts.machines import machine
 from tunesmith.plan.facts.measured import rates_file, read_rates
@@ -180,7 +189,13 @@ def test_a_machine_that_was_not_measured_is_told() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    ["system.trainer_ranks=2", "lora.rank=4", "system.engine_process=true", "algorithm.name=ppo"],
+    [
+        "system.trainer_ranks=2",
+        "lora.rank=4",
+        "system.engine_process=true",
+        "algorithm.name=ppo",
+        'environment.path="env.py:Game"',
+    ],
 )
 @pytest.mark.usefixtures("folder")
 def test_runs_that_do_something_else_have_no_seconds(said: str) -> None:
@@ -212,6 +227,16 @@ def test_settings_that_cost_time_do_so_here() -> None:
     assert expected_seconds(rounded, 64, 100) < expected_seconds(usual, 64, 100)
     apart = plan(RLConfig, "system.share_prompts=false")
     assert cpu_seconds(apart)["forward and backward"] > whole["forward and backward"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_pair_takes_one_optimizer_step() -> None:
+    measured()
+    said = ("data.max_tokens=64", "train.batch_size=4")
+    one, pair = (cpu_seconds(plan(kind, *said)) for kind in (SFTConfig, DPOConfig))
+    assert pair["optimizer"] == one["optimizer"]
+    beforehand = cpu_seconds(plan(DPOConfig, *said, "dpo.precompute_reference=true"))
+    assert "scoring" in pair and "scoring" not in beforehand
 
 
 @pytest.mark.usefixtures("folder")
@@ -324,6 +349,160 @@ def test_a_score_model_has_no_vocabulary_head() -> None:
     seconds = [step_work(plan, QWEN3, 8, 2000)["training"][0] for plan in (scores, words)]
     head = 6 * QWEN3.vocab_size * QWEN3.hidden_size * 8 * 2000
     assert seconds[1]["operations"] - seconds[0]["operations"] == head
+
+
+REWARD = 'reward.functions=["math"]'
+KL = "algorithm.kl.coef=0.1"
+ADAPTER = "lora.rank=8"
+AT_ONCE = "system.logprob_chunk=100000"
+PARAMETERS = 596_049_920
+TEACHER = "teacher.path=o/t"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "logprobs", "values", "teacher"),
+    [
+        (RLConfig, (REWARD,), 0, 0, 0),
+        (RLConfig, (REWARD, KL), 1, 0, 0),
+        (RLConfig, (REWARD, KL, ADAPTER), 1, 0, 0),
+        (RLConfig, (REWARD, KL, "algorithm.decoupled=true"), 2, 0, 0),
+        (RLConfig, (REWARD, "algorithm.name=ppo"), 1, 1, 0),
+        (RLConfig, (REWARD, "algorithm.name=ppo", "critic.shared_trunk=true"), 1, 1, 0),
+        (DPOConfig, (), 1, 0, 0),
+        (DPOConfig, (ADAPTER,), 1, 0, 0),
+        (DPOConfig, ("dpo.precompute_reference=true",), 0, 0, 0),
+        (KTOConfig, (), 3, 0, 0),
+        (KTOConfig, ("kto.precompute_reference=true",), 1, 0, 0),
+        (DistillConfig, (TEACHER,), 0, 0, 2),
+        (DistillConfig, ("teacher.path=policy", "teacher.prompt=hint"), 1, 0, 0),
+        (DistillConfig, (TEACHER, 'teacher.url="http://h/v1"'), 0, 0, 0),
+    ],
+)
+def test_every_pass_without_gradients_is_counted(
+    kind: Any, said: tuple[str, ...], logprobs: int, values: int, teacher: float
+) -> None:
+    """Of policy, reference, critic and teacher, here with twice the policy's parameters."""
+    facts = {"frozen_parameters": 2 * PARAMETERS} if teacher else {}
+    plan = on_an_h100(kind, 500, *said, together=1000, **facts)
+    work = step_work(plan, QWEN3, 8, 1000)
+    step = step_size(plan, QWEN3, 8, 1000)
+    expected = (logprobs + teacher) * (step.body + step.head) + values * step.body
+    [scoring] = work.get("scoring", [{"operations": 0.0}])
+    assert scoring["operations"] == pytest.approx(expected / 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [(SampledDistillConfig, "distill.mode=sampled"), (OfflineDistillConfig, "")]
+)
+def test_a_teacher_of_whole_distributions_computes_beside_the_student(kind: Any, said: str) -> None:
+    more = [said] if said else ["distill.mode=offline"]
+    small, large = (
+        on_an_h100(kind, 500, TEACHER, *more, frozen_parameters=n * PARAMETERS) for n in (1, 3)
+    )
+    step = step_size(large, QWEN3, 8, 1000)
+    one, three = (
+        step_work(plan, QWEN3, 8, 1000)["training"][0]["operations"] for plan in (small, large)
+    )
+    assert three - one == pytest.approx(2 * (step.body + step.head) / 3)
+
+
+def test_an_adapter_spares_the_gradients_of_weights_alone() -> None:
+    """Attention has the same backward pass, and recomputing is a whole forward pass."""
+    whole, adapter = (
+        on_an_h100(SFTConfig, 16384, "system.gradient_checkpointing=true", *said)
+        for said in ((), (ADAPTER,))
+    )
+    weights = PARAMETERS - QWEN3.outside_layers
+    head = QWEN3.vocab_size * QWEN3.hidden_size
+    operations = [
+        step_work(plan, QWEN3, 1, 16384)["training"][0]["operations"] for plan in (whole, adapter)
+    ]
+    assert operations[0] - operations[1] == pytest.approx(2 * (weights + head) * 16384)
+
+
+@pytest.mark.parametrize(
+    ("said", "updated"),
+    [
+        (("system.zero_stage=0",), 1.0),
+        (("system.zero_stage=2",), 1 / 8),
+        (("system.zero_stage=3", "system.shard_size=4"), 1 / 4),
+        (("system.zero_stage=2", "system.offload_optimizer=true"), 0.0),
+    ],
+)
+@pytest.mark.parametrize("adapter", [(), (ADAPTER,)])
+def test_an_optimizer_step_is_as_long_as_what_a_rank_updates(
+    said: tuple[str, ...], updated: float, adapter: tuple[str, ...]
+) -> None:
+    """A rank of a sharded model its rows, and any other rank everything, as of an adapter."""
+    known = Facts(machine("8xH100-80GB"), QWEN3, train_size=32, longest=1000)
+    fixed = ("system.trainer_ranks=8", "system.gradient_checkpointing=false", AT_ONCE)
+    base = ("model.path=o/m", "data.train=o/d", "system.max_tokens_per_microbatch=4096")
+    plan = resolve(load_config(SFTConfig, None, [*base, *fixed, *said, *adapter]), known)
+    number = adapter_numbers(QWEN3, 8) if adapter else PARAMETERS
+    if adapter and updated:
+        updated = 1.0
+    words = QWEN3.vocab_size * QWEN3.hidden_size
+    read = step_work(plan, QWEN3, 32, 1000)["training"][0]["bytes read again"]
+    passed = 3 * 2 * PARAMETERS + 8 * number + words * (2 if adapter else 10)
+    assert read - passed == pytest.approx(28 * updated * number)
+
+
+def test_a_critic_reads_and_launches_as_much_as_the_policy_but_for_the_head() -> None:
+    said = (REWARD, AT_ONCE, "system.gradient_checkpointing=false")
+    said += ("system.max_tokens_per_microbatch=8192",)
+    alone, both = (
+        step_work(plan, QWEN3, 8, 1000)["training"][0]
+        for plan in (
+            on_an_h100(RLConfig, 500, *said, f"algorithm.name={name}") for name in ("grpo", "ppo")
+        )
+    )
+    head = 10 * QWEN3.vocab_size * QWEN3.hidden_size
+    assert both["passes"] == 2 * alone["passes"]
+    assert both["bytes read again"] - head == pytest.approx(2 * (alone["bytes read again"] - head))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_of_a_sharded_model_are_gathered_to_score_too(stage: int) -> None:
+    known = Facts(machine("8xH100-80GB"), QWEN3, train_size=32, longest=500)
+    said = ["model.path=o/m", "data.train=o/d", REWARD, f"system.zero_stage={stage}"]
+    said += ["system.trainer_ranks=8", "system.max_tokens_per_microbatch=2048"]
+    said += ["system.sequence_parallel.size=1"]
+    without, scored = (
+        step_work(plan, QWEN3, 64, 1000)["between GPUs"][0]["bytes between GPUs"]
+        for plan in (resolve(load_config(RLConfig, None, [*said, *kl]), known) for kl in ([], [KL]))
+    )
+    step = step_size(resolve(load_config(RLConfig, None, [*said, KL]), known), QWEN3, 64, 1000)
+    assert scored - without == pytest.approx(step.micro * 2 * PARAMETERS * 7 / 8)
+
+
+def test_episodes_share_their_prompt_alone_and_are_written_in_many_turns() -> None:
+    """Turns of 100 tokens, of which there is room for all: the environment answers with as many."""
+    said = (REWARD, "rollout.max_new_tokens=100", "rollout.group_size=4")
+    turns = ('environment.path="env.py:Game"', "environment.max_turns=5")
+    one = on_an_h100(RLConfig, 200, *said)
+    many = on_an_h100(RLConfig, 200, *said, *turns)
+    assert parts_of_sample(one, 300) == (200, 100)
+    longest = many.training.longest or 0
+    assert longest == 200 + 5 * (100 + 128)
+    assert parts_of_sample(many, longest) == (200, 500)
+    assert parts_of_sample(many, 600) == (200, 400)
+    step = step_size(many, QWEN3, 8, longest)
+    assert step.tokens == 8 * longest - 6 * 200
+    assert step.head == 6 * QWEN3.vocab_size * QWEN3.hidden_size * 8 * 500
+    single, several = (
+        step_work(plan, QWEN3, 8, plan.training.longest or 0)["sampling"][0] for plan in (one, many)
+    )
+    assert several["passes"] == 5 * single["passes"]
+
+
+@pytest.mark.parametrize(("on", "apart"), [("2xH100-80GB", True), ("H100-80GB", False)])
+def test_engines_are_ahead_only_on_gpus_of_their_own(on: str, *, apart: bool) -> None:
+    known = Facts(machine(on), QWEN3, train_size=32, longest=500)
+    said = ["model.path=o/m", "data.train=o/d", REWARD, "rollout.max_staleness=1"]
+    said += ["system.engine_process=true"]
+    seconds = step_seconds(resolve(load_config(RLConfig, None, said), known))
+    whole = sum(each for name, each in seconds.items() if name != "step")
+    assert (seconds["step"] < 0.99 * whole) == apart and seconds["step"] <= 1.001 * whole
 
 
 LLAMA_70B = MODELS["70B (Llama 3)"]

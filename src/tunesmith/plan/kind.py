@@ -46,6 +46,12 @@ class RunKind:
     reward_models: int = 0
     decoupled: bool = False
     """Whether the trainer recomputes the old log-probabilities."""
+    passes: int = 0
+    """Passes over each batch, without gradients, for log-probabilities of the policy, of the policy
+    without its adapter, or of the reference."""
+    values: bool = False
+    """Whether another such pass predicts values: the critic's, or the policy's with a head for
+    them."""
     scores: bool = False
     """Whether policy, reference or critic make passes without gradients over whole batches."""
     preference: bool = False
@@ -103,8 +109,12 @@ def kind_of(said: RunConfig, algorithm: Algorithm | None = None) -> RunKind:
         return _of_rl(kind, said, algorithm)
     if isinstance(said, DPOConfig | KTOConfig):
         section = said.dpo if isinstance(said, DPOConfig) else said.kto
-        reference = not adapter and not section.precompute_reference
-        return replace(kind, reference=reference, preference=True, scores=True)
+        scored = not section.precompute_reference
+        # KTO also scores answers to other prompts, with the policy and with the reference.
+        passes = 1 + 2 * scored if isinstance(said, KTOConfig) else int(scored)
+        return replace(
+            kind, reference=scored and not adapter, preference=True, scores=True, passes=passes
+        )
     return replace(kind, scores=kind.supervised and said.data.eval is not None)
 
 
@@ -114,11 +124,14 @@ def _of_rl(kind: RunKind, said: RLConfig, algorithm: Algorithm | None) -> RunKin
         return kind
     critic = "critic" in algorithm.needs
     kl = algorithm.reference is not None
+    compared = kl and not kind.distils
     return replace(
         kind,
         # An adapter's reference is the policy without it.
-        reference=kl and not kind.distils and not kind.adapter,
+        reference=compared and not kind.adapter,
         critic=critic and not said.critic.shared_trunk,
         decoupled=algorithm.decoupled,
+        passes=compared + algorithm.decoupled + kind.self_taught,
+        values=critic,
         scores=(kl and not kind.served_teacher) or algorithm.decoupled or critic,
     )

@@ -110,11 +110,13 @@ def _rates_of_gpu(kind: GpuKind) -> dict[str, float]:
 
 
 def whole_step(plan: AnyPlan, phases: Mapping[str, float]) -> float:
-    """Seconds of a step on GPUs: those of all phases; sampling may be concurrent with the
-    others."""
+    """Seconds of a step: those of all phases, or the longer of sampling and the others where
+    engines sample on other devices, or in other processes of a CPU, while the policy trains."""
+    devices = plan.devices
+    apart = plan.engines_elsewhere if devices.on_gpu else devices.engines_apart
     sampling = phases.get("sampling", 0.0)
     training = sum(seconds for phase, seconds in phases.items() if phase != "sampling")
-    return max(sampling, training) if plan.kind.ahead else sampling + training
+    return max(sampling, training) if plan.kind.ahead and apart else sampling + training
 
 
 def expected_seconds(plan: AnyPlan, samples: int, tokens: float) -> float:
@@ -210,7 +212,7 @@ def _seconds(does: Amounts, rates: Mapping[str, float]) -> float:
 
 def measurable(plan: AnyPlan) -> bool:
     """Whether a run does what the rates were measured for: training a whole model in one process on
-    a CPU."""
+    a CPU, on single completions."""
     devices = plan.devices
     kind = plan.kind
     model = plan.facts.model
@@ -219,7 +221,7 @@ def measurable(plan: AnyPlan) -> bool:
         return False
     several = devices.trainer_ranks > 1 or devices.engine_process or devices.engine.served
     other = kind.adapter or plan.said.model.quantize or kind.critic or kind.score_model
-    return not several and not other and kind.teacher is None
+    return not several and not other and kind.teacher is None and plan.lengths.episode is None
 
 
 def cpu_seconds(plan: AnyPlan) -> dict[str, float]:
@@ -233,14 +235,15 @@ def cpu_seconds(plan: AnyPlan) -> dict[str, float]:
         return {}
     work = work_of(plan, longest)
     passes = plan.said.train.passes_per_batch if plan.kind.rl else 1
-    steps = passes * max(1, ceil(work.samples / (plan.training.batch or work.samples)))
+    steps = passes * max(1, ceil(plan.training.samples / (plan.training.batch or work.samples)))
     found = phase_seconds(work, rates)
     again = plan.memory.share_again * again_seconds(work, rates)
     if plan.memory.selective:
         again = again_seconds(work, rates, ("numbers", "passes"))
-    scored = plan.kind.reference + plan.kind.decoupled
+    scored = plan.kind.passes * found["scoring"]
+    scored += plan.kind.values * again_seconds(work, rates)
     phases = {name: found[name] for name in ("prefill", "decode", "sync") if plan.kind.rl}
-    phases |= {"scoring": scored * found["scoring"]} if scored else {}
+    phases |= {"scoring": scored} if scored else {}
     phases |= {"forward and backward": passes * (found["forward and backward"] + again)}
     phases |= {"optimizer": steps * found["optimizer"]}
     return {**phases, "step": sum(phases.values())}

@@ -18,6 +18,8 @@ def sent_between_gpus(plan: AnyPlan, model: ModelFacts, step: StepSize) -> Amoun
     devices = plan.devices
     exchanged = _exchanged(plan, model, step.micro)
     sent = {kind: step.batches * step.trained * number for kind, number in exchanged.items()}
+    for link, number in _gathered_to_score(plan, model, step).items():
+        sent[link] += number
     each = step.trained * step.tokens / devices.trainer_ranks
     sent["bytes between GPUs"] += each * _shared_sequences(plan, model)
     for link, number in _travelling(plan, model).items():
@@ -41,12 +43,10 @@ def sent_to_engines(plan: AnyPlan, model: ModelFacts) -> Amounts:
     sent = published_bytes(plan, model)
     through_host = plane == "nccl" and devices.weight_copy != "gpu"
     gathers = devices.zero_stage == 3 or devices.expert_parallel > 1
-    spread = devices.shards > (plan.gpus or devices.shards)
-    links = "bytes between machines" if spread else "bytes between GPUs"
     return {
         f"bytes by {plane}": sent,
         # Ranks that shard the weights gather them first.
-        links: sent * (devices.shards - 1) / devices.shards * gathers,
+        _link(plan, devices.shards): sent * (devices.shards - 1) / devices.shards * gathers,
         "bytes over PCIe": sent / devices.publishing_ranks * through_host + kept,
     }
 
@@ -77,8 +77,24 @@ def _travelling(plan: AnyPlan, model: ModelFacts) -> dict[str, float]:
         return {}
     each = 2 * model.mixtures.layers * travelling_bytes(model, devices.bytes_per_number)
     sent = each * (2 + plan.memory.share_again) * (1 - 1 / devices.shards)
-    beyond = devices.shards > (plan.gpus or devices.shards)
-    return {"bytes between machines" if beyond else "bytes between GPUs": sent}
+    return {_link(plan, devices.shards): sent}
+
+
+def _gathered_to_score(plan: AnyPlan, model: ModelFacts, step: StepSize) -> dict[str, float]:
+    """Bytes of weights that each rank of a sharded model gets in a step's passes without gradients,
+    which are as many micro-batches as one sweep of training."""
+    devices = plan.devices
+    shards = devices.shards
+    sweeps = plan.said.train.passes_per_batch if plan.kind.rl else 1
+    passes = plan.kind.passes + plan.kind.values - devices.reference_apart
+    micro = passes * step.batches * step.micro / sweeps
+    copy = copy_bytes(shared_part(model, layout_of(plan)), 2, plan.said.model.quantize)
+    return {_link(plan, shards): micro * copy * (shards - 1) / shards}
+
+
+def _link(plan: AnyPlan, ranks: int) -> str:
+    """What joins so many of the trainer's ranks."""
+    return f"bytes between {'machines' if ranks > (plan.gpus or ranks) else 'GPUs'}"
 
 
 def _exchanged(plan: AnyPlan, model: ModelFacts, micro: int) -> dict[str, float]:
@@ -111,9 +127,6 @@ def _exchanged(plan: AnyPlan, model: ModelFacts, micro: int) -> dict[str, float]
             stage, micro * (summed + 2 * gathered)
         )
     found = {"bytes between GPUs": 0.0, "bytes between machines": 0.0}
-    each = plan.gpus or ranks
-    found["bytes between machines" if ranks > each else "bytes between GPUs"] += among
-    found["bytes between machines" if shards > each else "bytes between GPUs"] += (
-        within * (shards - 1) / shards
-    )
+    found[_link(plan, ranks)] += among
+    found[_link(plan, shards)] += within * (shards - 1) / shards
     return found

@@ -14,15 +14,17 @@ from tunesmith.plan.cost.memory import layout_of
 from tunesmith.plan.cost.price import USUAL_RANK, price
 from tunesmith.plan.cost.sent import sent_between_gpus, sent_to_engines
 from tunesmith.plan.cost.tower import image_operations
-from tunesmith.plan.cost.work import Amounts, StepSize, cost_of, sampling_work
+from tunesmith.plan.cost.work import Amounts, StepSize, cost_of, parts_of_sample, sampling_work
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import AnyPlan
 
-HOST_STEP = 28 / 16
+UPDATED = 28
+"""Bytes of a GPU that an optimizer step reads and writes for each trained number: a float32
+gradient is read, and master weight and both moments are read and written."""
+HOST_STEP = UPDATED / 16
 HOST_SENT = 6 / 16
 """Bytes that an optimizer step on the CPU reads and writes, and bytes that pass between host and
-GPU, per byte kept on the host: of 16, gradients are read, master weights and moments read and
-written; gradients and weights pass."""
+GPU, per byte kept on the host: of 16, gradients and weights pass."""
 RECOMPUTED = 1 / 3
 """Additional share of a layer's products if the backward pass recomputes it."""
 BETWEEN_PRODUCTS = 1 / 3
@@ -37,7 +39,7 @@ def step_work(
     """What each device does in a step of ``samples`` of ``tokens`` tokens: for each phase, all that
     it does at once."""
     devices = plan.devices
-    step = _step(plan, model, samples, tokens)
+    step = step_size(plan, model, samples, tokens)
     layout = step.layout
     lines = samples / plan.said.rollout.group_size if plan.kind.rl else samples
     trained, sampled = image_operations(plan, lines, layout.checkpointing)
@@ -46,16 +48,8 @@ def step_work(
         own = sampling_work(plan, model, samples, tokens)
         seen = sampled / devices.engines / devices.ranks_per_engine
         phases["sampling"] = [{**own, "operations": own["operations"] + seen}]
-    passes = plan.kind.reference + plan.kind.critic + plan.kind.decoupled
-    if passes:
-        away = layout.offload_frozen and plan.kind.reference
-        sweeps = plan.said.train.passes_per_batch if plan.kind.rl else 1  # scored once for all
-        scoring = {
-            "operations": passes * step.body / sweeps / 3 / devices.trainer_ranks,
-            "bytes over PCIe": step.coming / sweeps
-            + (copy_bytes(model, layout.bytes_per_number) if away else 0),
-        }
-        phases["scoring"] = [scoring]
+    if plan.kind.passes or plan.kind.values or plan.kind.teacher == "batch":
+        phases["scoring"] = [_scoring(plan, model, step)]
     phases["training"] = _training(plan, model, step)
     if trained:
         phases["images"] = [{"operations": trained / devices.trainer_ranks}]
@@ -67,10 +61,10 @@ def step_work(
     return phases
 
 
-def _step(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> StepSize:
+def step_size(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> StepSize:
+    """The size of a step of ``samples`` of ``tokens`` tokens."""
     cost = cost_of(model)
-    new = plan.said.new_tokens
-    prompt = max(0.0, tokens - new)
+    prompt, new = parts_of_sample(plan, tokens)
     batches = 1
     again = 0.0
     if plan.kind.rl:
@@ -88,6 +82,7 @@ def _step(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> Step
         layout,
         computed,
         body=samples * each * cost.prefix(int(tokens) // each) - again * cost.prefix(int(prompt)),
+        frozen=cost.linear / 3 * computed * plan.kind.adapter,
         head=samples * cost.head * (new or tokens) * (not plan.kind.score_model),
         batches=batches,
         micro=micro,
@@ -96,23 +91,52 @@ def _step(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> Step
     )
 
 
+def _scoring(plan: AnyPlan, model: ModelFacts, step: StepSize) -> Amounts:
+    """Passes without gradients, once for all passes of training; values need no vocabulary head. A
+    reference may have processes of its own, which the policy waits for."""
+    kind = plan.kind
+    devices = plan.devices
+    sweeps = plan.said.train.passes_per_batch if kind.rl else 1
+    here = kind.passes - devices.reference_apart
+    whole = step.body + step.head
+    operations = (here * whole + kind.values * step.body) / devices.trainer_ranks
+    if devices.reference_apart:
+        operations += whole / devices.scoring_processes("ref")
+    if kind.teacher == "batch":
+        operations += _teacher(plan, model, step) / devices.trainer_ranks
+    away = step.layout.offload_frozen and kind.reference
+    return {
+        "operations": operations / sweeps / 3,
+        "bytes over PCIe": (here + kind.values) * step.coming / sweeps
+        + (copy_bytes(model, step.layout.bytes_per_number) if away else 0),
+    }
+
+
+def _teacher(plan: AnyPlan, model: ModelFacts, step: StepSize) -> float:
+    """``step.body`` and ``head`` of a teacher in the trainer, by its parameters."""
+    return (step.body + step.head) * plan.facts.frozen_parameters / (model.parameters or 1)
+
+
 def _training(plan: AnyPlan, model: ModelFacts, step: StepSize) -> list[Amounts]:
     ranks = plan.devices.trainer_ranks
     recomputed = 1 + RECOMPUTED * plan.memory.share_again
     selective = plan.memory.selective
-    adapted = 2 / 3 if plan.kind.adapter else 1.0
-    slower = PLAIN_MODULES if of_modules(model) else 1.0
-    products = step.body * adapted * recomputed * slower
+    products = step.body * recomputed - step.frozen
+    products *= PLAIN_MODULES if of_modules(model) else 1.0
+    operations = products * step.trained + step.head * (2 / 3 if plan.kind.adapter else 1.0)
+    if plan.kind.teacher == "microbatch":
+        operations += _teacher(plan, model, step) / 3
     each = step.tokens / step.batches / ranks
     sent = step.tokens * sent_bytes(model, step.layout) / ranks
     # A layer's weights are waited for: on an H100, a LoRA of 4B parameters whose layers come from
     # the host took the seconds of both (benchmarks/results).
     training = {
         "bytes over PCIe": 2 * step.trained * step.coming,
-        "operations": (products * step.trained + step.head) / ranks,
-        "bytes read again": step.batches * _read_again(plan, model, step.micro, each)
+        "operations": operations / ranks,
+        "bytes read again": step.batches * _read_again(plan, model, step, each)
         + selective * step.trained * step.tokens / ranks * _between_products(model, step.layout),
         "passes": (3 * recomputed + selective * BETWEEN_PRODUCTS)
+        * step.trained
         * step.batches
         * step.micro
         * model.layers,
@@ -160,10 +184,13 @@ def _beside_training(
         yield "frozen models from the host", {"bytes over PCIe": times * frozen}
 
 
-def _read_again(plan: AnyPlan, model: ModelFacts, micro: int, tokens: float) -> float:
+def _read_again(plan: AnyPlan, model: ModelFacts, step: StepSize, tokens: float) -> float:
     """Bytes of weights and gradients that a device reads and writes for an optimizer step on
     ``tokens`` tokens: once per micro-batch, those of the head once per chunk of its rows, and those
-    of the optimizer at the end."""
+    of the optimizer at the end, unless the host computes that.
+
+    Ranks that shard a model update its rows; every rank updates a whole adapter.
+    """
     said = plan.said
     number = plan.devices.bytes_per_number
     trained = model.parameters or 0
@@ -171,10 +198,14 @@ def _read_again(plan: AnyPlan, model: ModelFacts, micro: int, tokens: float) -> 
         trained = adapter_numbers(model, plan.adapter_rank or USUAL_RANK)
     device = plan.devices.device.partition(":")[0]
     rows = said.system.logprob_chunk or chunk_rows(model.vocab_size, device)
-    head = max(micro, ceil(tokens / rows)) * model.vocab_size * model.hidden_size * (number + 8)
+    chunks = 0 if plan.kind.score_model else max(step.micro, ceil(tokens / rows))
+    each = number if plan.kind.adapter else number + 8
+    head = chunks * model.vocab_size * model.hidden_size * each
     own = _own_share(plan, model)
     weights = own * (3 * copy_bytes(model, number, said.model.quantize) + 8 * trained)
-    return micro * weights + head + 28 * trained / plan.devices.trainer_ranks
+    updated = trained if plan.kind.adapter else trained / plan.devices.shards
+    optimizer = UPDATED * updated * (not plan.memory.offload_optimizer)
+    return step.trained * (step.micro * weights + optimizer) + head
 
 
 def _own_share(plan: AnyPlan, model: ModelFacts) -> float:

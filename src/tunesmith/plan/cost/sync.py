@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tunesmith.config.values import format_size
-from tunesmith.plan.cost.copies import copy_bytes
+from tunesmith.plan.cost.published import policy_bytes
 from tunesmith.plan.cost.seconds import THROUGH_THE_HOST
 from tunesmith.plan.plan import AnyPlan
 
@@ -26,7 +26,7 @@ def sync_notes(plan: AnyPlan) -> Iterator[str]:
     if model is None or not model.parameters or not plan.kind.rl or not away or alone:
         return
     plane = "disk" if devices.engine.served else devices.weight_plane
-    size = copy_bytes(model, devices.bytes_per_number)
+    size = policy_bytes(plan, model)
     if devices.on_gpu and plane in THROUGH_THE_HOST:
         yield (
             f'new weights reach the engines through the host ({PLANE} = "{plane}"): about '

@@ -117,7 +117,7 @@ def image_operations(plan: AnyPlan, lines: float, again: float) -> tuple[float, 
     if said != "frozen":
         passes = 3.0 + (again > 0) if said == "trained" else 1.0
         passes *= plan.said.train.passes_per_batch if plan.kind.rl else 1
-        passes += plan.kind.reference + plan.kind.decoupled
+        passes += plan.kind.passes
     return passes * forward, forward * plan.kind.rl
 
 

@@ -189,8 +189,11 @@ class StepSize:
     tokens: float
     """Computed in all passes over the batch."""
     body: float
-    """Operations of the layers in training."""
+    """Operations of the layers, forward and backward."""
+    frozen: float
+    """Those of gradients for weights that do not train."""
     head: float
+    """Operations of the vocabulary head, forward and backward."""
     batches: int
     """Optimizer steps."""
     micro: int
@@ -202,13 +205,23 @@ class StepSize:
     and again for its backward pass."""
 
 
+def parts_of_sample(plan: AnyPlan, tokens: float) -> tuple[float, float]:
+    """Of a sample's tokens, those of the prompt, which a group shares, and those that the policy
+    writes; in an episode the environment writes the others."""
+    if plan.lengths.episode is None:
+        new = min(plan.said.new_tokens, tokens)
+        return tokens - new, new
+    prompt = min(plan.facts.longest or plan.lengths.prompt or 0, tokens)
+    new = plan.said.environment.max_turns * plan.said.new_tokens
+    return prompt, min(new, tokens - prompt)
+
+
 def sampling_work(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> Amounts:
     """What each device of an engine does to sample its part of a step."""
     system = plan.said.system
     ranks = plan.devices.ranks_per_engine
     engines = plan.devices.engines
-    rl = plan.kind.rl
-    new = min(plan.said.rollout.max_new_tokens if rl else plan.said.new_tokens, tokens)
+    prompt, new = parts_of_sample(plan, tokens)
     rounded = plan.devices.engine_weights
     if rounded == "model":
         weights = copy_bytes(model, plan.devices.bytes_per_number, plan.engine_quantize)
@@ -216,20 +229,23 @@ def sampling_work(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float)
         weights = rounded_bytes(model.parameters or 0, model.hidden_size, rounded)
     per_token = kv_bytes_per_token(plan, model)
     asked = ceil(samples / engines)
-    prompt = tokens - new
-    read = (tokens - new / 2) * per_token
+    read = (prompt + tokens) / 2 * per_token
     together = _running(plan, model, asked, tokens)
     steps = max(1.0, asked / together) * new  # a request that ends makes room for the next one
-    prompts = samples / (plan.said.rollout.group_size if rl else plan.sampling.n) / engines
-    prefills = max(1, ceil(prompts * prompt / system.max_prefill_tokens))
+    group = plan.said.rollout.group_size if plan.kind.rl else plan.sampling.n
+    prompts = samples / group / engines
+    answers = samples / engines * (tokens - prompt - new)
+    read_at_once = prompts * prompt + answers
+    prefills = max(1, ceil(read_at_once / system.max_prefill_tokens))
     own_graphs = plan.decodes_on_gpu and plan.said.system.compile is not False
     graphs = own_graphs or (plan.devices.engine.spans_devices and not plan.vllm.eager)
     split = plan.devices.tensor
     # Each layer's output is summed after its attention and after its products.
     summed = 2 * model.layers * (split > 1)
-    numbers = summed * (steps * together + prompts * prompt) * model.hidden_size
+    numbers = summed * (steps * together + read_at_once) * model.hidden_size
+    cost = cost_of(model)
     return {
-        "operations": prompts * cost_of(model).prefix(int(prompt)) / 3 / ranks,
+        "operations": (prompts * cost.prefix(int(prompt)) + answers * cost.linear) / 3 / ranks,
         "bytes read": NARROWER ** log2(ranks)
         * steps
         * (weights + together * (read + 2 * model.state_bytes))
