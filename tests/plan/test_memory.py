@@ -620,7 +620,7 @@ def test_memory_for_less_than_a_conversation_is_refused_as_the_engine_would() ->
     ("kind", "gpu", "said", "size"),
     [
         (RLConfig, A100, ("lora.rank=8",), 66),
-        (RLConfig, A100, ("lora.rank=8", "system.hybrid=false"), 50),
+        (RLConfig, A100, ("lora.rank=8", "system.hybrid=false"), 62),
         (GenerateConfig, A10G, (), 10),
     ],
 )

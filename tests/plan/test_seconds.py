@@ -489,10 +489,13 @@ def test_episodes_share_their_prompt_alone_and_are_written_in_many_turns() -> No
     step = step_size(many, QWEN3, 8, longest)
     assert step.tokens == 8 * longest - 6 * 200
     assert step.head == 6 * QWEN3.vocab_size * QWEN3.hidden_size * 8 * 500
-    single, several = (
-        step_work(plan, QWEN3, 8, plan.training.longest or 0)["sampling"][0] for plan in (one, many)
+    few = on_an_h100(RLConfig, 200, *said, *turns, "environment.concurrency=4")
+    single, several, waiting = (
+        step_work(plan, QWEN3, 8, plan.training.longest or 0)["sampling"][0]["passes"]
+        for plan in (one, many, few)
     )
-    assert several["passes"] == 5 * single["passes"]
+    assert several == 5 * single and waiting == 2 * several
+    assert few.memory.kv_bytes < many.memory.kv_bytes
 
 
 @pytest.mark.parametrize(("on", "apart"), [("2xH100-80GB", True), ("H100-80GB", False)])

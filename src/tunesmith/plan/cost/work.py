@@ -106,7 +106,10 @@ def work_of(plan: AnyPlan, longest: int) -> Work:
 
 
 def _running(plan: AnyPlan, model: ModelFacts, asked: int, tokens: float) -> int:
-    """How many of the completions that an engine is ``asked`` for it decodes together."""
+    """How many of the completions that an engine is ``asked`` for it decodes together: episodes are
+    played a few at a time."""
+    if plan.lengths.episode is not None:
+        asked = min(asked, ceil(plan.said.environment.concurrency / plan.devices.engines))
     kept = kept_of_request(plan, model, tokens)
     kv = engine_kv(plan, model)
     held = int(kv * plan.devices.ranks_per_engine // kept) if kv else asked

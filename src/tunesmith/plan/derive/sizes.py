@@ -213,7 +213,7 @@ def _fitting(plan: AnyPlan, model: ModelFacts, longest: int, most: int) -> tuple
     if count == 0:
         return max(1, longest), "the longest sample has to fit"
     if sizes[count] > host:
-        return sizes[count - 1], "what fits in half of the host's memory"
+        return sizes[count - 1], "what fits in half of the host's free memory"
     return sizes[count - 1], f"what fits in {limit(plan):.0%} of the free memory"
 
 
@@ -253,6 +253,8 @@ def wanted_kv(plan: AnyPlan, model: ModelFacts, engines: int) -> tuple[int, int]
         asked = max(
             prompts * said.rollout.group_size, (plan.facts.eval_size or 0) * said.eval.samples
         )
+        if said.environment.used:
+            asked = min(asked, said.environment.concurrency)
     else:
         asked = (plan.facts.train_size or together) * plan.sampling.n
     together = min(together, ceil(asked / engines))
