@@ -610,7 +610,7 @@ def test_memory_for_less_than_a_conversation_is_refused_as_the_engine_would() ->
     blocks = max(pool.needed(prompt) + pool.needed(max(1, new - 1)) for prompt, new in turns)
     size = blocks * pool.block_size * layout.token_bytes
     said = ("rollout.max_new_tokens=50", "system.engine_process=false")
-    said += ('environment.path="env.py:Game"', "environment.max_tokens=500")
+    said += ('environment.command="play"', "environment.max_tokens=500")
     assert resolved(RLConfig, facts, *said, f"system.kv_memory={size}B")
     words = refusal(RLConfig, facts, *said, f"system.kv_memory={size - 1}B")
     assert "system.kv_memory" in words and "environment.max_tokens" in words and "500" in words
@@ -630,7 +630,7 @@ def test_keys_and_values_that_were_said_have_to_fit_a_gpu(
     """An engine allocates them at once; half of them fits."""
     facts = on(gpu, QWEN_7B)
     words = refusal(kind, facts, *said, f"system.kv_memory={size}GB")
-    assert f'what fits: system.kv_memory = "{500 * size}MB"' in words
+    assert f'hat fits: system.kv_memory = "{500 * size}MB"' in words
     half = planned(resolved(kind, facts, *said, f"system.kv_memory={500 * size}MB"))
     assert half is not None and half.kv == size * GB // 2
 

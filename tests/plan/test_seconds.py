@@ -194,7 +194,7 @@ def test_a_machine_that_was_not_measured_is_told() -> None:
         "lora.rank=4",
         "system.engine_process=true",
         "algorithm.name=ppo",
-        'environment.path="env.py:Game"',
+        'environment.command="play"',
     ],
 )
 @pytest.mark.usefixtures("folder")
@@ -339,8 +339,10 @@ def test_a_pair_is_two_sequences() -> None:
     alone = on_an_h100(KTOConfig, 1000, together=1000)
     assert pairs.training.longest == 2 * (alone.training.longest or 0)
     pair, one = (step_work(plan, QWEN3, 8, plan.training.longest or 0) for plan in (pairs, alone))
-    for phase in ("scoring", "training"):
-        assert pair[phase][0]["operations"] == 2 * one[phase][0]["operations"]
+    assert pair["training"][0]["operations"] == 2 * one["training"][0]["operations"]
+    passes = [plan.kind.passes for plan in (pairs, alone)]
+    scored = [work["scoring"][0]["operations"] for work in (pair, one)]
+    assert scored[0] / passes[0] == pytest.approx(2 * scored[1] / passes[1])
 
 
 def test_a_score_model_has_no_vocabulary_head() -> None:
@@ -478,7 +480,7 @@ def test_weights_of_a_sharded_model_are_gathered_to_score_too(stage: int) -> Non
 def test_episodes_share_their_prompt_alone_and_are_written_in_many_turns() -> None:
     """Turns of 100 tokens, of which there is room for all: the environment answers with as many."""
     said = (REWARD, "rollout.max_new_tokens=100", "rollout.group_size=4")
-    turns = ('environment.path="env.py:Game"', "environment.max_turns=5")
+    turns = ('environment.command="play"', "environment.max_turns=5")
     one = on_an_h100(RLConfig, 200, *said)
     many = on_an_h100(RLConfig, 200, *said, *turns)
     assert parts_of_sample(one, 300) == (200, 100)

@@ -503,6 +503,7 @@ def test_a_trial_that_the_limit_cuts_short_is_no_result(
 
     monkeypatch.setattr(FakeArm, "start", start)
     monkeypatch.setattr(FakeArm, "step", lambda arm, _: float(arm.threads))
+    monkeypatch.setattr(Tuning, "expected", Mock(return_value=1.0))
     tuning.find(None)
     [trial] = tuning.journal.trials
     assert trial.outcome.status == "late" and not trial.outcome.final
