@@ -47,7 +47,7 @@ from tunesmith.models.parallel.shard_files import WeightFiles, names_in
 from tunesmith.plan.cost.activations import activation_bytes, layer_bytes, recomputed
 from tunesmith.plan.cost.copies import adapter_numbers, copy_bytes
 from tunesmith.plan.cost.device import Layout
-from tunesmith.plan.cost.memory import CPU_MARGIN, LIMIT, planned, request_kv
+from tunesmith.plan.cost.memory import CPU_MARGIN, LIMIT, host_tokens, planned, request_kv
 from tunesmith.plan.cost.price import price
 from tunesmith.plan.facts import hub
 from tunesmith.plan.facts.hardware import Gpu
@@ -633,6 +633,21 @@ def test_keys_and_values_that_were_said_have_to_fit_a_gpu(
     assert f'hat fits: system.kv_memory = "{500 * size}MB"' in words
     half = planned(resolved(kind, facts, *said, f"system.kv_memory={500 * size}MB"))
     assert half is not None and half.kv == size * GB // 2
+
+
+def test_activations_may_fill_half_of_the_host_memory_that_the_optimizer_leaves() -> None:
+    away = ("system.offload_optimizer=true", "system.offload_activations=true")
+    plan = resolved(SFTConfig, on(A100, QWEN_7B, memory=300 * GB), *away)
+
+    def host(tokens: int) -> int:
+        needed = planned(plan.with_memory(microbatch=tokens))
+        assert needed is not None
+        return needed.host
+
+    state = 2 * host(2000) - host(4000)
+    left = 0.95 * 300 * GB - state
+    assert state > 16 * (QWEN_7B.parameters or 0)
+    assert host(int(host_tokens(plan, QWEN_7B))) - state == pytest.approx(left / 2, rel=1e-3)
 
 
 def test_experts_are_counted_under_each_familys_name() -> None:
