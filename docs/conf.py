@@ -18,7 +18,10 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 root_doc = "index"
 html_theme = "furo"
 html_title = "Tunesmith"
-html_theme_options = {"source_repository": "https://github.com/tunesmith/tunesmith", "source_directory": "docs/"}
+html_theme_options = {
+    "source_repository": "https://github.com/tunesmith/tunesmith",
+    "source_directory": "docs/",
+}
 nitpicky = False
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
@@ -38,7 +41,9 @@ def _link(page: str, folder: Path, target: str) -> str:
     if "://" in target and not target.startswith(HOME):
         return target
     target = target.removesuffix("?raw=true")
-    path = (ROOT / target.removeprefix(HOME) if target.startswith(HOME) else folder / target).resolve()
+    path = (
+        ROOT / target.removeprefix(HOME) if target.startswith(HOME) else folder / target
+    ).resolve()
     if not path.exists():
         raise ExtensionError(f"{page}: the link to {target} leads nowhere")
     within = path.relative_to(ROOT).as_posix()

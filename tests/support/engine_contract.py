@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -151,6 +152,28 @@ async def check_bad_requests_are_refused(s: Subject) -> None:
     ]
     for result in await asyncio.gather(*bad, return_exceptions=True):
         assert isinstance(result, UserError)
+
+
+async def check_extreme_settings_harm_nobody(s: Subject) -> None:
+    """Each is refused, or computed as any other; requests beside it never fail for it."""
+    extremes: list[dict[str, Any]] = [
+        {"seed": 2**70},
+        {"seed": -(2**70)},
+        {"top_k": 10**30},
+        {"temperature": 1e-300},
+        {"temperature": 10**400},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e300},
+    ]
+    alone = await s.write()
+    beside, *done = await asyncio.gather(
+        s.write(), *(s.write(replace(FREE, **each)) for each in extremes), return_exceptions=True
+    )
+    assert isinstance(beside, Completion), beside
+    assert beside.token_ids == alone.token_ids
+    for one in done:
+        written = len(one.token_ids) if isinstance(one, Completion) else 0
+        assert isinstance(one, UserError) or written == 12, one
 
 
 async def check_logprobs_are_the_scorers(s: Subject) -> None:

@@ -241,8 +241,33 @@ async def test_a_request_that_vllm_refuses_fails_alone(directory: Path) -> None:
         with pytest.raises(EngineError, match="vLLM refuses the request"):
             await made.write(prompt=[20, 9999])
         assert [len(done.token_ids) for done in await asyncio.gather(*others)] == [12] * 3
-        with pytest.raises(UserError, match=r"raise it to 0\.01"):
-            await made.write(replace(FREE, temperature=0.005))
+        for temperature in (0.005, 2.5):
+            with pytest.raises(UserError) as caught:
+                await made.write(replace(FREE, temperature=temperature))
+            assert caught.value.keys == ("sampling.temperature",)
+        with pytest.raises(UserError, match="vLLM refuses the request"):
+            await made.write(replace(FREE, schema="[" * 80 + "]" * 80))
+        await made.engine.sleep()  # nothing of them is left in flight
+    finally:
+        await made.engine.close()
+
+
+async def test_a_request_that_vllm_gives_up_fails_alone(directory: Path) -> None:
+    """It is not taken for one that was interrupted, which would be asked for again without end."""
+    made = subject(directory)
+    engine: Any = made.engine
+    scheduler = engine._vllm.engine_core.engine_core.scheduler
+    try:
+        given_up, other = (asyncio.create_task(made.write()) for _ in range(2))
+        await asyncio.sleep(0)
+
+        def give_up() -> None:
+            scheduler.grammar_compile_error_reqs.add(next(iter(scheduler.requests)))
+
+        await engine._thread.call(give_up)
+        with pytest.raises(EngineError, match="'error'"):
+            await given_up
+        assert len((await other).token_ids) == 12
     finally:
         await made.engine.close()
 

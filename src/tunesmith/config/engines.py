@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Annotated, Literal
 
 from tunesmith.config.doors import Door
@@ -99,6 +100,8 @@ class EngineKind:
     least_temperature: float = 0.0
     """It raises lower positive temperatures to this, and the log-probabilities would then not
     match."""
+    most_temperature: float = inf
+    """It refuses higher ones."""
     fixed_families: Mapping[str, str] = field(default_factory=dict[str, str])
     """Families whose new weights it does not take, each with the reason; it samples them as they
     are published."""

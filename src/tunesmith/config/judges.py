@@ -75,7 +75,8 @@ class JudgeReward(Section):
     temperature: Annotated[float, Field(ge=0)] = 0.0
     max_new_tokens: PositiveInt = 512
     extra: Annotated[dict[str, JsonValue] | None, Field(description="a table")] = None
-    """Further fields of each request, such as ``{ reasoning_effort = "low" }``."""
+    """Further fields of each request, such as ``{ reasoning_effort = "low" }``; with
+    ``max_completion_tokens``, ``max_tokens`` is not sent."""
     token_env: Text | None = None
     """The environment variable with the key that is sent as ``Authorization: Bearer``."""
     concurrency: PositiveInt = 32

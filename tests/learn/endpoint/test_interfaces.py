@@ -211,6 +211,26 @@ return 1.0
     assert "Be brief." in seen[0] and "Be brief." not in seen[1] and "ok" in seen[1]
 
 
+def test_only_the_newest_responses_are_kept(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tunesmith.learn.endpoint.responses.KEPT", 2)
+    body = """
+made = [await client.responses.create(input=str(n), store=None if n else False) for n in range(4)]
+for n in (0, 1):
+    try:
+        await client.responses.create(input="on", previous_response_id=made[n].id)
+    except Exception as error:
+        assert "previous_response_id" in str(error)
+    else:
+        raise AssertionError(n)
+for n in (2, 3):
+    await client.responses.create(input="on", previous_response_id=made[3].id)
+return 1.0
+"""
+    assert ok(played(tokenizer, tmp_path, body, says("ok<|im_end|>"))).reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("request_", "key"),
     [
@@ -221,6 +241,11 @@ return 1.0
         ("messages=START, tools=[{'type': 'function', 'function': {}}]", "'tools.0'"),
         ("messages=START, audio={'voice': 'x'}", "'audio'"),
         ("messages=START, functions=[{}]", "'functions'"),
+        (
+            "messages=START, extra_body={'structured_outputs': {'regex': 'a'}}",
+            "'structured_outputs'",
+        ),
+        ("messages=START, extra_body={'continue_final_message': True}", "'continue_final_message'"),
         ("messages=[{'role': 'user', 'content': chr(0xD800)}]", "Unicode"),
         ("messages=[{'role': 'user', 'content': [{'type': 'image_url'}]}]", "image 1"),
     ],

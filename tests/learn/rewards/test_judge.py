@@ -138,6 +138,17 @@ def test_a_judge_gets_prompt_answer_and_columns_and_its_number_is_a_share_of_the
     assert "Score: 4" in played[0].notes["judge/said"]
 
 
+def test_a_model_that_counts_its_thinking_gets_one_limit() -> None:
+    with judging(by_length) as server:
+        score(entry(server.url, extra={"max_completion_tokens": 2000}), ["four"])
+        score(entry(server.url, max_new_tokens=9), ["four"])
+    kinds = ("max_tokens", "max_completion_tokens")
+    assert [[body.get(kind) for kind in kinds] for body in server.bodies] == [
+        [None, 2000],
+        [9, None],
+    ]
+
+
 @pytest.mark.parametrize("count", [10**400, -1], ids=["huge", "negative"])
 def test_tokens_that_cannot_be_are_not_counted(count: int) -> None:
     usage = {"prompt_tokens": count, "completion_tokens": 3}

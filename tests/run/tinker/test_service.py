@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from tests.support.fake_engine import FakeEngine
 from tunesmith.costs import CostModel
-from tunesmith.errors import DeviceMemoryError, EngineError
+from tunesmith.errors import DeviceMemoryError, EngineError, UserError
 from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.run.placement.adapters_on_base import AdapterOnBase, BaseSizes
 from tunesmith.run.tinker.data import Datum, Datums
@@ -51,6 +52,13 @@ class Base:
 
 def tokens(scored: Sequence[tuple[Completion, object]], *_: object) -> dict[str, object]:
     return {"tokens": [token for done, _ in scored for token in done.token_ids]}
+
+
+@pytest.mark.parametrize("field", ["num_samples", "topk_prompt_logprobs", "topk_sample_logprobs"])
+def test_a_request_for_more_than_memory_holds_is_refused(field: str) -> None:
+    ask = {**json.loads(SAMPLE % (b"s", 0)), field: 10**9}
+    with pytest.raises(UserError, match=field):
+        parse(SampleAsk, json.dumps(ask).encode())
 
 
 async def test_weights_that_are_saved_again_under_one_name_are_others(

@@ -31,7 +31,8 @@ from tunesmith.types import Message
 
 OVERRIDDEN = (
     "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",
-    "logit_bias",
+    "logit_bias", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
+    "allowed_token_ids", "bad_words",
 )  # fmt: skip
 UNOFFERED = "unoffered_tools"
 """Tools of a request that the policy is not told of, because their provider would run them."""
@@ -60,6 +61,11 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "guided_regex": (None,),
     "guided_choice": (None,),
     "guided_grammar": (None,),
+    "structured_outputs": (None,),
+    "continue_final_message": (None, False),
+    "add_generation_prompt": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "prompt_logprobs": (None,),
 }
 """Parameters that can change the form of the answer, with their values that do not."""
 MOST_PROMPTS = 1024

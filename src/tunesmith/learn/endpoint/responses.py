@@ -34,6 +34,8 @@ NAMESPACE = "namespace"
 KINDS = ("function", NAMESPACE)
 """Kinds of tools that the client runs; tools of other kinds run at OpenAI, or have a grammar."""
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+KEPT = 1000
+"""Responses that can be continued, the newest of a policy."""
 
 
 class FunctionTool(BaseModel):
@@ -131,7 +133,10 @@ class ResponseExchange:
             },
             **answer.said(),
         }
-        self._responses[response["id"]] = [*self._messages, *messages_of(response["output"])]
+        if self._request.get("store") is not False:
+            self._responses[response["id"]] = [*self._messages, *messages_of(response["output"])]
+            if len(self._responses) > KEPT:
+                del self._responses[next(iter(self._responses))]
         return response
 
     def begin(self) -> Iterator[Event]:

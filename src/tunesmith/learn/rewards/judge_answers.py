@@ -159,13 +159,16 @@ class ServedJudge:
 
     def _body(self, question: JudgeQuestion) -> dict[str, object]:
         entry = self._entry
+        extra = entry.extra or {}
+        # Models that refuse ``max_tokens`` refuse it beside this, too.
+        limit = {} if "max_completion_tokens" in extra else {"max_tokens": entry.max_new_tokens}
         return {
             "model": entry.model,
             "messages": [{"role": "user", "content": question.text}],
             "temperature": entry.temperature,
-            "max_tokens": entry.max_new_tokens,
+            **limit,
             "seed": entry.seed + question.vote,
-            **(entry.extra or {}),
+            **extra,
         }
 
     def _digest(self, question: JudgeQuestion) -> str:

@@ -111,12 +111,12 @@ def sampling_that_the_engine_supports(s: Situation[RunConfig]) -> Iterator[Probl
             f'{s.training.longest}. Set {ENGINE} = "local", or lower '
             f"{sampling.table}.max_new_tokens",
             f"{sampling.table}.max_new_tokens")
-    least = engine.least_temperature
-    why = f": {engine.title} would raise it to {least}; use at least as much"
+    least, most = engine.least_temperature, engine.most_temperature
+    why = f": {engine.title} samples with {least:g} to {most:g}"
     temperature: float | None = getattr(sampling, "temperature", None)
-    if temperature and temperature < least:
+    if temperature and not least <= temperature <= most:
         yield s.clash(f"{sampling.table}.temperature", f"{why}, or 0, which is greedy", ENGINE)
-    if isinstance(s.config, RLConfig) and s.config.eval.temperature < least:
+    if isinstance(s.config, RLConfig) and not least <= s.config.eval.temperature <= most:
         yield s.clash("eval.temperature", why, ENGINE)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
@@ -22,7 +23,12 @@ from tunesmith.learn.endpoint.episode import reply_of
 from tunesmith.learn.endpoint.server import Endpoint
 from tunesmith.learn.endpoint.turns import Answer, Follow, Policy, all_replies
 from tunesmith.learn.environments.base import Generate, Growing
-from tunesmith.learn.environments.conversation import Conversation, EpisodeSettings, Reply
+from tunesmith.learn.environments.conversation import (
+    Conversation,
+    EpisodeSettings,
+    OutOfRoom,
+    Reply,
+)
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.addresses import check_address
 from tunesmith.records.http_server import url_of
@@ -37,8 +43,17 @@ from tunesmith.run.specs.from_plan import engine_spec, frozen_source, load_token
 from tunesmith.run.specs.models import saved_generation
 from tunesmith.types import Completion, Rollout, Sampling, Task
 
-SAMPLED = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""What a request says about sampling; penalties and biases are refused."""
+SAMPLED = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "seed": "seed",
+    "repetition_penalty": "repetition_penalty",
+    "min_tokens": "min_new_tokens",
+}
+"""What a request may say about sampling, and our names of it."""
+WHOLE = ("top_k", "seed", "min_tokens")
 TOKEN_ENV = "TUNESMITH_SERVE_TOKEN"
 
 
@@ -63,11 +78,15 @@ class ServedPolicy(Policy):
         super().__init__(served.name, served.setting)
         self.ranks = isinstance(served.engine, PromptScorer)
         self._served = served
+        longest = max(map(len, self.renderer.tokenizer.get_vocab()), default=1)
+        self._most = served.setting.max_tokens * longest
+        """Characters that a prompt can have."""
 
     async def answer(self, ask: Ask, follow: Follow | None = None) -> Answer:
         """See ``Policy``. Raises BadRequest: it asks for what a served model does not do."""
         if not ask.prompts and self._served.setting.parse is None:
             raise BadRequest("the model has no chat template: use /v1/completions")
+        self._check_size(ask)
         if ask.schema is not None:
             check_schema(ask.schema)
         sampling = self._sampling(ask)
@@ -95,21 +114,35 @@ class ServedPolicy(Policy):
 
     def count(self, ask: Ask) -> int:
         """See ``Policy``."""
+        self._check_size(ask)
         conversation = self._conversation(_generate(self._served.engine, self._served.sampling, 0))
         return conversation.prompt_length(ask.messages, ask.tools, ask.options)
+
+    def _check_size(self, ask: Ask) -> None:
+        """Refuse what can never fit before it is tokenized, for which all other requests wait.
+
+        Raises:
+            OutOfRoom: a prompt has more characters than so many of the longest tokens.
+        """
+        said = sum(_characters(message.get("content")) for message in ask.messages)
+        size = max([said, *map(len, ask.prompts)])
+        if size > self._most:
+            context = f"the model's context has {self._served.setting.max_tokens} tokens"
+            raise OutOfRoom(f"a prompt of {size} characters does not fit: {context}")
 
     def _conversation(self, generate: Generate) -> Conversation:
         return Conversation(Rollout(Task("served", "", ())), generate, self._served.setting, ())
 
     def _sampling(self, ask: Ask) -> Sampling:
         asked = dict(ask.sampling)
-        said = {name: asked.pop(name) for name in SAMPLED if name in asked}
+        known = {name: asked.pop(name) for name in SAMPLED if name in asked}
         if unknown := [name for name, value in asked.items() if value]:
             raise BadRequest(f"'{unknown[0]}' cannot be served; leave it out", unknown[0])
-        for name, value in said.items():
-            whole = name in ("top_k", "seed")
-            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        for name, value in known.items():
+            number = int if name in WHOLE else int | float
+            if isinstance(value, bool) or not isinstance(value, number):
                 raise BadRequest(f"'{name}' = {value!r} is not a number", name)
+        said = {SAMPLED[name]: value for name, value in known.items()}
         if said.get("top_k", 0) < 0:  # vLLM's way to say that it is off
             said["top_k"] = 0
         most = ask.max_tokens or self._served.sampling.max_new_tokens
@@ -122,6 +155,15 @@ class ServedPolicy(Policy):
         except UserError as error:
             raise BadRequest(str(error)) from None
         return sampling
+
+
+def _characters(content: object) -> int:
+    """Of a message's text, or of its parts that are text."""
+    if isinstance(content, str):
+        return len(content)
+    parts: list[Any] = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _generate(engine: RolloutEngine, sampling: Sampling, index: int) -> Generate:

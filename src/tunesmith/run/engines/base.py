@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import inf
 from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
@@ -67,6 +66,10 @@ def add_stats(total: EngineStats, more: EngineStats, *, separate: bool = False) 
     parts = zip(_values(total), _values(more), _IS_PEAK, strict=True)
     every = (max(a, b) if is_peak and not separate else a + b for a, b, is_peak in parts)
     return EngineStats(*every)
+
+
+LARGEST_FACTOR = 1e15
+"""By which logits are multiplied or divided, twice, without an overflow of float32."""
 
 
 class Sampler(Protocol):
@@ -177,12 +180,17 @@ def check_sampling(sampling: Sampling) -> None:
         UserError: a setting is out of its range.
     """
     s = sampling
+    factors = f"{1 / LARGEST_FACTOR:g} to {LARGEST_FACTOR:g}"
+
+    def divides(factor: float) -> bool:
+        return 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR
+
     ranges = {
         "max_new_tokens": (s.max_new_tokens >= 1, "at least 1"),
-        "temperature": (0 <= s.temperature < inf, "0 (greedy) or a positive number"),
+        "temperature": (s.temperature == 0 or divides(s.temperature), f"0 (greedy) or {factors}"),
         "top_p": (0 < s.top_p <= 1, "above 0 and at most 1"),
         "top_k": (s.top_k >= 0, "0 (off) or a positive number"),
-        "repetition_penalty": (0 < s.repetition_penalty < inf, "a positive number; 1 is off"),
+        "repetition_penalty": (divides(s.repetition_penalty), f"{factors}; 1 is off"),
         "min_new_tokens": (0 <= s.min_new_tokens <= s.max_new_tokens, "0 to max_new_tokens"),
         "min_p": (0 <= s.min_p < 1, "at least 0 and below 1"),
         "continued": (s.continued >= 0, "0 (a new completion) or more"),

@@ -78,8 +78,8 @@ def vllm_spec(plan: AnyPlan) -> VllmSpec:
         "kv_bytes": None if system.vllm.memory_share else plan.memory.kv_bytes,
         "max_running": plan.sampling.running,
         "trust_remote_code": said.model.trust_remote_code,
-        # Freeing memory only helps if the trainer is on the same GPU.
-        "sleeps": devices.device != "cpu" and (devices.hybrid or not devices.engines_apart),
+        # Nothing else has an engine sleep, and vLLM then has an allocator of its own.
+        "sleeps": devices.on_gpu and devices.hybrid,
         "speculative_tokens": system.speculative_tokens,
         "draft_model": system.draft_model,
         "base": said.model.quantize,
@@ -253,8 +253,9 @@ class VllmSpec(EngineSpec):
 
         model = source.model
         merged = not self.settings.get("adapter_rank")
-        none = dict[str, Any]().items
-        weights = published(model, merged=merged, as_stored=True) if model else none
+        weights = dict[str, Any]().items
+        if model:
+            weights = published(model, merged=merged, as_stored=True, in_host_memory=False)
         with long_wait("starting vLLM", report):
             engine = VllmEngine(VllmSettings(**self.settings), weights, self._images(source.model))
         return TimedEngine(engine, timeline) if timeline else engine

@@ -15,6 +15,8 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length
 """A checkpoint's name, which becomes a directory's."""
 Number = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Likeliest = Annotated[int, Field(ge=0, le=1024)]
+"""How many alternatives to a token are listed."""
 
 
 class TinkerRequest(BaseModel):
@@ -143,10 +145,10 @@ class SampleAsk(TinkerRequest):
     seq_id: Number
     prompt: Prompt
     sampling_params: HowToSample
-    num_samples: Annotated[int, Field(ge=1)] = 1
+    num_samples: Annotated[int, Field(ge=1, le=4096)] = 1
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Number = 0
-    topk_sample_logprobs: Number = 0
+    topk_prompt_logprobs: Likeliest = 0
+    topk_sample_logprobs: Likeliest = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     prompt_alt_tokens_k: Literal[0] = 0
     record_stability_info: Literal[False] | None = None

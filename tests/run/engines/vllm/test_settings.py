@@ -143,6 +143,30 @@ def test_arguments_of_its_own_reach_vllm_and_ranks_stay_on_their_machine() -> No
     assert not {"distributed_executor_backend", "cudagraph_capture_sizes"} & one.keys()
 
 
+def test_an_engine_sleeps_that_takes_turns_with_the_trainer() -> None:
+    """vLLM then allocates otherwise, of which one process can have one engine only."""
+
+    def sleeps(config: Any) -> bool:
+        return engine_arguments(VllmSettings(**vllm_settings(config)))["enable_sleep_mode"]
+
+    assert sleeps(resolved("system.hybrid=true", facts=ON_GPUS))
+    assert not sleeps(resolved("system.hybrid=false", facts=ON_GPUS))
+    assert not sleeps(resolved("system.hybrid=true"))
+    base = [word for word in BASE if not word.startswith("rollout")]
+    found = load_config(GenerateConfig, None, [*base, "sampling.max_new_tokens=20"])
+    assert not sleeps(resolve(found, ON_GPUS))
+
+
+def test_a_step_has_room_for_all_that_run() -> None:
+    def tokens(**settings: Any) -> Any:
+        arguments = engine_arguments(VllmSettings("m", "float32", **settings))
+        return arguments.get("max_num_batched_tokens")
+
+    assert tokens(max_running=4096) == 4096
+    assert tokens(max_running=4096, max_batched_tokens=8192) == 8192
+    assert tokens(max_running=1024) is None, "vLLM's own default"
+
+
 def test_vllm_decides_whether_it_schedules_ahead() -> None:
     assert "async_scheduling" not in engine_arguments(VllmSettings("m", "float32"))
     found = resolved("system.vllm.extra={async_scheduling = false}")
@@ -227,8 +251,8 @@ def test_a_share_of_a_gpu_takes_the_place_of_kv_memory() -> None:
             ['system.draft_model="org/d"', "rollout.min_p=0.1"],
             "rollout.min_p = 0.1 does not go with",
         ),
-        (["rollout.temperature=0.005"], "rollout.temperature = 0.005: vLLM would raise it to 0.01"),
-        (["eval.temperature=0.005"], "use at least as much"),
+        (["rollout.temperature=0.005"], "rollout.temperature = 0.005: vLLM samples with 0.01 to 2"),
+        (["eval.temperature=2.5"], "eval.temperature = 2.5: vLLM samples with 0.01 to 2"),
         (['system.vllm.quantization="awq"'], "rounds to while loading"),
         (['system.vllm.quantization="fp8_per_chanel"'], '"fp8_per_channel"'),
         (['system.vllm.quantization="fp8_per_channel"'], 'algorithm.correction = "token_truncate"'),

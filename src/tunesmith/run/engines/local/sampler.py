@@ -57,7 +57,7 @@ class SamplingPlan:
             torch.tensor(greedy, device=device) if any(greedy) else None,
             all(greedy),
             torch.tensor(cut, device=device) if cut else None,
-            column([samplings[i].top_k or vocab_size for i in cut], torch.int64),
+            column([min(samplings[i].top_k or vocab_size, vocab_size) for i in cut], torch.int64),
             column([samplings[i].top_p for i in cut], torch.float32),
             column([samplings[i].min_p for i in cut], torch.float32),
         )

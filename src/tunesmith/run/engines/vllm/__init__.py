@@ -36,4 +36,5 @@ KIND = EngineKind(
     fixed_families={"gpt_oss": "its reload leaves experts and sinks as they were"},
     constrains=True,
     least_temperature=0.01,
+    most_temperature=2.0,
 )

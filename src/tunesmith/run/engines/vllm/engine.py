@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from math import isfinite
-from typing import Any
+from typing import Any, get_args
 
 from tunesmith.errors import EngineError, EngineLostError, UserError, boundary
 from tunesmith.learn.data.tokens import decode
@@ -32,9 +32,9 @@ from tunesmith.run.engines.vllm.new_weights import (
     take_adapter,
     take_weights,
 )
-from tunesmith.run.engines.vllm.start import VllmSettings, kv_bytes, start
+from tunesmith.run.engines.vllm.start import VllmSettings, kept_settings, kv_bytes, start
 from tunesmith.run.weights.base import NamedTensors
-from tunesmith.types import Completion, ExpertChoices, Sampling
+from tunesmith.types import Completion, ExpertChoices, FinishReason, Sampling
 
 ANSWER = 10.0
 """Seconds that the processes of an engine's ranks have to answer after a failure."""
@@ -107,7 +107,12 @@ class VllmEngine:
         self._adapter: object = None
         """The adapter of every request, once there is one."""
         self._thread = StepThread("vllm", self._step, self._fail)
-        self._vllm, context = self._thread.run(partial(start, settings))
+        with kept_settings():
+            self._vllm, context = self._thread.run(partial(start, settings))
+        speculates = self._vllm.vllm_config.speculative_config is not None
+        self._deepest = 1 if self._keeps_base or images is not None or speculates else 2
+        """The deepest sleep after which new weights are all that is missing: an adapter does not
+        bring the base back, nor a decoder its tower or its draft."""
         self._batches: int = self._vllm.vllm_config.max_concurrent_batches
         """Steps that vLLM may have begun at once."""
         self._context: int = self._vllm.model_config.max_model_len
@@ -137,16 +142,19 @@ class VllmEngine:
         words = prompt_ids if images is None else images.shown(prompt_ids)
         across = stop_strings(words, sampling, self._decode) if sampling.continued else None
         prompt = images.prompt(prompt_ids) if images else {"prompt_token_ids": list(prompt_ids)}
+        with boundary(UserError, "vLLM refuses the sampling settings", ValueError):
+            parameters = _parameters(sampling)
+        # A schema that vLLM cannot follow is its author's fault.
+        kind = UserError if sampling.schema else EngineError
         name = str(next(self._numbers))
         request = _Request(across, "multi_modal_data" in prompt)
         follow(request)
         self._requests[name] = request
         self._peak = max(self._peak, len(self._requests))
-        parameters = _parameters(sampling)
 
         def add() -> None:
             salted = {**prompt, "cache_salt": str(self._loads)}
-            with boundary(EngineError, "vLLM refuses the request", Exception):
+            with boundary(kind, "vLLM refuses the request", Exception):
                 own = self._vllm.add_request(name, salted, parameters, lora_request=self._adapter)
             if images is not None:
                 state = self._vllm.output_processor.request_states[own or name]
@@ -188,8 +196,7 @@ class VllmEngine:
         await self._between_steps(load)
 
     async def sleep(self, level: int = 1) -> None:
-        if self._keeps_base or self._images is not None:
-            level = 1  # an adapter does not bring the base back, nor a decoder its tower
+        level = min(level, self._deepest)
         check_idle(len(self._requests))
 
         def give_away() -> None:
@@ -251,10 +258,11 @@ class VllmEngine:
         """Refuse a request: UserError if it can never be served, EngineError if not in the engine's
         current state."""
         check_sampling(sampling)
-        if 0 < sampling.temperature < (least := KIND.least_temperature):
+        least, most = KIND.least_temperature, KIND.most_temperature
+        if sampling.temperature and not least <= sampling.temperature <= most:
             raise UserError(
-                f"sampling.temperature = {sampling.temperature:g}: vLLM would raise it to "
-                f"{least:g}; use 0 (greedy), or at least as much",
+                f"sampling.temperature = {sampling.temperature:g}: vLLM samples with {least:g} to "
+                f"{most:g}, or 0 (greedy)",
                 keys=("sampling.temperature",),
             )
         if not 0 < prompt < self._context:
@@ -340,9 +348,12 @@ class VllmEngine:
                 request.done.set_result(request.completion("stop"))
                 self._vllm.abort_request([output.request_id])
                 return
-        if output.finished:
-            ended = new.finish_reason in ("stop", "length")
-            done = request.completion(new.finish_reason if ended else "abort")
+        if output.finished and new.finish_reason not in get_args(FinishReason):
+            # Interrupted requests are continued, and this one would fail again.
+            failed = f"vLLM gave a request up ('{new.finish_reason}'); its log says why"
+            request.done.set_exception(EngineError(failed))
+        elif output.finished:
+            done = request.completion(new.finish_reason)
             request.done.set_result(replace(done, experts=expert_choices(new.routed_experts)))
 
     def _fail(self, cause: Exception) -> None:
@@ -388,7 +399,7 @@ def _parameters(sampling: Sampling) -> Any:
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
-        seed=sampling.seed,
+        seed=None if sampling.seed is None else sampling.seed % 2**63,  # others end its step
         structured_outputs=schema,
         logprobs=0,
         detokenize=bool(sampling.stop),

@@ -25,6 +25,8 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 _LEAST_SHARE = 0.01
+_STEP_TOKENS = 2048
+"""vLLM's default of ``max_num_batched_tokens``, which may not be below ``max_num_seqs``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,8 @@ def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping
         "gpu_memory_utilization": settings.memory_share
         or (_LEAST_SHARE if settings.kv_bytes else None),
         "enable_chunked_prefill": settings.chunked_prefill,
-        "max_num_batched_tokens": settings.max_batched_tokens,
+        "max_num_batched_tokens": settings.max_batched_tokens
+        or (settings.max_running if settings.max_running > _STEP_TOKENS else None),
         "quantization": settings.quantization,
         "speculative_config": settings.draft_model
         and {
@@ -215,12 +218,29 @@ def _random_states() -> Generator[None]:
     import numpy as np
 
     states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
+    # Reading those of GPUs would initialise CUDA, and vLLM could not fork the processes of ranks.
+    gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    with torch.random.fork_rng(range(gpus)):
         try:
             yield
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+@contextmanager
+def kept_settings() -> Generator[None]:
+    """Restore what vLLM sets for all of PyTorch when it starts on another thread: on GPUs one
+    thread for all work that begins later, and the precision of float32 products; on CPUs that the
+    number of threads cannot be set."""
+    count, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    set_count = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_count
+        torch.set_num_threads(count)
+        torch.set_float32_matmul_precision(precision)
 
 
 def kv_bytes(engine: Any) -> int:
