@@ -35,7 +35,13 @@ from tunesmith.records.progress import (
     sparkline,
     time_table,
 )
-from tunesmith.records.run_dir import check_run_dir, how_to_continue, open_run_dir
+from tunesmith.records.run_dir import (
+    check_run_dir,
+    how_to_continue,
+    is_running,
+    newest_checkpoint,
+    open_run_dir,
+)
 from tunesmith.records.sinks.base import Background
 from tunesmith.records.text import one_line, printable
 from tunesmith.run.assembly.train import run_sft
@@ -224,6 +230,33 @@ def test_one_process_cannot_open_a_directory_twice(folder: Path) -> None:
         open_run_dir(folder / "out", "", False).__enter__()
     with open_run_dir(folder / "out", "", False):
         pass
+
+
+def test_a_lock_outlasts_looks_at_the_directory_under_other_names(folder: Path) -> None:
+    """The system drops a lock when its process closes the file, however it was opened."""
+    with open_run_dir(folder / "out", "", False) as run:
+        link = folder / "latest"
+        link.symlink_to(run.path)
+        assert is_running(link) and is_running(folder / "." / "out")
+        with pytest.raises(ConfigError, match="in use by this process"):
+            open_run_dir(link, "", "auto").__enter__()
+        other = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), 6)"  # LOCK_EX | LOCK_NB
+        tried = subprocess.run(
+            [sys.executable, "-S", "-c", other, str(run.path / "run.lock")],
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        assert "BlockingIOError" in tried.stderr
+
+
+def test_a_checkpoint_that_a_kill_has_cut_from_its_name_is_there_again(folder: Path) -> None:
+    with open_run_dir(folder / "out", "", False) as run:
+        newest = Checkpoints(run.checkpoints, 1).save(1, {"step": 1}, lambda _: None, None)
+    away = newest.rename(newest.with_name(f".{newest.name}.before"))  # its successor is not there
+    assert newest_checkpoint(folder / "out") == away
+    with open_run_dir(folder / "out", "", resume=True):
+        assert newest_checkpoint(folder / "out") == newest
 
 
 def test_an_interrupted_run_says_how_to_go_on(

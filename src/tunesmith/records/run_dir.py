@@ -40,6 +40,7 @@ from typing import Literal
 from tunesmith.errors import CheckpointError, ConfigError, StorageError, UserError, about, boundary
 from tunesmith.records.interrupts import Interrupted
 from tunesmith.records.standing import STATE_FILE, read_standing
+from tunesmith.records.storage import bring_back
 from tunesmith.records.toml import without_secrets
 
 PLAN_FILE = "plan.json"
@@ -49,7 +50,8 @@ LATEST = "latest"
 LOCK = "run.lock"
 _CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """How a lock is opened: it may be a link or a pipe that somebody else put there."""
-_CHECKPOINT = re.compile(r"step-(\d{6,})")
+_CHECKPOINT = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.before")
+"""A checkpoint, or one that a killed run was replacing (``bring_back``)."""
 _OURS = (
     "config.toml", "resolved.json", "plan.json", "facts.json", "metrics.jsonl", "rollouts.jsonl",
     "rollouts-older.jsonl", "sinks.json", "skipped.jsonl", "checkpoints", "trace", "profile",
@@ -58,9 +60,9 @@ _OURS = (
 )  # fmt: skip
 """What runs write into their directories."""
 
-_locked_here: set[Path] = set()
-"""Directories that this process has locked; record locks do not exclude the process that holds
-them."""
+_locked_here: set[tuple[int, int]] = set()
+"""Device and inode of the locks that this process holds: record locks do not exclude it, and it
+would drop them by opening and closing the file under any name."""
 
 
 class RunDir:
@@ -102,6 +104,8 @@ def open_run_dir(
             path = run_dir.resolve()
             path.mkdir(parents=True, exist_ok=True)
     with _locked(path):
+        with boundary(StorageError, f"cannot write to {path}", OSError):
+            bring_back(path / "checkpoints")
         _refuse_another_run(path, resume)
         try:
             yield RunDir(path)
@@ -206,7 +210,8 @@ def point(link: Path, target: Path) -> None:
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """The complete checkpoints in a run's ``checkpoints`` by step, oldest first."""
     names = [_CHECKPOINT.fullmatch(p.name) for p in folder.iterdir()] if folder.is_dir() else []
-    found = {int(name[1]): folder / name[0] for name in names if name}
+    named = sorted(filter(None, names), key=lambda name: name[0])  # those in their places last
+    found = {int(name[1] or name[2]): folder / name[0] for name in named}
     return {step: found[step] for step in sorted(found) if (found[step] / STATE_FILE).is_file()}
 
 
@@ -242,8 +247,7 @@ def numbered_directory(parent: Path, name: str) -> Path:
 def is_running(path: Path) -> bool:
     """Whether a process is known to hold the lock of a run's directory; another user's lock cannot
     be read."""
-    path = path.absolute()
-    if path in _locked_here:  # opening the file here, and closing it, would drop the lock
+    if _is_locked_here(path):
         return True
     try:
         lock = os.open(path / LOCK, os.O_RDONLY | _CAREFULLY)
@@ -258,9 +262,16 @@ def is_running(path: Path) -> bool:
     return False
 
 
+def _is_locked_here(path: Path) -> bool:
+    with suppress(OSError):
+        status = os.stat(path / LOCK)
+        return (status.st_dev, status.st_ino) in _locked_here
+    return False
+
+
 def _in_use(path: Path) -> ConfigError:
     owner = "this process"
-    if path not in _locked_here:  # closing the file here would drop the lock
+    if not _is_locked_here(path):
         with suppress(OSError):
             owner = (path / LOCK).read_bytes()[:200].decode(errors="replace").strip()
     choices = "wait for it to end, stop it, or choose another run_dir"
@@ -296,7 +307,7 @@ def _locked(path: Path) -> Generator[None]:
 
     It is a record lock, not ``flock``, because children of a killed process must not inherit it.
     """
-    if path in _locked_here:
+    if _is_locked_here(path):
         raise _in_use(path)
     lock = path / LOCK
     with boundary(StorageError, f"cannot write to the run directory {path}", OSError):
@@ -312,9 +323,11 @@ def _locked(path: Path) -> Generator[None]:
     with boundary(StorageError, f"cannot write {lock}", OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    _locked_here.add(path)
+    status = os.fstat(handle)
+    identity = (status.st_dev, status.st_ino)
+    _locked_here.add(identity)
     try:
         yield
     finally:
         os.close(handle)
-        _locked_here.discard(path)
+        _locked_here.discard(identity)

@@ -27,6 +27,8 @@ _LEFTOVER = re.compile(r"(\d+)-[0-9a-f]{8}\.unfinished")
 _MOST_CHARACTERS = 40
 """How many characters of a file's name the temporary file's name has, which may have 255 bytes."""
 _MARKED_BYTES = 8192
+_BEFORE = ".before"
+"""Ends the name of a directory that is being replaced."""
 
 
 def cache_folder() -> Path:
@@ -50,18 +52,13 @@ def measured_file(kind: str, subject: Row) -> Path:
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = False) -> Generator[Path]:
-    """A path next to ``path`` to write a file or a directory to; it is renamed to ``path`` at the
-    end.
+def replacing(path: Path) -> Generator[Path]:
+    """A path next to ``path`` to write a file or a new directory to; it is renamed to ``path`` at
+    the end.
 
-    An error inside removes it, and leaves ``path`` as it was. A directory at ``path`` has to be
-    moved away before the end. A symbolic link at ``path`` stays: what it points to is replaced. The
-    new file has the mode and the owner of the one that it replaces. Leftovers of killed processes
-    are removed first.
-
-    Args:
-        durable: flush the new content to disk before renaming, so that it survives a crash of the
-            machine.
+    An error inside removes it, and leaves ``path`` as it was. A symbolic link at ``path`` stays:
+    what it points to is replaced. The new file has the mode and the owner of the one that it
+    replaces. Leftovers of killed processes are removed first.
 
     Raises:
         OSError: ``path`` cannot be written, or is neither a file nor a directory.
@@ -73,20 +70,59 @@ def replacing(path: Path, *, durable: bool = False) -> Generator[Path]:
     unfinished = _unfinished(target)
     try:
         yield unfinished
-        if durable:
-            flush(unfinished)
         _put(unfinished, target)
     except BaseException:
-        _remove(unfinished)
+        remove(unfinished)
         raise
-    if durable:
-        _flush(target.parent)
 
 
-def flush(path: Path) -> None:
-    """Flush a file, or a directory with all that it contains, to disk."""
-    for entry in (*path.rglob("*"), path):
-        _flush(entry)
+@contextmanager
+def replacing_directory(path: Path) -> Generator[Path]:
+    """A new directory that replaces what is at ``path`` at the end, when it is on disk: it survives
+    a crash of the machine.
+
+    An error leaves ``path`` as it was. So does a kill, once ``bring_back`` is called.
+
+    Raises:
+        OSError: ``path`` cannot be written.
+    """
+    target = Path(os.path.realpath(path))
+    before = target.with_name(f".{target.name}{_BEFORE}")
+    unfinished = _unfinished(target)
+    try:
+        unfinished.mkdir()
+        yield unfinished
+        for entry in (*unfinished.rglob("*"), unfinished):
+            _flush(entry)  # takes long: before the old one is moved away
+        remove(before)
+        if target.exists():
+            target.rename(before)
+        unfinished.rename(target)
+    except BaseException:
+        _settle(before)
+        remove(unfinished)
+        raise
+    _flush(target.parent)
+    remove(before)
+
+
+def bring_back(folder: Path) -> None:
+    """Bring back the directories in a folder that a killed ``replacing_directory`` has moved away,
+    unless the new ones are in their places.
+
+    Raises:
+        OSError: they cannot be moved.
+    """
+    for before in folder.glob(f".*{_BEFORE}"):
+        _settle(before)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link, or a directory as far as possible; nothing has to be there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def check_output(path: Path, option: str, mark: str | None, *, streams: bool = True) -> None:
@@ -210,7 +246,7 @@ def _unfinished(target: Path) -> Path:
         for name in os.listdir(target.parent):
             left = _LEFTOVER.fullmatch(name.removeprefix(stem)) if name.startswith(stem) else None
             if left and not is_alive(int(left[1])):
-                _remove(target.with_name(name))
+                remove(target.with_name(name))
     return target.with_name(f"{stem}{os.getpid()}-{secrets.token_hex(4)}.unfinished")
 
 
@@ -230,11 +266,13 @@ def _put(unfinished: Path, target: Path) -> None:
     unfinished.replace(target)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def _settle(before: Path) -> None:
+    """Bring a directory back that was to be replaced, unless the new one is in its place."""
+    target = before.with_name(before.name.removeprefix(".").removesuffix(_BEFORE))
+    if target.exists():
+        remove(before)
+    elif before.exists():
+        before.rename(target)
 
 
 def _flush(path: Path) -> None:

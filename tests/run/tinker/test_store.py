@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,32 @@ def test_a_state_is_replaced_when_the_new_one_is_on_disk(
     path, _ = store.find(address)
     path.rename(path.with_name(".one.before"))  # as a server that was killed leaves it
     assert (Store(tmp_path).find(address)[0] / "weights").read_text() == "1"
+
+
+def test_what_was_replaced_does_not_come_back_when_its_successor_is_removed(
+    tmp_path: Path,
+) -> None:
+    store = Store(tmp_path)
+    address = store.write("m", "weights", "one", facts(), save)
+    path, _ = store.find(address)
+    shutil.copytree(path, path.with_name(".one.before"))  # a kill before it was deleted
+    Store(tmp_path).remove(address)
+    with pytest.raises(UserError, match="one"):
+        Store(tmp_path).find(address)
+
+
+def test_half_of_what_was_removed_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    address = store.write("m", "weights", "one", facts(), save)
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", lambda *_, **__: None)  # a kill
+        store.remove(address)
+    assert not list(store.of_model("m")) and store.models() == []
+    with pytest.raises(UserError, match="one"):
+        store.find(address)
+    assert store.write("m", "weights", "one", facts(), save) == address
 
 
 def test_it_is_kept_as_long_as_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

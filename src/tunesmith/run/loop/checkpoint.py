@@ -9,16 +9,15 @@ checkpoints untouched.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunesmith.errors import CheckpointError, StorageError, boundary
+from tunesmith.errors import CheckpointError, StorageError, TunesmithError, boundary
 from tunesmith.learn.data.loader import State
 from tunesmith.records.run_dir import checkpoints_in
-from tunesmith.records.storage import flush, read_json, replacing
+from tunesmith.records.storage import bring_back, read_json, remove, replacing_directory
 from tunesmith.run.loop.manifest import write_manifest
 
 STATE_FILE = "state.json"
@@ -61,8 +60,7 @@ class Checkpoints:
         """
         target = self.path(step)
         try:
-            with self._complete(target, state, write):
-                self._remove(step)
+            self._write(target, state, write)
         except Exception as error:
             if not _is_storage_failure(error):
                 raise
@@ -84,26 +82,21 @@ class Checkpoints:
             StorageError: it could not be written.
         """
         target = self.directory / REHEARSAL
-        shutil.rmtree(target, ignore_errors=True)
         try:
             message = f"checkpoints cannot be written to {self.directory}"
-            with boundary(StorageError, message, OSError), self._complete(target, state, write):
-                pass
+            with boundary(StorageError, message, OSError):
+                self._write(target, state, write)
         finally:
-            shutil.rmtree(target, ignore_errors=True)
+            remove(target)
 
-    @contextmanager
-    def _complete(self, target: Path, state: State, write: Write) -> Generator[None]:
-        """A context at whose end a checkpoint gets its name."""
+    def _write(self, target: Path, state: State, write: Write) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        with replacing(target, durable=True) as unfinished:
-            unfinished.mkdir()
+        self._clean()  # first: what a killed run has left may fill the disk
+        with replacing_directory(target) as unfinished:
             write(unfinished)
             (unfinished / STATE_FILE).write_text(json.dumps(state), "utf-8")
             write_manifest(unfinished)
             _make_readable(unfinished)
-            flush(unfinished)  # takes long: before a checkpoint of the same step is moved away
-            yield
 
     def _rotate(self, newest: int, best: int | None) -> None:
         steps = self.steps()
@@ -111,18 +104,19 @@ class Checkpoints:
         later = [s for s in steps if s > newest]
         older = [s for s in steps if s <= newest][: -self.keep]
         for step in [*later, *(s for s in older if s != best)]:
-            self._remove(step)
+            # In one move: a half-deleted directory must not look like a checkpoint. One that
+            # cannot be moved stays.
+            with suppress(OSError):
+                self.path(step).rename(self.directory / f".step-{step:06d}.removed")
+        self._clean()
+
+    def _clean(self) -> None:
+        """Delete what is no checkpoint any more, and what a killed run has left: no other run
+        writes here."""
+        bring_back(self.directory)
         for pattern in (".step-*.unfinished", ".step-*.removed", f"{REHEARSAL}*", f".{REHEARSAL}*"):
             for leftover in self.directory.glob(pattern):
-                shutil.rmtree(leftover, ignore_errors=True)
-
-    def _remove(self, step: int) -> None:
-        """Delete a checkpoint; rename it first, so that a half-deleted directory never looks like
-        one."""
-        if self.path(step).exists():
-            removed = self.directory / f".step-{step:06d}.removed"
-            shutil.rmtree(removed, ignore_errors=True)
-            self.path(step).rename(removed)
+                remove(leftover)
 
 
 def read_state(checkpoint: Path) -> State:
@@ -163,6 +157,8 @@ def check_same_model(checkpoint: Path, model_path: str) -> None:
 
 
 def _is_storage_failure(error: Exception) -> bool:
+    if isinstance(error, TunesmithError):
+        return isinstance(error, StorageError)
     # safetensors reports a full disk as its own error that quotes the system's message.
     words = str(error).lower()
     quoted = any(phrase in words for phrase in ("no space left", "file too large", "i/o"))

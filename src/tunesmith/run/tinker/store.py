@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Literal
 
 from tunesmith.errors import StorageError, UserError, boundary
-from tunesmith.records.storage import flush, read_json, replacing
+from tunesmith.records.storage import bring_back, read_json, replacing, replacing_directory
 from tunesmith.run.tinker.requests import LoraAsk
 
 Kind = Literal["weights", "sampler_weights"]
 """A state that training continues from, or weights to sample with."""
 SCHEME = "tinker://"
 FACTS = "tinker.json"
-BEFORE = ".before"
-"""Ends the name of what is being replaced."""
 _OF_LORA = ("rank", "train_unembed", "train_mlp", "train_attn")
 
 
@@ -63,10 +61,8 @@ class Store:
 
     def __post_init__(self) -> None:
         """Bring back what a server was replacing when it was killed."""
-        for before in self.directory.glob(f"*/*/.*{BEFORE}"):
-            path = before.with_name(before.name[1 : -len(BEFORE)])
-            if not path.exists():
-                before.rename(path)
+        for folder in self.directory.glob("*/*"):
+            bring_back(folder)
 
     def write(
         self,
@@ -86,20 +82,13 @@ class Store:
         """
         self._remove_expired()
         path = self.directory / model_id / kind / name
-        if path.exists() and not overwrite:
+        if (path / FACTS).exists() and not overwrite:
             raise UserError(f"'{name}' is saved already: choose another name")
-        before = path.with_name(f".{name}{BEFORE}")
         with boundary(StorageError, f"cannot write {path}", OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path, durable=True) as unfinished:
-                unfinished.mkdir()
+            with replacing_directory(path) as unfinished:
                 save(unfinished)
                 (unfinished / FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
-                flush(unfinished)  # takes long: before the one that it replaces is moved away
-                shutil.rmtree(before, ignore_errors=True)
-                if path.exists():
-                    path.rename(before)
-            shutil.rmtree(before, ignore_errors=True)
         return f"{SCHEME}{model_id}/{kind}/{name}"
 
     def find(self, address: str) -> tuple[Path, StoredWeights]:
@@ -133,7 +122,7 @@ class Store:
         """Raises UserError: there is no such address."""
         path, _ = self.find(address)
         with boundary(StorageError, f"cannot remove {path}", OSError):
-            shutil.rmtree(path)
+            _remove(path)
 
     def keep(self, address: str, seconds: int | None) -> None:
         """Keep it so long from now; None: as long as the directory. Raises UserError, as
@@ -149,12 +138,17 @@ class Store:
     def _remove_expired(self) -> None:
         for file in self.directory.glob(f"*/*/[!.]*/{FACTS}"):
             if _facts(file.parent).expired:
-                shutil.rmtree(file.parent, ignore_errors=True)
+                _remove(file.parent)
 
 
 def _is_plain(name: str) -> bool:
     """Whether it is the name of a directory that clients see, and of no other place."""
     return name != "" and name[0] != "." and "/" not in name
+
+
+def _remove(path: Path) -> None:
+    (path / FACTS).unlink(missing_ok=True)  # first: what is left after a kill is not found
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _facts(path: Path) -> StoredWeights:
