@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tunesmith.plan.resolve import resolve
 from tunesmith.plan.rules.checks import check
 from tunesmith.run.assembly.checking import with_launched_ranks
 from tunesmith.run.placement.machines import Machine, check_machines
+from tunesmith.run.placement.ray import Ray
 from tunesmith.run.processes.launch import Launch
 from tunesmith.run.processes.machines import differences, own_view
 
@@ -218,36 +220,62 @@ def test_the_own_view_has_the_run_files_text(tmp_path: Path) -> None:
     assert view["torch"] and view["tunesmith"]
 
 
+class There:
+    """A rank on another machine, with something else than there is here (``differs``)."""
+
+    def __init__(self, host: str, differs: str | None = None) -> None:
+        self.host = host
+        self.differs = differs
+
+    def submit(self, method: str, work: Callable[[], Machine]) -> Future[Machine]:
+        assert method == "run"
+        found = replace(work(), host=self.host)
+        if self.differs == "probe":
+            found = replace(found, probe=None)
+        if self.differs == "model":
+            found = replace(found, files={**found.files, "config.json": "3 bytes, x"})
+        done = Future[Machine]()
+        done.set_result(found)
+        return done
+
+
 @pytest.mark.parametrize(
     ("left", "words"), [("probe", "not the same directory"), ("model", "not the same model")]
 )
 def test_machines_without_the_same_files(tmp_path: Path, left: str, words: str) -> None:
-    class There:
-        """A rank on another machine."""
-
-        def __init__(self, host: str, *, same: bool) -> None:
-            self.host = host
-            self.same = same
-
-        def submit(self, method: str, work: Callable[[], Machine]) -> Future[Machine]:
-            assert method == "run"
-            found = work()
-            done = Future[Machine]()
-            changed = (
-                {"probe": None}
-                if left == "probe"
-                else {"files": {**found.files, "config.json": "3 bytes, x"}}
-            )
-            done.set_result(replace(found, host=self.host, **({} if self.same else changed)))
-            return done
-
     (tmp_path / "config.json").write_text("{}")
-    ranks: list[Any] = [There("a", same=True), There("a", same=True), There("b", same=False)]
+    ranks: list[Any] = [There("a"), There("a"), There("b", left)]
     check_machines(ranks[:2], str(tmp_path), tmp_path)
     with pytest.raises(TunesmithError, match=words) as error:
         check_machines(ranks, str(tmp_path), tmp_path)
     assert "rank 2" in str(error.value) and " b" in str(error.value)
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("role", ["actor", "ref"])
+def test_a_cluster_whose_ranks_do_not_see_the_run_s_directory_is_refused(
+    tmp_path: Path, role: str
+) -> None:
+    """Checkpoints would lack their models: also where all ranks are on one other machine."""
+
+    class Far(There):
+        def make(self, _: object) -> Future[None]:
+            done = Future[None]()
+            done.set_result(None)
+            return done
+
+    class Cluster:
+        def spawn(self, *_: object) -> Far:
+            return Far("b", "probe")
+
+    cluster: Any = Cluster()
+    placement = Ray(cluster, lambda: "", run_dir=tmp_path)
+    spec: Any = SimpleNamespace(
+        role=role, model=SimpleNamespace(path=str(tmp_path)), copies=1, shards=1
+    )
+    with pytest.raises(ConfigError) as error:
+        placement.ranks(spec, 1) if role == "actor" else placement._references(spec)
+    assert error.value.keys == ("run_dir",)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def open_placement(plan: AnyPlan, tokenizer: object, directory: Path) -> Placeme
     """
     devices = plan.devices
     if devices.cluster == "ray":
-        return _ray(plan, tokenizer)
+        return _ray(plan, tokenizer, directory)
     if max(devices.trainer_ranks, devices.machines) > 1:
         return ranks_without_cluster(plan, tokenizer, directory)
     return on_this_machine(plan, tokenizer)
@@ -62,11 +62,12 @@ def on_this_machine(plan: AnyPlan, tokenizer: Any = None) -> Placement:
     return Processes(LocalProcesses(gpus), own_gpus="rollout" in gpus, tokenizer=tokenizer)
 
 
-def _ray(plan: AnyPlan, tokenizer: object) -> Placement:
+def _ray(plan: AnyPlan, tokenizer: object, directory: Path) -> Placement:
     from tunesmith.run.processes.ray_cluster import RayCluster
 
     devices = plan.devices
     wanted = bundles(devices)
     print(f"Ray: {', '.join(f'{n} {role}' for role, n in processes(devices).items())}", flush=True)
     with long_wait("starting or joining the Ray cluster"):
-        return Ray(RayCluster.open(plan.said.system, wanted), tokenizer=tokenizer)
+        cluster = RayCluster.open(plan.said.system, wanted)
+        return Ray(cluster, tokenizer=tokenizer, run_dir=directory)

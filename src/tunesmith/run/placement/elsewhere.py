@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tunesmith.run.specs.trainers import ReferenceSpec, TrainerSpec
 
     RankedSpec = TrainerSpec | BaseSpec
+    SavingSpec = RankedSpec | ReferenceSpec
 
 TRAINING: tuple[Role, ...] = ("actor", "ref", "critic", "rollout")
 """Roles that are rebuilt when a run resumes automatically; named as in verl: ``actor`` trains the
@@ -134,14 +135,15 @@ class Elsewhere(Placement):
         gather(far.make(partial(PartHost, spec, self._own_address)) for far in fars)
         return fars
 
-    def _check(self, ranks: Sequence[Far], spec: RankedSpec) -> None:
-        """Refuse processes that cannot train together."""
+    def _check(self, ranks: Sequence[Far], spec: SavingSpec) -> None:
+        """Refuse processes that cannot train together, or save their parts of a checkpoint."""
 
     def _references(self, spec: ReferenceSpec) -> list[Far]:
         """The processes of a reference: each holds the whole model or, if trainer ranks shard
         weights, its shard."""
         with long_wait("starting the reference's processes"):
             fars = self._hosts(spec, "ref", spec.copies * spec.shards, TrainerLostError)
+            self._check(fars, spec)
             build(fars, spec.shards)
         return fars
 

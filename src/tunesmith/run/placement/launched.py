@@ -15,7 +15,7 @@ from tunesmith.run.processes.launch import Launch
 from tunesmith.run.processes.torchrun import LaunchedProcesses
 
 if TYPE_CHECKING:
-    from tunesmith.run.placement.elsewhere import RankedSpec
+    from tunesmith.run.placement.elsewhere import SavingSpec
 
 
 class Launched(OnThisMachine):
@@ -30,7 +30,7 @@ class Launched(OnThisMachine):
         self._launched = starter
         self._run_dir = run_dir
 
-    def _check(self, ranks: Sequence[Far], spec: RankedSpec) -> None:
+    def _check(self, ranks: Sequence[Far], spec: SavingSpec) -> None:
         launch = Launch.of()
         if launch and launch.several_machines:
             # Their machines may have engines.
@@ -39,12 +39,12 @@ class Launched(OnThisMachine):
             first = check_machines(ranks, spec.model.path, self._run_dir, idle)
             self._launched.check_returned = partial(self._check_returned, first, spec)
 
-    def _check_returned(self, first: Machine, spec: RankedSpec, fars: Sequence[Far]) -> None:
+    def _check_returned(self, first: Machine, spec: SavingSpec, fars: Sequence[Far]) -> None:
         self._host(fars, spec)
         model = spec.model.path
         found = gather(far.submit("run", partial(look, model)) for far in fars)
         for far, machine in zip(fars, found, strict=True):
             check_model(model, first, machine, far.name)
 
-    def _host(self, fars: Sequence[Far], spec: RankedSpec) -> None:
+    def _host(self, fars: Sequence[Far], spec: SavingSpec) -> None:
         gather(far.make(partial(PartHost, spec, self._own_address)) for far in fars)

@@ -75,7 +75,7 @@ def check_machines(
     """Refuse machines that do not see the run's directory, or whose files of the model differ.
 
     Args:
-        ranks: far objects with a method ``run``.
+        ranks: far objects with a method ``run``, perhaps all on other machines than this process.
         idle: the same for processes that write nothing.
 
     Returns:
@@ -87,18 +87,18 @@ def check_machines(
     """
     with written_probe(run_dir) as (probe, text):
         every = (*ranks, *idle)
-        first, *others = gather(far.submit("run", partial(look, model, probe)) for far in every)
-    for rank, found in enumerate(others, start=1):
+        machines = gather(far.submit("run", partial(look, model, probe)) for far in every)
+    for rank, found in enumerate(machines):
         if rank < len(ranks) and found.probe != text:
             raise ConfigError(
                 f"run_dir = '{run_dir}' is not the same directory everywhere: rank {rank} on "
-                f"{found.host} does not see what rank 0 wrote there on {first.host}. Every rank "
-                "writes its part of a checkpoint, so set run_dir to a directory that all "
-                "machines share under one path",
+                f"{found.host} does not see what was written there on {socket.gethostname()}. "
+                "Every rank writes its part of a checkpoint, so set run_dir to a directory that "
+                "all machines share under one path",
                 keys=("run_dir",),
             )
-        check_model(model, first, found, f"rank {rank}")
-    return first
+        check_model(model, machines[0], found, f"rank {rank}")
+    return machines[0]
 
 
 def check_model(model: str, first: Machine, other: Machine, name: str) -> None:
