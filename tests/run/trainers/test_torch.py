@@ -179,6 +179,17 @@ def test_state_continues_exactly(dtype: torch.dtype) -> None:
     assert not any("frozen" in name for name in a.state())
 
 
+def test_a_state_before_the_first_step_has_no_moments() -> None:
+    """Also in an optimizer that has taken steps, as of a model that a client of serve-training
+    loads again."""
+    module = Two()
+    made = MasterOptimizer(module, AdamWSettings())
+    add_gradient(module, 1), made.step(0.01)
+    assert made.state()
+    made.load_state({})
+    assert not made.state()
+
+
 def test_the_whole_state_goes_where_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps too, which the fused kernel of CUDA wants there."""
     plain = torch.optim.AdamW

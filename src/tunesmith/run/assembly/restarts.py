@@ -27,7 +27,7 @@ def with_restarts(
     config = run.config
     checkpoint = run.checkpoint
     checkpoints = Checkpoints(run.directory.checkpoints, config.checkpoint.keep)
-    before = checkpoints.newest()
+    before = _which(checkpoints.newest())
     left = config.system.trainer_restarts
     while True:
         try:
@@ -42,11 +42,16 @@ def with_restarts(
             left -= 1
             placement.end_training()
             newest = checkpoints.newest()
-            if newest != before:  # an older one may belong to a course that this run abandoned
+            if _which(newest) != before:  # which may be of a course that this run abandoned
                 _check_resumable(newest, lost)
                 checkpoint = newest
             place = checkpoint or "the beginning, as there is no checkpoint yet"
             print(f"{lost}: the run continues from {place}; {left} more times", flush=True)
+
+
+def _which(checkpoint: Path | None) -> tuple[Path, int] | None:
+    """What tells a checkpoint from another one of the same step."""
+    return None if checkpoint is None else (checkpoint, checkpoint.stat().st_ino)
 
 
 def _check_resumable(checkpoint: Path | None, lost: TrainerLostError) -> None:

@@ -106,8 +106,7 @@ class AdapterOnRank:
             self.backend.load(directory)
             return
         load_weights(self.backend.model, directory / MODEL_DIRECTORY)
-        for name in self.backend.optimizer.masters:
-            self.backend.optimizer.slot(name).clear()
+        self.backend.optimizer.load_state({})
 
 
 @dataclass(frozen=True, slots=True)

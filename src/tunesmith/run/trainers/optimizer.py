@@ -301,8 +301,9 @@ class MasterOptimizer:
                 "model.",
                 keys=("train.ema_decay",),
             )
-        for master in self._all.values():
+        for name, master in self._all.items():
             master.refresh()
+            self.slot(name).clear()  # before the first step there are no moments
         for key, value in tensors.items():
             kind, name = key.split(":", 1)
             if key == LOSS_SCALE:
