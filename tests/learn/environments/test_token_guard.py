@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,15 @@ WORDS = st.lists(
 ).map("".join)
 
 
+@cache
+def tokenizer_of(kind: str) -> Any:
+    return KINDS[kind]()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=WORDS)
 def test_a_hidden_text_is_encoded_as_ordinary_tokens_of_the_same_text(kind: str, text: str) -> None:
-    tokenizer: Any = KINDS[kind]()
+    tokenizer = tokenizer_of(kind)
     guard = TokenGuard.of(tokenizer)
     hidden = guard.hide(text)
     assert guard.reveal(hidden) == text
