@@ -8,16 +8,17 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, cast
 
 from tunesmith.config.doors import Door
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.config.schema import RunConfig
-from tunesmith.errors import ConfigError, RewardError
-from tunesmith.records.facts import write_facts
-from tunesmith.records.interrupts import handled, keep_now, keeping
-from tunesmith.records.metrics import MetricsLog, is_evaluation, read_metrics
+from tunesmith.errors import ConfigError, NoEngineError, StorageError, TrainerLostError
+from tunesmith.records.facts import RunFacts, write_facts
+from tunesmith.records.interrupts import handled, held, keeping
+from tunesmith.records.metrics import MetricsLog, is_evaluation, numbers, read_metrics
 from tunesmith.records.progress import open_progress
 from tunesmith.records.run_dir import RunDir, how_to_continue
 from tunesmith.records.text import EvalExample, shown_path
@@ -28,7 +29,7 @@ from tunesmith.run.assembly.opening import OpenRun
 from tunesmith.run.assembly.sinks import open_sinks
 from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 from tunesmith.run.loop.profiling import StepProfiler
-from tunesmith.run.loop.recorder import JUDGES, Recorder
+from tunesmith.run.loop.recorder import JUDGES, Recorder, RunJudge
 from tunesmith.run.loop.rollout_log import RolloutLog, examples, read_evaluated
 from tunesmith.run.loop.session import Best, Publisher, Session
 
@@ -167,7 +168,7 @@ def open_session(
                 stack.enter_context(metrics),
                 progress,
                 rollouts,
-                judges=[judge(facts) for judge in JUDGES.rooms],
+                judges=_judges(facts, run_dir.metrics),
                 timeline=timeline,
                 profiler=profiler,
             ),
@@ -178,16 +179,29 @@ def open_session(
         )
 
 
+def _judges(facts: RunFacts, metrics: Path) -> list[RunJudge]:
+    """What judges the run; a run that is continued is judged from its first step on."""
+    judges = [judge(facts) for judge in JUDGES.rooms]
+    for line in filterfalse(is_evaluation, read_metrics(metrics)):
+        for judge in judges:
+            judge.step(numbers(line))
+    return judges
+
+
 @contextmanager
 def kept_on_interrupt(run: OpenRun[Any, Any], session: Session) -> Generator[None]:
-    """If a signal ends the code inside, or rewards that fail, save the progress; say what was kept
-    and how to continue."""
+    """If a signal or an error ends the code inside, save the progress; say what was kept and how to
+    continue."""
     with keeping(lambda: f"{session.keep()}\n{how_to_continue(run.directory.path)}"):
         try:
             yield
-        except RewardError:
-            if session.unsaved:
-                keep_now()
+        except (TrainerLostError, NoEngineError):
+            raise  # nothing can be saved; ``keeping`` saves
+        except Exception as error:
+            tried = isinstance(error, StorageError) and error.names_checkpoint
+            if session.unsaved and not tried:
+                with held():
+                    session.keep()
             raise
 
 

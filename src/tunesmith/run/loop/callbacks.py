@@ -19,7 +19,8 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """Each is called with the number of steps taken so far; an exception ends the run."""
+    """Each is called with the number of steps taken so far; an exception ends the run, with a
+    checkpoint of the last step."""
 
     on_step: Callable[[int, Metrics], bool | None] | None = None
     """Called with the metrics of each finished step."""

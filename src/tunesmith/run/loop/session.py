@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from tunesmith.config.schema import CheckpointSection, EvalSection
-from tunesmith.errors import CheckpointError, ConfigError, TunesmithError, boundary, nearest
+from tunesmith.errors import CheckpointError, ConfigError, boundary, nearest
 from tunesmith.learn.data.loader import State
 from tunesmith.plan.parts import Intervals
 from tunesmith.records import interrupts
@@ -268,10 +268,10 @@ class Session:
         with self.phase("checkpoint"), interrupts.held():
             path = self.checkpoints.save(self.step, {**state, **self._state}, write, self.best.step)
             self._saved = Saved(self.step, self.evaluated, self._epoch, self.recorder.clock.now())
+            point(path.parent.parent / "model", path / "model")
             goes_on = self.running
             if self.publisher and not stopping:
                 self.publisher.publish(path, last=not goes_on)
-        point(path.parent.parent / "model", path / "model")
         if not stopping:
             self._call(self.callbacks.on_checkpoint, path)
             if self.publisher and goes_on and not self.running:  # it is the last one after all
@@ -283,8 +283,8 @@ class Session:
             self.stopped = True
 
     def keep(self) -> str:
-        """After a signal, or without engines: save the last complete step. Returns a message that
-        says what was kept."""
+        """When the run ends early: save the last complete step. Returns a message that says what
+        was kept."""
         newest = self.checkpoints.newest()
         kept = f"the newest checkpoint is {newest}" if newest else NONE_YET
         if interrupts.torn():
@@ -296,7 +296,7 @@ class Session:
                 self._parts.give_up()
                 path = self.save(stopping=True)
                 message = f"stopped after step {self.step} of {self.total_steps}: {path} is written"
-            except TunesmithError as error:
+            except Exception as error:  # what ended the run may have broken its device
                 message = f"step {self.step} could not be saved: {error}; {kept}"
         self.note(message)
         return message

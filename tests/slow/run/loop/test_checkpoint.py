@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,21 @@ from tests.support.tiny_runs import (
     write_lines,
 )
 from tunesmith.config.reading.files import find_model
-from tunesmith.errors import CheckpointError, StorageError
+from tunesmith.errors import (
+    CheckpointError,
+    DeviceMemoryError,
+    StorageError,
+    TrainerLostError,
+)
 from tunesmith.records.run_dir import newest_checkpoint
 from tunesmith.run import assembly
+from tunesmith.run.assembly.opening import Caller
+from tunesmith.run.loop.callbacks import Callbacks
 from tunesmith.run.loop.checkpoint import Checkpoints, check_same_model, read_state
+from tunesmith.run.loop.collect import Collector
+from tunesmith.run.loop.recorder import JUDGES
 from tunesmith.run.loop.session import Best, due
+from tunesmith.run.trainers.torch import TorchBackend
 
 FILES = ("model/config.json", "model/model.safetensors", "optimizer.safetensors")
 
@@ -146,6 +157,37 @@ def test_leftovers_of_a_kill_are_no_checkpoints(tmp_path: Path) -> None:
         "step-000002",
         "step-000003",
     ]
+
+
+@pytest.mark.parametrize("rehearsal", [False, True])
+def test_what_a_kill_left_is_gone_before_anything_is_written(
+    tmp_path: Path, rehearsal: bool
+) -> None:
+    """It may fill the disk. In a container the process that left it had the same number."""
+    kept = Checkpoints(tmp_path, 3)
+    kept.save(1, {"step": 1}, write, None)
+    for leftover in (f".step-000002.{os.getpid()}-01234567.unfinished", ".step-000003.removed"):
+        (tmp_path / leftover).mkdir()
+        write(tmp_path / leftover)
+
+    def written(directory: Path) -> None:
+        assert {p.name for p in tmp_path.iterdir()} == {"step-000001", directory.name}
+        write(directory)
+
+    if rehearsal:
+        kept.rehearse({}, written)
+    else:
+        kept.save(4, {"step": 4}, written, None)
+
+
+def test_a_lost_rank_is_no_full_disk(tmp_path: Path) -> None:
+    """The run may then go on from the checkpoint before."""
+
+    def lost(_: Path) -> None:
+        raise TrainerLostError("rank 1 is lost: I/O timeout")
+
+    with pytest.raises(TrainerLostError):
+        Checkpoints(tmp_path, 1).save(1, {}, lost, None)
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -326,12 +368,99 @@ def test_cut_off_and_resumed_it_ends_bit_by_bit_as_if_it_had_run_through(
         assert texts[0] == texts[1] and texts[0]
 
 
+class Broken(Exception):
+    """An error of the user's code, or of ours."""
+
+
+def fails_from(
+    patched: pytest.MonkeyPatch, owner: Any, name: str, number: int, error: Exception
+) -> None:
+    """The calls of a method fail from a number on."""
+    original = getattr(owner, name)
+    calls = count(1)
+
+    def method(*args: Any, **options: Any) -> Any:
+        if next(calls) >= number:
+            raise error
+        return original(*args, **options)
+
+    patched.setattr(owner, name, method)
+
+
+SHORT = DeviceMemoryError("a micro-batch did not fit in memory")
+Failure = tuple[tuple[str, Make, dict[str, Any]], Any, str, int, Exception, int]
+FAILURES: dict[str, Failure] = {
+    "memory": (CASES[0], TorchBackend, "forward_backward", 4, SHORT, 3),
+    "evaluation": (CASES[0], TorchBackend, "evaluate", 3, Broken(), 4),  # after steps 0, 2 and 4
+    "rollouts": (CASES[1], Collector, "collect", 6, Broken(), 3),
+    "callback": (CASES[0], None, "", 0, Broken(), 3),
+}
+
+
+@pytest.mark.parametrize("place", FAILURES)
+def test_an_error_that_ends_a_run_costs_no_whole_step(
+    tmp_path: Path, model: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, owner, name, number, error, kept = FAILURES[place]
+    run = assembly.run_sft if case[1] is sft_settings else assembly.run_rl
+    rare = {"checkpoint__every": 5, "checkpoint__keep": 9}
+    straight = run(None, settings_of(case, tmp_path, model, "straight", **rare))
+    again = settings_of(case, tmp_path, model, "again", **rare)
+
+    def on_step(step: int, _: object) -> None:
+        if place == "callback" and step == kept:
+            raise error
+
+    with monkeypatch.context() as patched, pytest.raises(type(error)) as raised:
+        if owner is not None:
+            fails_from(patched, owner, name, number, error)
+        run(None, again, caller=Caller(callbacks=Callbacks(on_step=on_step)))
+    assert any("checkpoint.resume=true" in note for note in raised.value.__notes__)
+    assert Checkpoints(tmp_path / "again/checkpoints", 9).steps()[-1] == kept
+    resumed = run(None, [*again, "checkpoint.resume=true"])
+    same_tensors(straight.checkpoint.parent, resumed.checkpoint.parent)
+    assert read_state(straight.checkpoint.parent) == read_state(resumed.checkpoint.parent)
+    lines = untimed(tmp_path / "straight/metrics.jsonl")
+    assert lines == untimed(tmp_path / "again/metrics.jsonl")
+
+
+def test_a_half_done_step_is_not_saved(tmp_path: Path, model: Path) -> None:
+    """Its weights are neither those before nor those after."""
+    settings = settings_of(CASES[1], tmp_path, model, "run", checkpoint__every=5, eval__every=5)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Broken):
+        fails_from(patched, TorchBackend, "step", 6, Broken())  # of 4 in each step
+        assembly.run_rl(None, settings)
+    assert Checkpoints(tmp_path / "run/checkpoints", 2).steps() == []
+
+
+def test_a_continued_run_is_judged_from_its_first_step_on(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that has fallen long ago need not fall any more."""
+    judged: list[list[float]] = []
+
+    class Judge:
+        def __init__(self, _: object) -> None:
+            judged.append([])
+
+        def step(self, metrics: dict[str, float]) -> None:
+            judged[-1].append(metrics["step"])
+            assert metrics["loss"] > 0
+
+        def end(self) -> None: ...
+
+    monkeypatch.setattr(JUDGES, "rooms", (Judge,))
+    settings = settings_of(CASES[0], tmp_path, model, "run")
+    with monkeypatch.context() as patched, pytest.raises(Cut):
+        cut_after(patched, 3)
+        assembly.run_sft(None, settings)
+    assembly.run_sft(None, [*settings, "checkpoint.resume=true"])
+    assert judged == [[1, 2, 3], [1, 2, 3, 4, 5]]
+
+
 def test_the_learned_cap_the_kl_controller_the_best_and_the_position_survive(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tunesmith.errors import DeviceMemoryError
-    from tunesmith.run.trainers.torch import TorchBackend
-
     original = TorchBackend.forward_backward
     failed = list[int]()
 
@@ -407,6 +536,17 @@ def test_a_finished_run_resumed_changes_nothing_and_more_steps_go_on(
     more = assembly.run_sft(None, [*settings, "checkpoint.resume=true", "train.steps=4"])
     assert more.checkpoint.parent.name == "step-000004"
     assert [line["step"] for line in untimed(more.run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_run_continues_from_a_checkpoint_that_it_was_replacing_when_it_was_killed(
+    tmp_path: Path, model: Path
+) -> None:
+    settings = sft_settings(tmp_path, model, train__steps=2)
+    only = assembly.run_sft(None, settings).checkpoint.parent
+    only.rename(only.with_name(f".{only.name}.before"))
+    outcome = assembly.run_sft(None, [*settings, "checkpoint.resume=true", "train.steps=3"])
+    assert [line["step"] for line in untimed(outcome.run_dir / "metrics.jsonl")] == [1, 2, 3]
+    assert Checkpoints(only.parent, 2).newest_first() == [outcome.checkpoint.parent, only]
 
 
 def test_a_path_resumes_from_that_checkpoint_also_into_another_run(
