@@ -19,6 +19,16 @@ class StuckEngine:
         del version
         await asyncio.sleep(600)
 
+    async def interrupt(self) -> None:
+        await asyncio.sleep(600)
+
+    async def sleep(self, level: int) -> None:
+        del level
+        await asyncio.sleep(600)
+
+    async def wake(self) -> None:
+        await asyncio.sleep(600)
+
     async def close(self) -> None: ...
 
     def stats(self) -> EngineStats:

@@ -29,7 +29,7 @@ STUCK = 1800.0
 """Seconds without a step, while there are requests, after which an engine is lost: its process
 answers, but its GPU hangs."""
 TAKING = 1800.0
-"""Seconds that new weights may take."""
+"""Seconds in which an engine takes new weights, ends its requests, sleeps or wakes."""
 
 TakeWeights = Callable[[Offer], Awaitable[None]]
 """Puts offered weights where the engine reads them; other requests are answered meanwhile."""
@@ -165,24 +165,20 @@ class FarEngine:
             self._followed.discard(number)
 
     async def interrupt(self) -> None:
-        await self._ask("ask", "interrupt")
+        await self._in_time("end its requests", "ask", "interrupt")
 
     async def take(self, version: int, offer: Offer) -> None:
         self._taking = True
         try:
-            await asyncio.wait_for(self._ask("take", version, offer), TAKING)
-        except TimeoutError:
-            how = f"did not take new weights within {TAKING:g} s and was killed"
-            await asyncio.to_thread(self.far.close, how)
-            self.far.check()
+            await self._in_time("take new weights", "take", version, offer)
         finally:
             self._taking = False
 
     async def sleep(self, level: int = 1) -> None:
-        await self._ask("ask", "sleep", level)
+        await self._in_time("sleep", "ask", "sleep", level)
 
     async def wake(self) -> None:
-        await self._ask("ask", "wake")
+        await self._in_time("wake", "ask", "wake")
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -228,6 +224,15 @@ class FarEngine:
         self._asked.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._asked.wait(), PROGRESS)
+
+    async def _in_time(self, what: str, method: str, *args: object) -> None:
+        """Ask the engine; one that does not answer is killed."""
+        try:
+            await asyncio.wait_for(self._ask(method, *args), TAKING)
+        except TimeoutError:
+            how = f"did not {what} within {TAKING:g} s and was killed"
+            await asyncio.to_thread(self.far.close, how)
+            self.far.check()
 
     async def _ask(self, method: str, *args: object) -> Any:
         result, stats = await self.far.call_async(method, *args)

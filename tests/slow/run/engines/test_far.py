@@ -153,18 +153,24 @@ def test_the_others_go_on_without_one_that_is_not_replaced(bench: Bench) -> None
     assert "1 of 2 engines" in bench.said[-1]
 
 
-@pytest.mark.parametrize("limit", ["STUCK", "TAKING"])
+@pytest.mark.parametrize(
+    ("limit", "method", "args"),
+    [
+        ("STUCK", "generate", ([1], FREE)),
+        ("TAKING", "take", (1, {})),
+        ("TAKING", "interrupt", ()),
+        ("TAKING", "sleep", ()),
+        ("TAKING", "wake", ()),
+    ],
+)
 async def test_an_engine_that_answers_but_computes_nothing_is_lost(
-    monkeypatch: pytest.MonkeyPatch, limit: str
+    monkeypatch: pytest.MonkeyPatch, limit: str, method: str, args: tuple[Any, ...]
 ) -> None:
     monkeypatch.setattr("tunesmith.run.engines.far.PROGRESS", 0.01)
     monkeypatch.setattr(f"tunesmith.run.engines.far.{limit}", 0.05)
     engine = await FarEngine.start(spawn(), stuck)
     with pytest.raises(EngineLostError, match="was killed"):
-        if limit == "STUCK":
-            await asyncio.wait_for(engine.generate([1], FREE), 60)
-        else:
-            await asyncio.wait_for(engine.take(1, {}), 60)
+        await asyncio.wait_for(getattr(engine, method)(*args), 60)
     assert engine.far.lost
     await engine.close()
 
