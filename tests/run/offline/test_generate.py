@@ -192,6 +192,19 @@ def test_no_finished_completion_is_sampled_again(
     assert {p.name for p in tmp_path.iterdir() if "unfinished" in p.name} == set()
 
 
+def test_lines_whose_turn_has_come_are_written_first(tmp_path: Path) -> None:
+    """A kill, or a full disk, between the writes of two lines leaves them to the next call."""
+    tasks = tasks_of(12)
+    answered(tmp_path / "a.jsonl", tasks, FakeEngine(), window=7)
+    texts = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
+    out = tmp_path / "b.jsonl"
+    out.write_text("".join(texts[:3]))
+    finished = [{"place": place, "line": json.loads(texts[place])} for place in range(3, 9)]
+    write_lines(unfinished_file(out), finished)
+    answered(out, tasks, FakeEngine(), window=7)
+    assert out.read_text() == "".join(texts)
+
+
 def test_the_file_of_unfinished_work_stays_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ follow a missing one. After a kill at any moment a continued run takes them from
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tunesmith.records.metrics import JsonLines, keep_lines
@@ -38,10 +38,12 @@ class Unfinished:
         self._out = JsonLines(self._file, private=True)
         self._most_bytes = LEAST_BYTES
 
-    def lines(self) -> Iterator[tuple[int, Json]]:
-        """The finished lines by place."""
-        for place, records in self._kept.items():
-            yield from ((place, record["line"]) for record in records if "line" in record)
+    def lines(self) -> list[tuple[int, Json]]:
+        """The finished lines, each with its place."""
+        kept = self._kept.items()
+        return [
+            (p, record["line"]) for p, records in kept for record in records if "line" in record
+        ]
 
     @property
     def completions(self) -> int:
