@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,14 +14,19 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tunesmith.config.commands import TeacherSection
+from tunesmith.config.judges import JudgeReward
 from tunesmith.config.schema import RemoteReward
 from tunesmith.errors import EngineError, EngineLostError
 from tunesmith.learn.rewards import remote
 from tunesmith.learn.rewards.function import ItemFailure
-from tunesmith.learn.rewards.remote import RewardClient
+from tunesmith.learn.rewards.judge_answers import AnswerFile, JudgeQuestion, ServedJudge
+from tunesmith.learn.rewards.remote import RewardClient, remote_reward
 from tunesmith.records import http_client
 from tunesmith.run.engines.http import server as sglang
-from tunesmith.types import Status
+from tunesmith.run.loop import served_teacher
+from tunesmith.run.loop.served_teacher import ServedTeacher
+from tunesmith.types import Rollout, Sample, Status, Task
 
 Script = Callable[[asyncio.StreamWriter, int], Awaitable[None]]
 """Writes the answer to the request of this number, counted from 1; then the connection is
@@ -244,3 +250,56 @@ def test_a_connection_that_is_kept_and_then_closed_is_opened_again() -> None:
     with scripted(always(kept)) as (url, numbers):
         assert asyncio.run(asyncio.wait_for(ask(url), 120)) == [{"success": True}] * 3
     assert len(numbers) == 3
+
+
+MANY = 130
+
+
+def judged(url: str) -> Any:
+    entry = JudgeReward(model="m", url=url, concurrency=MANY, timeout=30, retries=0)
+    judge = ServedJudge(entry, AnswerFile(None))
+    return asyncio.run(judge.answers([JudgeQuestion(f"{n}", 0) for n in range(MANY)]))
+
+
+def rewarded(url: str) -> Any:
+    entry = RemoteReward(urls=(url,), batch_size=1, timeout=30, retries=0)
+    rollouts = [Rollout(Task(f"{n}", "p", (1,), {})) for n in range(MANY)]
+    reward = remote_reward(entry, "answer", str)
+    return asyncio.run(reward.function(rollouts, [""] * MANY, {}))
+
+
+def taught(url: str) -> Any:
+    section = TeacherSection(path="org/t", url=url, concurrency=MANY, deadline=30)
+    return ServedTeacher(section)([Sample([n, 1], [False, True]) for n in range(MANY)])
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (judged, {"choices": [{"message": {"content": "yes"}}]}),
+        (rewarded, {"rewards": [0.5]}),
+        (taught, {"choices": [{"logprobs": {"token_logprobs": [None, -0.5]}}]}),
+    ],
+)
+def test_as_many_requests_are_in_progress_as_was_said(
+    ask: Callable[[str], Any], said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is answered before the last one has come."""
+    monkeypatch.setattr(served_teacher, "ATTEMPT_SECONDS", 30.0)
+    come = list[int]()
+
+    async def write(writer: asyncio.StreamWriter, number: int) -> None:
+        come.append(number)
+        while len(come) < MANY:
+            await asyncio.sleep(0.001)
+        writer.write(answer(json.dumps(said).encode(), "Connection: close"))
+
+    with scripted(write) as (url, _):
+        found = ask(url)
+    assert len(come) == MANY
+    if ask is judged:
+        assert found == ["yes"] * MANY
+    elif ask is rewarded:
+        assert found == [0.5] * MANY
+    else:
+        assert found["ref_logprobs"].tolist() == [-0.5] * MANY

@@ -46,9 +46,15 @@ def token_in(variable: str | None) -> str:
 
 def open_session(seconds: float, token: str) -> aiohttp.ClientSession:
     """A session whose requests may take ``seconds``, and send the token if there is one. A session
-    per call leaves nothing open between steps or after the run."""
+    per call leaves nothing open between steps or after the run.
+
+    Callers limit how many requests are in progress: by default aiohttp would let the 101st wait,
+    and count that as part of its ``seconds``.
+    """
     headers = {"Authorization": f"Bearer {token}"} if token else None
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds), headers=headers)
+    timeout = aiohttp.ClientTimeout(total=seconds)
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector)
 
 
 async def request_json(
