@@ -147,6 +147,7 @@ def test_tensors_wait_in_the_same_host_memory_every_time() -> None:
             [away, same] = shelf.put([weight.data, scalar])
             places.append(away.untyped_storage()._cdata)
             assert same is scalar and not away.is_cuda and away.shape == weight.shape
+            assert shelf.put([away, scalar])[0] is away, "an evaluation offloads before a sync does"
             weight.data = away
             assert weight.device.type == "cpu" and device.memory.total == 0
             weight.data = torch.empty_like(away, device="cuda").copy_(away, non_blocking=True)

@@ -48,14 +48,15 @@ class HostShelf:
 
     def put(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies in host memory of the tensors that are on a GPU, in place of these. They hold
-        until the next call."""
+        until the next call that finds tensors there."""
         here = [tensor for tensor in tensors if tensor.is_cuda]
+        if not here:  # they wait already
+            return list(tensors)
         if [(t.shape, t.dtype) for t in here] != [(t.shape, t.dtype) for t in self._memory]:
             self._memory = host_memory(here, pinned=True)
         for copy, tensor in zip(self._memory, here, strict=True):
             copy.copy_(tensor, non_blocking=True)
-        if here:
-            torch.cuda.current_stream(here[0].device).synchronize()
+        torch.cuda.current_stream(here[0].device).synchronize()
         copies = iter(self._memory)
         return [next(copies) if tensor.is_cuda else tensor for tensor in tensors]
 

@@ -92,6 +92,8 @@ def linked(member: RoundMember) -> Generator[Link]:
     again = _all_have(member, kept)
     if kept and not again:
         kept.close()
+    if not again:
+        close_links(key[0])  # this process had another rank in a round before
     link = kept if kept and again else _new_link(member)
     link.member = member
     try:
@@ -99,13 +101,18 @@ def linked(member: RoundMember) -> Generator[Link]:
     except BaseException:
         link.close()
         raise
+    before = _kept.pop(key, None)  # of a round that went on at the same time
     _kept[key] = link
+    if before is not None:
+        before.close()
 
 
 def close_links(source: str | None = None) -> None:
     """Leave the groups that were made for a plane's offers, or all."""
-    for key in [key for key in _kept if source in (None, key[0])]:
-        _kept.pop(key).close()
+    for key in [key for key in list(_kept) if source in (None, key[0])]:
+        link = _kept.pop(key, None)  # another thread may have taken it
+        if link is not None:
+            link.close()
 
 
 atexit.register(close_links)

@@ -110,6 +110,27 @@ def test_what_is_written_is_what_plain_decoding_writes(
         assert stats.drafted_tokens >= stats.accepted_tokens > 0
 
 
+async def test_while_the_engine_sleeps_nothing_is_prepared_of_either_model(
+    llama: CausalLM, smaller: CausalLM
+) -> None:
+    sizes = {"kv_bytes": 1 << 22, "max_running": 5, "max_prefill_tokens": 64}
+    engine = LocalEngine(llama, assistant=smaller, **sizes)
+
+    def prepared() -> list[bool]:
+        models = [runner._decode_model for runner in engine._runners]
+        return [one._decoder is not None or one._head is not None for one in models]
+
+    sampling = Sampling(6, temperature=0.0, ignore_eos=True)
+    first = await engine.generate([5, 6, 7], sampling)
+    assert prepared() == [True, True]
+    await engine.sleep()
+    assert prepared() == [False, False]
+    await engine.wake()
+    assert await engine.generate([5, 6, 7], sampling) == first
+    await engine.close()
+    assert prepared() == [False, False]
+
+
 def test_preempted_requests_are_drafted_for_again(llama: CausalLM, smaller: CausalLM) -> None:
     """The budget ends within the guesses too: they take what room there is."""
     requests = [

@@ -107,14 +107,17 @@ class LocalEngine:
         self._pool = KVPool(layouts, kv_bytes, block_size=block_size, slots=2 * max_running)
         self._scheduler = Scheduler(self._pool, max_running, max_prefill_tokens, model.lengths)
         formats: tuple[EngineWeights, ...] = (rounded, "model")  # the assistant's is its own
-        self._runner, *others = (
+        self._runners = [
             Runner(each, memory, max_prefill_tokens, compiled=compiled, weights=weights_of)
             for each, memory, weights_of in zip(models, self._pool.memories, formats, strict=False)
-        )
+        ]
+        """The model's, and its assistant's."""
+        self._runner = self._runners[0]
         self._runner.records_experts = records_experts
         self._speculation: Speculation | None = None
-        if others:
-            self._speculation = Speculation(self._runner, others[0], self._pool, speculative_tokens)
+        if assistant is not None:
+            drafts = self._runners[1]
+            self._speculation = Speculation(self._runner, drafts, self._pool, speculative_tokens)
         self._thread = StepThread("local engine", self._step, self._fail_running)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
@@ -177,7 +180,8 @@ class LocalEngine:
 
             def free() -> None:
                 self._scheduler.clear()
-                self._runner.refresh()
+                for runner in self._runners:
+                    runner.refresh()
                 if level == 2 and self._weights is not None:
                     self._weights.leave()
                 if self._model.device.type == "cuda":  # other processes share the device
@@ -209,7 +213,8 @@ class LocalEngine:
             waiting = list(self._scheduler.waiting)
             self._scheduler.waiting.clear()
             _fail([*waiting, *self._scheduler.clear()], EngineError("the engine was closed"))
-            self._runner.refresh()
+            for runner in self._runners:
+                runner.refresh()
 
         await self._thread.close(end)
 
