@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +29,7 @@ from tunesmith.run.processes import launched_ranks, machines, meeting
 from tunesmith.run.processes.launch import ALIKE, ChildStart, Launch, machine_view
 from tunesmith.run.processes.launched_ranks import serve_rank
 from tunesmith.run.processes.local import RANKED
-from tunesmith.run.processes.machines import address_towards, own_view
+from tunesmith.run.processes.machines import Rendezvous, address_towards, own_view
 from tunesmith.run.processes.meeting import Meeting, ServedRank
 from tunesmith.run.processes.torchrun import LaunchedProcesses
 
@@ -193,6 +195,34 @@ def test_a_machine_that_disappears_while_it_comes_keeps_no_other_out(
     with Client(address, "AF_UNIX"), Client(address, "AF_UNIX") as connection:
         connection.send((1, "actor", os.getpid(), "there", own_view()))
         far = met.take("actor", 1, TrainerLostError)
+    far.ended.result(60)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_connection_that_says_nothing_keeps_nobody_out_and_ends(
+    several: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On one machine, and with a key over a network."""
+    monkeypatch.setattr(Launch, "directory", tmp_path / "meeting")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    met = Meeting(Launch(rank=0, world=2, local_world=1 if several else 2))
+    address = met._listener.address
+    kind = socket.AF_INET if several else socket.AF_UNIX
+    come = Rendezvous(1, 60).reach if several else partial(Client, address, "AF_UNIX")
+    with socket.socket(kind) as silent:
+        silent.connect(address)
+        connection = come()
+        connection.send((1, "actor", os.getpid(), "there", own_view()))
+        far = met.take("actor", 1, TrainerLostError)
+        monkeypatch.setattr(meeting, "MEETING", 0.05)
+        with socket.socket(kind) as other:
+            other.settimeout(60)
+            other.connect(address)
+            while other.recv(1 << 10):  # the challenge
+                pass
+    connection.close()
     far.ended.result(60)
 
 

@@ -74,12 +74,12 @@ class Rendezvous:
         )
         self._key = _KEY.format(attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
-    def listen(self, backlog: int) -> Listener:
-        """Listen for the other ranks."""
+    def listen(self, backlog: int) -> tuple[Listener, bytes]:
+        """Listen for the other ranks; also returns the key that each has to present."""
         key = secrets.token_bytes(32)
-        listener = Listener((own_address(), 0), "AF_INET", backlog, authkey=key)
+        listener = Listener((own_address(), 0), "AF_INET", backlog)
         self._store.set(self._key, json.dumps([*listener.address, key.hex()]))
-        return listener
+        return listener, key
 
     def reach(self) -> Connection:
         """Connect to rank 0. Callers may have to retry: the stored address may be from an earlier

@@ -15,8 +15,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 
 from tunesmith.config.system import Role
 from tunesmith.errors import ConfigError, NoPlaceError, TrainerLostError
@@ -52,8 +53,7 @@ class ServedRank(ConnectedFar):
         if self._number is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._number, signal.SIGKILL)
-        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
-            same.shutdown(socket.SHUT_RDWR)  # on another machine it ends because of this
+        _hang_up(self._connection)  # on another machine it ends because of this
 
     def _how_it_ended(self) -> str:
         return "ended; the launcher's output says how"
@@ -63,6 +63,8 @@ class ServedRank(ConnectedFar):
 class Newcomer:
     """A process that has come to the meeting."""
 
+    number: int
+    """How many have come before it."""
     connection: Connection
     pid: int
     host: str
@@ -76,9 +78,10 @@ class Meeting:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         backlog = (len(RANKED) + 1) * launch.world
+        self._key: bytes | None = None
         if launch.several_machines:
             self._rendezvous = Rendezvous(launch.rank, MEETING)  # kept: others read from it
-            self._listener = self._rendezvous.listen(backlog)
+            self._listener, self._key = self._rendezvous.listen(backlog)
         else:
             shutil.rmtree(launch.directory, ignore_errors=True)
             launch.directory.mkdir(0o700)
@@ -155,18 +158,37 @@ class Meeting:
         return ServedRank(one.connection, one.pid if here else None, name, lost)
 
     def _accept(self) -> None:
-        """Let in whoever comes."""
-        while True:
+        """Let in whoever comes, each on a thread: one that says nothing keeps no other out."""
+        for number in count():
             try:
                 connection = watched(self._listener.accept())
-                rank, role, pid, host, view = connection.recv()
-            except (AuthenticationError, EOFError, ConnectionError, TimeoutError):
-                continue  # not from this launch, or its machine is gone
+            except (ConnectionError, TimeoutError):
+                continue  # its machine is gone
             except OSError:  # the listener is closed
                 return
-            differs = "; ".join(differences(self._own_view(role), view))
-            with self._changed:
-                self._there[role, rank] = Newcomer(connection, pid, host, differs)
+            greeting = (number, connection)
+            threading.Thread(
+                target=self._greet, args=greeting, name="greeting", daemon=True
+            ).start()
+
+    def _greet(self, number: int, connection: Connection) -> None:
+        late = threading.Timer(MEETING, _hang_up, [connection])
+        late.daemon = True
+        late.start()
+        try:
+            if self._key is not None:
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+            rank, role, pid, host, view = connection.recv()
+        except (AuthenticationError, EOFError, OSError):
+            return  # not from this launch, or its machine is gone
+        finally:
+            late.cancel()
+        differs = "; ".join(differences(self._own_view(role), view))
+        with self._changed:
+            known = self._there.get((role, rank))
+            if known is None or known.number < number:
+                self._there[role, rank] = Newcomer(number, connection, pid, host, differs)
                 self._changed.notify_all()
 
     def _own_view(self, role: Role) -> Mapping[str, str]:
@@ -174,6 +196,12 @@ class Meeting:
         if ranked not in self._views:
             self._views[ranked] = own_view() if ranked else machine_view(self.launch)
         return self._views[ranked]
+
+
+def _hang_up(connection: Connection) -> None:
+    """End a connection on which another thread may be waiting."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.shutdown(socket.SHUT_RDWR)
 
 
 def _differing(rank: int, newcomer: Newcomer) -> str:
