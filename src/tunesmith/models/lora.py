@@ -85,6 +85,11 @@ class LoraAdapter:
         whole = copy.deepcopy(self.peft).float().merge_and_unload()
         return whole.requires_grad_(False).eval()
 
+    def base_numbers(self) -> int:
+        """The number of parameters of the base."""
+        named = self.peft.get_base_model().named_parameters()
+        return sum(p.numel() for name, p in named if ".lora_" not in name and _WHOLE not in name)
+
     def own_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The trained weights, under their names in the module."""
         for name, tensor in self.peft.get_base_model().state_dict().items():

@@ -19,7 +19,9 @@ from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu import decoding, products
 from tunesmith.models.cpu.products import HEADS, LAYERS, Kind, works
 from tunesmith.models.prepared import PreparedLinear
-from tunesmith.plan.cost.copies import SMALL, prepared_bytes
+from tunesmith.plan.cost import copies
+from tunesmith.plan.cost.copies import SMALL, merges_adapter, prepared_bytes
+from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.run.engines.local import decode_model
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.types import Completion, Sample, Sampling
@@ -205,7 +207,8 @@ def test_the_engine_samples_as_the_trainer_scores_with_every_kind(
     model = CausalLM.load(save_model(tmp_path / "model", "qwen3", head_dim=16), dtype=dtype)
     if adapter:
         attach(model, LoraSection(rank=4, targets=["q_proj", "up_proj"]))
-        monkeypatch.setattr(decode_model, "SMALL", SMALL * (adapter == "merged"))
+        merges = adapter == "merged"
+        monkeypatch.setattr(decode_model, "merges_adapter", lambda _: merges)
     engine = LocalEngine(model, kv_bytes=1 << 20, max_running=8, max_prefill_tokens=64)
     tolerance = 1e-4 if dtype == torch.float32 else 0.06
 
@@ -247,6 +250,22 @@ def test_a_row_does_not_depend_on_those_beside_it(rows: int, outputs: int, input
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
     for row in (0, 1, rows // 2, rows - 1):
         assert torch.equal(product(x[row : row + 1])[0], found[row])
+
+
+def test_the_engine_merges_an_adapter_exactly_where_the_plan_counts_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter's own parameters do not count."""
+    path = save_model(tmp_path)
+    facts = known_model_facts(str(path))
+    assert facts is not None and facts.parameters is not None
+    model = CausalLM.load(path)
+    attach(model, LoraSection(rank=4))
+    for most, merges in ((facts.parameters, True), (facts.parameters - 1, False)):
+        monkeypatch.setattr(copies, "SMALL", most)
+        assert merges_adapter(facts.parameters) is merges
+        decoder = decode_model.DecodeModel(model, compiled=False).decoder()
+        assert any(".lora_" in name for name, _ in decoder.module.named_parameters()) is not merges
 
 
 def test_prompts_of_a_float32_model_are_read_by_the_products_that_decode(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_an_adapter_on_a_larger_model_is_not_rounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is computed beside the rounded weights of its base, at every version."""
-    monkeypatch.setattr(decode_model, "SMALL", 0)
+    monkeypatch.setattr(decode_model, "merges_adapter", lambda _: False)
     path = save_model(tmp_path, family, tie_word_embeddings=False)
     model, other = (adapted(path, targets) for _ in range(2))
     engine = engine_of(model, rounded=to)

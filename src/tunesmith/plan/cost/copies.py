@@ -11,7 +11,7 @@ from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.facts.model import ModelFacts
 
 SMALL = 64 << 20
-"""Maximum parameters of a model whose adapter a CPU merges into a float32 copy to decode."""
+"""Maximum parameters of a model that a CPU may copy to float32 to decode."""
 CACHE = 16 << 20
 """Bytes of weights up to which the caches of most CPUs hold them from one decode step to the next,
 beside keys and values."""
@@ -96,6 +96,13 @@ def rounded_up(model: ModelFacts, shards: int) -> float:
     widths = (queries, queries, keys, keys, *[inner] * 3)
     sizes = [max(1, 4 * model.hidden_size * width // shards) for width in widths]
     return sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes)
+
+
+def merges_adapter(numbers: int) -> bool:
+    """Whether the local engine on a CPU merges an adapter into a float32 copy of its base, which is
+    not quantised and has so many parameters. In larger ones, the two small products that an adapter
+    adds to each large one matter less, and merging would take longer."""
+    return numbers <= SMALL
 
 
 def prepared_bytes(numbers: int, memory_total: int, copied: int | None = None) -> int:

@@ -15,11 +15,11 @@ from tunesmith.plan.cost.activations import (
     sent_bytes,
 )
 from tunesmith.plan.cost.copies import (
-    SMALL,
     adapter_numbers,
     copy_bytes,
     engine_copy_bytes,
     gathered_bytes,
+    merges_adapter,
     prepared_bytes,
     rounded_bytes,
 )
@@ -138,7 +138,7 @@ def _prepared(plan: AnyPlan) -> int:
     if elsewhere or plan.said.model.quantize is not None or model is None:
         return 0
     numbers = model.parameters or 0
-    merges = plan.kind.adapter and numbers <= SMALL
+    merges = plan.kind.adapter and merges_adapter(numbers)
     rounded = plan.devices.engine_weights
     if rounded != "model":
         merged = 4 * numbers * merges

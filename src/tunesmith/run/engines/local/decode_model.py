@@ -19,7 +19,7 @@ from tunesmith.models.kernels.decoding import DECODING, Decoding, PreparedProduc
 from tunesmith.models.kernels.functions import Product
 from tunesmith.models.kernels.quantised import is_quantised
 from tunesmith.models.prepared import prepared, prepares
-from tunesmith.plan.cost.copies import SMALL
+from tunesmith.plan.cost.copies import merges_adapter
 
 
 def decoding(model: CausalLM) -> Decoding | None:
@@ -41,16 +41,17 @@ class DecodeModel:
             UserError: this model's weights cannot be rounded here.
         """
         self._model = model
+        adapter = model.adapter
         numbers = sum(p.numel() for p in model.module.parameters())
+        if adapter is not None:
+            numbers = adapter.base_numbers()  # as the plan counts
         whole = not is_quantised(model.module)
         rounded = self._rounded(weights, compiled=compiled and whole)
         if weights == "float16" and rounded is None and compiled and whole and decoding(model):
             weights = "model"  # the compiler failed, which was reported
         self.weights = weights
-        # In larger models, the two small products that an adapter adds to each large one matter
-        # less, and merging would take longer.
-        adapted = model.device.type == "cpu" and whole and model.adapter is not None
-        self._merges = adapted and numbers <= SMALL
+        adapted = model.device.type == "cpu" and whole and adapter is not None
+        self._merges = adapted and merges_adapter(numbers)
         dtype = torch.float32 if self._merges else model.module.dtype
         products = (
             room.products(dtype, numbers, model.device, compiled=compiled)
