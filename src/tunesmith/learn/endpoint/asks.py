@@ -188,6 +188,7 @@ def _as_list(value: object) -> Any:
 
 Object = Annotated[Json, BeforeValidator(as_dict)]
 Number = Annotated[StrictInt, Field(ge=1)]
+_LIMIT = AliasChoices("max_completion_tokens", "max_tokens")
 
 
 class Request(BaseModel):
@@ -195,9 +196,7 @@ class Request(BaseModel):
 
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
     n: Annotated[StrictInt, Field(ge=1, le=128)] | None = None
-    limit: Number | None = Field(
-        None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
-    )
+    limit: Number | None = Field(None, validation_alias=_LIMIT)
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = []
     guided_json: Any = None
 
@@ -275,12 +274,17 @@ class ChatRequest(Request):
 
 class TextRequest(Request):
     prompt: Annotated[Any, AfterValidator(_texts_or_ids)]
+    limit: Annotated[StrictInt, Field(ge=0)] | None = Field(None, validation_alias=_LIMIT)
+    """With 0 nothing is written, and the prompt is scored."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """How many alternatives to list; OpenAI's 0 requests the sampled tokens only."""
 
     def as_ask(self, request: Fields) -> Ask:
-        """Raises BadRequest: as for a chat request."""
+        """Raises BadRequest: as for a chat request, or nothing is asked."""
+        if self.limit == 0 and (not self.echo or request.get("stream")):
+            how = "set 'echo' and 'logprobs', and leave 'stream' out"
+            raise BadRequest(f"'max_tokens' = 0 scores the prompt alone: {how}", "max_tokens")
         return Ask(
             prompts=self.prompt,
             echo=bool(self.echo),

@@ -26,6 +26,8 @@ class EpisodePolicy(Policy):
         """See ``Policy``."""
         if self._closed:
             raise BadRequest("this episode is over")
+        if ask.max_tokens == 0:
+            raise BadRequest("'max_tokens' = 0: an episode scores no prompts", "max_tokens")
         if ask.schema is not None:
             check_schema(ask.schema)
         self._note("overridden", ask.sampling)

@@ -95,7 +95,9 @@ class ServedPolicy(Policy):
             raise BadRequest("this engine gives no log-probabilities of prompts: system.engine")
 
         async def reply(index: int) -> Reply:
-            conversation = self._conversation(_generate(engine, sampling, index % ask.n))
+            writes = ask.max_tokens != 0
+            generate = _generate(engine, sampling, index % ask.n) if writes else _write_nothing
+            conversation = self._conversation(generate)
             replied = await reply_of(conversation, ask, follow, index)
             wanted = ask.logprobs is not None and (ask.echo or ask.logprobs)
             if not wanted or not isinstance(engine, PromptScorer):
@@ -182,6 +184,11 @@ def _generate(engine: RolloutEngine, sampling: Sampling, index: int) -> Generate
             return await engine.generate(prompt_ids, asked)
 
     return generate
+
+
+async def _write_nothing(prompt_ids: Sequence[int], /, **_: object) -> Completion:
+    del prompt_ids
+    return Completion([], [], [], "length")
 
 
 def open_model(path: str, overrides: Sequence[str], longest: int | None = None) -> ServedModel:
