@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 
 from tunesmith.errors import ConfigError, ModelError, boundary
 from tunesmith.models.kernels.attention import ATTENTION_NAME
+from tunesmith.models.kernels.layers import comes_with_model
 from tunesmith.models.kernels.quantised import (
     QuantisedLinear,
     Quantize,
@@ -40,11 +41,10 @@ from tunesmith.models.parallel.shard_files import (
     is_finite,
     renamed,
     shapes_of,
-    stays_wide,
     stored_names,
     turned_names,
 )
-from tunesmith.models.parallel.sharding import Sharding, materialise
+from tunesmith.models.parallel.sharding import Sharding, materialise, stays_wide
 from tunesmith.models.source import ANY_ERROR, directory_of, load_config, readable
 from tunesmith.models.towers import Towers
 from tunesmith.models.weight_checks import (
@@ -121,6 +121,7 @@ def load_module(
         from tunesmith.models.kernels.llama4 import compute_one_by_one
 
         compute_one_by_one(module)
+    _check_own_code(path, module)
     check_tie(files, module)
     module.name_or_path = str(path)  # by which an adapter names its base
     _disable_dropout(module, dropouts)
@@ -154,6 +155,19 @@ def _with_weights(
     with _usable(how.device):
         cast(nn.Module, module).to(how.device)
     return module, towers
+
+
+def _check_own_code(path: str | Path, module: nn.Module) -> None:
+    """Refuse code that comes with a model and does not call the attention function it is given."""
+    for part in module.modules():
+        exchanges = getattr(part, "_supports_attention_backend", True)
+        if comes_with_model(part) and not exchanges:
+            raise ModelError(
+                f"{type(part).__name__}, the code that comes with '{path}', does not say that its "
+                "attention can be exchanged (_supports_attention_backend): packed sequences would "
+                "see each other. Leave model.trust_remote_code out if transformers has this family",
+                keys=("model.trust_remote_code",),
+            )
 
 
 def _set(config: PreTrainedConfig, settings: Mapping[str, object]) -> dict[str, float]:

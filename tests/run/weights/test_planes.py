@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.families import SPECIAL
 from tests.support.taken_weights import Gathered, held_bytes, take, take_all, tensors
 from tests.support.tiny import save_model
 from tests.support.tiny_runs import sums, write_lines
@@ -32,7 +33,7 @@ from tunesmith.models.parallel.sharding import whole_weights
 from tunesmith.plan.rules.checks import check
 from tunesmith.run.processes.checksum import checksum
 from tunesmith.run.processes.process_group import open_store
-from tunesmith.run.specs.planes import published, published_bytes
+from tunesmith.run.specs.planes import _sizes, published, published_bytes
 from tunesmith.run.weights import directories, files
 from tunesmith.run.weights.base import NamedTensors, Offer, Plane
 from tunesmith.run.weights.broadcast import BroadcastPlane
@@ -283,6 +284,20 @@ def test_files_of_a_version_appear_together(tmp_path: Path) -> None:
     assert all(len(names) == 4 and all("version-1" in name for name in names) for names in seen[8:])
     assert sorted(file.name for file in tmp_path.glob("*/*.safetensors")) == seen[-1]
     assert not [*tmp_path.glob("*/*.new")]
+
+
+def test_weights_that_stay_in_float32_are_published_and_counted_so(tmp_path: Path) -> None:
+    """Those of routers, gathered from ranks or not."""
+    path = save_model(tmp_path / "model", "ernie4_5_moe", **SPECIAL["ernie4_5_moe"])
+    model = CausalLM.load(path, dtype=torch.bfloat16)
+    here = dict(published(model)())
+    gathered = dict(whole_weights(model.module, torch.bfloat16))
+    for weights in (here, gathered):
+        wide = {name for name, tensor in weights.items() if tensor.dtype == torch.float32}
+        assert any(name.endswith("gate.weight") for name in wide) and wide != weights.keys()
+        assert wide == {name for name in weights if "gate.weight" in name or "moe_statics" in name}
+    size = sum({tensor.data_ptr(): tensor.nbytes for tensor in here.values()}.values())
+    assert size == sum(_sizes(model, merged=True))
 
 
 def test_gathered_weights_are_dropped_one_by_one(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from tests.support import training
-from tests.support.families import save_multimodal
+from tests.support.families import SPECIAL, save_multimodal
 from tests.support.odd_models import ONE, UP, change
 from tests.support.sharded_ranks import Ranks, limited_activations, sent_by
 from tests.support.tiny import save_model
@@ -157,6 +157,20 @@ def test_bfloat16_trains_float32_weights(start: Start, model: Path) -> None:
     [(_, theirs), *_] = start(2, 3, dtype=torch.bfloat16)("gradient", batch)
     assert all(grad.dtype == torch.float32 for grad in theirs.values())
     assert training.difference(theirs, gradients(alone(model, torch.bfloat16), batch)) < 0.02
+
+
+def test_weights_that_stay_in_float32_are_gathered_as_they_are(
+    start: Start, tmp_path: Path
+) -> None:
+    """Those of routers: in 16 bits they would choose other experts than in one process."""
+    path = save_model(tmp_path / "model", "ernie4_5_moe", **SPECIAL["ernie4_5_moe"])
+    batch = packing()
+    one = alone(path, torch.bfloat16)
+    ranks = start(2, 3, path, dtype=torch.bfloat16)
+    assert np.sum(ranks("score", batch), 0) == pytest.approx(one.score(batch), abs=1e-6)
+    [(_, theirs), *_] = ranks("gradient", batch)
+    assert any(name.endswith("gate.weight") for name in theirs)
+    assert training.difference(theirs, gradients(one, batch)) < 0.02
 
 
 def test_a_rank_keeps_its_part(start: Start, model: Path) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from tunesmith.config.doors import Door
 from tunesmith.errors import ModelError
@@ -258,6 +259,11 @@ def _carry(layer: StatefulLayer, *args: Any, **kwargs: Any) -> Tensor:
             keys=("system.sequence_parallel.size",),
         )
     return context.carry(layer, x).unsqueeze(0)
+
+
+def comes_with_model(module: nn.Module) -> bool:
+    """Whether its class is Python code that comes with the model: it may compute anything."""
+    return type(module).__module__.split(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 
 def text_decoder(module: PreTrainedModel) -> nn.Module:

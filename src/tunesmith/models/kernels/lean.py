@@ -33,16 +33,13 @@ from tunesmith.models.kernels.attention import AttentionContext, AttentionRule
 from tunesmith.models.kernels.functions import HeadShape, Prepare, Product, product, which
 from tunesmith.models.kernels.gradient_sums import kept_sums
 from tunesmith.models.kernels.images import SeenImages
-from tunesmith.models.kernels.layers import StatefulLayer
+from tunesmith.models.kernels.layers import StatefulLayer, comes_with_model
 from tunesmith.models.kernels.lean_ops import OURS, Activation, Operations, embed, linear
 from tunesmith.models.kernels.selective import keeping_products
-from tunesmith.plan.facts.families import family
+from tunesmith.plan.facts.families import LEAN_ACTIVATIONS, family
 
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-}
+_OPERATIONS: Sequence[Activation] = ("silu", "gelu_tanh", "gelu")
+ACTIVATIONS = dict(zip(LEAN_ACTIVATIONS, _OPERATIONS, strict=True))
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 """The products of a layer."""
 
@@ -314,6 +311,8 @@ class LeanDecoder:
         """See ``LayerRunner.supports``."""
         config = model.config
         if not family(config.model_type).lean or not hasattr(model, "layers"):
+            return False
+        if any(comes_with_model(part) for part in model.modules()):
             return False
         usual = config.hidden_size // config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or usual

@@ -28,7 +28,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from tunesmith.models.kernels.quantised import quantised_weights
 from tunesmith.models.parallel.mxfp4 import unpacked
-from tunesmith.models.parallel.sharding import Sharding, first_row, local, whole
+from tunesmith.models.parallel.sharding import Sharding, first_row, local, stays_wide, whole
 from tunesmith.plan.facts.model_files import BLOCKS, SCALES, weights_in
 
 FILE_BYTES = 2 << 30
@@ -109,13 +109,6 @@ def is_finite(tensor: Tensor) -> bool:
     if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point():
         return True
     return all(bound.isfinite() for bound in tensor.aminmax())
-
-
-def stays_wide(module: PreTrainedModel, name: str) -> bool:
-    """Whether transformers has a weight in float32 where a model is in 16 bits, such as the bias
-    that balances experts."""
-    kept: Iterable[str] = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
-    return any(part in name for part in kept)
 
 
 def is_converted(module: PreTrainedModel) -> bool:

@@ -13,7 +13,7 @@ optimizer step.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Self, TypeVar, cast
@@ -129,6 +129,10 @@ class Sharding:
             if self.streams
             else {}
         )
+        if trains and narrow:  # routers, which compute in float32
+            exact = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+            for part in _wide_parts(module, layers):
+                fully_shard(part, reshard_after_forward=self.stage == 3, **exact, **away)
         for layer in layers:
             fully_shard(layer, reshard_after_forward=self.stage == 3, **options, **away)
         fully_shard(
@@ -189,6 +193,26 @@ def materialise(
 
     module._apply(placed)  # pyright: ignore
     module.tie_weights()
+
+
+def stays_wide(module: nn.Module, name: str) -> bool:
+    """Whether transformers has a weight in float32 where a model is in 16 bits, such as the bias
+    that balances experts."""
+    kept: Iterable[str] = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+    return any(part in name for part in kept)
+
+
+def _wide_parts(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The largest modules within the layers all of whose weights stay in float32."""
+    wide = {id(p) for name, p in module.named_parameters() if stays_wide(module, name)}
+    pending = list(layers) if wide else []
+    while pending:
+        part = pending.pop()
+        own = {id(p) for p in part.parameters()}
+        if own and own <= wide:
+            yield part
+        elif own & wide:
+            pending.extend(part.children())
 
 
 def _with_rows(parameter: Tensor, rows: Tensor) -> DTensor:
@@ -298,7 +322,8 @@ def whole_weights(
     for name, tensor in module.state_dict().items():
         if name in others:
             continue
-        weight = whole(tensor, dtype if name in tied else None)  # buffers keep their own dtype
+        wide = name not in tied or (dtype.itemsize == 2 and stays_wide(module, name))
+        weight = whole(tensor, None if wide else dtype)  # buffers keep their own dtype
         weight = weight.cpu() if in_host_memory else weight
         for each in tied.get(name, [name]):
             yield each, weight

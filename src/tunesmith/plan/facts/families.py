@@ -24,6 +24,8 @@ REFUSED = {
     name: str(entry["reason"]) for entry in _TABLES["refused"] for name in entry["names"].split()
 }
 """Architecture → the reason why it is not supported, unless somebody has added it."""
+LEAN_ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
+"""Of the layers that run as a few large operations (``kernels.lean``), in a configuration."""
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 _BY_TOKEN = ("mlp", "moe", "dense", "sparse")
 """Kinds of layers that see one token at a time."""

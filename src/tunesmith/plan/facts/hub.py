@@ -25,15 +25,25 @@ CONFIG = "config.json"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def known_model_facts(path: str) -> ModelFacts | None:
+def known_model_facts(path: str, *, trust_remote_code: bool = False) -> ModelFacts | None:
     """Facts about a local directory or file, or a hub name; None if neither the cache nor the hub
     has its configuration.
 
     Without safetensors files in the directory, the number of parameters is estimated by formula.
 
+    Args:
+        trust_remote_code: whether Python code that comes with the model may run.
+
     Raises:
         ModelError: a local model's files are missing or damaged.
     """
+    facts = _known_facts(path)
+    if facts is None or not facts.own_code or trust_remote_code:
+        return facts
+    return replace(facts, own_code=False)
+
+
+def _known_facts(path: str) -> ModelFacts | None:
     directory = Path(path).expanduser()
     if is_gguf(directory):
         return _gguf_facts(directory)

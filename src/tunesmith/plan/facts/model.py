@@ -11,7 +11,7 @@ from typing import Any
 
 from tunesmith.errors import ModelError, boundary
 from tunesmith.plan.facts.experts import NO_MIXTURES, Mixtures, expert_widths, mixtures_of
-from tunesmith.plan.facts.families import DEFAULTS, family
+from tunesmith.plan.facts.families import DEFAULTS, LEAN_ACTIVATIONS, family
 from tunesmith.plan.facts.layers import (
     ATTENDING,
     CARRYING,
@@ -59,6 +59,10 @@ class ModelFacts:
     """Parameters of a multimodal model beside its text decoder."""
     tower: TowerSizes | None = None
     """The sizes of the one that sees images; None: there is none, or they are not known."""
+    own_code: bool = False
+    """Its layers are Python code that comes with it."""
+    activation: str | None = None
+    """The configuration's name of it; None: the family's own."""
     rotates_in_part: bool = False
     """Only part of each head's dimensions is rotated."""
     attending: int | None = None
@@ -86,7 +90,9 @@ class ModelFacts:
     @cached_property
     def lean(self) -> bool:
         """Whether the model runs as a few large operations (``kernels.lean``)."""
-        return family(self.family).lean and not self.rotates_in_part
+        usual = self.activation in (None, *LEAN_ACTIVATIONS)
+        shaped = usual and not self.rotates_in_part and self.head_dim % 2 == 0
+        return family(self.family).lean and shaped and not self.own_code
 
     @property
     def inner_width(self) -> int:
@@ -179,6 +185,8 @@ def facts_of(whole: Written) -> ModelFacts | None:
         or bool(config.get("attn_logit_softcapping", family(config.get("model_type")).softcap)),
         switch=_switch(config),
         family=config.get("model_type"),
+        own_code=any(name.startswith("AutoModel") for name in whole.get("auto_map") or ()),
+        activation=config.get("hidden_act") or config.get("hidden_activation"),
         rotates_in_part=_rotates_in_part(config),
         attending=sum(kind in ATTENDING for kind in kinds) if carrying else None,
         key_numbers=_key_numbers(config, kinds),

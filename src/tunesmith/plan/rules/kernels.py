@@ -27,6 +27,8 @@ _ONE = "leave out one of the two"
 def _lean_layers(model: ModelFacts) -> str:
     """What acts on lean layers alone, of a model that has none."""
     family = model.family or "this model"
+    if model.own_code:
+        return "decoder layers with a lean form, and the model's own code has none; leave it out"
     return f'decoder layers with a lean form, and those of "{family}" have none; leave it out'
 
 

@@ -53,9 +53,9 @@ def _model(s: Situation[RunConfig]) -> Iterator[Problem]:
             f"with {s.said('model.quantize')}, which sets the format of the weights; leave one of "
             "the two out", "model.quantize")
     if s.model and not s.model.lean:
+        whose = "the model's own code" if s.model.own_code else f"'{s.model.family}'"
         yield s.clash(WEIGHTS,
-            f"is for models of Llama's shape, and '{s.model.family}' is none; leave it out",
-            "model.path")
+            f"is for models of Llama's shape, and {whose} is none; leave it out", "model.path")
     if s.dtype == "float16":
         yield s.clash(WEIGHTS,
             "is for models in float32 or bfloat16; leave it out", "model.dtype")

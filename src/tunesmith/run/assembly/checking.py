@@ -216,7 +216,8 @@ def facts_of_run(
     """
     reward = _rewards_of(config)
     judges = [each for each in (reward.judge if reward else ()) if each.path]
-    model = known_model_facts(config.model.path)
+    trusted = config.model.trust_remote_code
+    model = known_model_facts(config.model.path, trust_remote_code=trusted)
     launch = Launch.of()
     machine, *others = machines or _own_machines(config, launch)
     keeps_tuned = config.system.tuned and not machine.named
