@@ -18,8 +18,6 @@ from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.facts import RunFacts
 from tunesmith.types import Task, Tokenizer
 
-LAST = 64
-"""The number of an item's last tokens by which it is recognised."""
 LOOKED_AT = 200
 """The number of items in which unknown tokens are counted."""
 
@@ -32,8 +30,8 @@ def learning_facts(
     counts = data.report.counts
     said = plan.said
     lr = plan.training.lr
-    kinds = {_content(item) for item in items}
-    tested = list(map(_content, held_out))
+    kinds = {content_of(item) for item in items}
+    tested = list(map(content_of, held_out))
     facts = RunFacts(
         reach=lr * optimizer_steps(said, plan.training, len(items)),
         lr=lr,
@@ -88,16 +86,14 @@ def image_facts(tokenizer: object, items: Sequence[object]) -> dict[str, float]:
     }
 
 
-def _content(item: Any) -> int:
-    """A hash that is equal for equal items; it reads only their length and last tokens, since data
-    can be large."""
+def content_of(item: Any) -> int:
+    """A hash that is equal for equal items. It reads every token: many prompts begin and end with
+    the same instructions."""
     if isinstance(item, Task):
         rest = "" if item.environment == "single_turn" else repr(item.columns)
-        ids = item.prompt_ids
-        return hash((rest, len(ids), ids[-LAST:], image_of(ids)))
+        return hash((rest, item.prompt_ids, image_of(item.prompt_ids)))
     samples = item.samples if isinstance(item, Comparison) else (item,)
-    ends = ((len(s.token_ids), *s.token_ids[-LAST:], image_of(s.token_ids)) for s in samples)
-    return hash(tuple(ends))
+    return hash(tuple((tuple(s.token_ids), image_of(s.token_ids)) for s in samples))
 
 
 def _tokens(item: Any) -> Sequence[int]:
