@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from tunesmith.config.doors import Door
 from tunesmith.errors import ModelError

@@ -95,8 +95,8 @@ def next_best(config: RunConfig, plan: AnyPlan) -> list[dict[str, Any]]:
             devices = planned_devices(other)
             seconds = step_seconds(other).get("step")
             new = other.devices.engine == plan.devices.engine and layout not in seen
-            slower = seconds and seconds >= ours
-            if new and slower and all(fits(other, *device) for device in devices):
+            fit = all(fits(other, *device) for device in devices)
+            if new and fit and seconds and seconds >= ours:
                 seen.append(layout)
                 stated = changes.keys() & {
                     CHECKPOINTING,

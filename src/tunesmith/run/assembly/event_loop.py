@@ -50,7 +50,7 @@ def event_loop() -> Generator[asyncio.Runner]:
 
 
 def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    loop.set_exception_handler(lambda *_: None)  # what a task raises while it ends is not news
+    loop.set_exception_handler(_say_nothing)  # what a task raises while it ends is not news
     ends = time.monotonic() + ENDING
     told = set[asyncio.Task[Any]]()
     while (tasks := asyncio.all_tasks(loop)) and time.monotonic() < ends:
@@ -65,3 +65,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine, even if an event loop is already running."""
     with outside_event_loop(), event_loop() as runner:
         return runner.run(work)
+
+
+def _say_nothing(*_: object) -> None:
+    pass

@@ -178,8 +178,11 @@ def _rm(setup: Setup[Comparison]) -> SupervisedParts[Comparison]:
     if measure is None:
         return parts
 
-    # An evaluation and the checkpoint after it share the metrics after a number of steps.
-    measure_after: Callable[[int], Metrics] = lru_cache(maxsize=1)(lambda _steps: measure())
+    @lru_cache(maxsize=1)
+    def measure_after(_: int) -> Metrics:
+        """The metrics after a number of optimizer steps, shared by an evaluation and the checkpoint
+        after it."""
+        return measure()
 
     def latest() -> Metrics:
         return measure_after(learner.backend.optimizer_steps)

@@ -325,7 +325,8 @@ def _open(system: SystemSection, processes: int, address: str | None) -> bool:
                 what = "this process uses Ray already, as it was started; leave it out"
                 raise ConfigError(f"system.{key}: {what}", keys=(f"system.{key}",))
         return False
-    init = partial(ray.init, runtime_env=environment, logging_level="error", log_to_driver=True)
+    common: dict[str, Any] = {"logging_level": "error", "log_to_driver": True}
+    init = partial(ray.init, runtime_env=environment, **common)
     if address is not None:
         missing = (
             f"there is no Ray cluster at {address}. Start it (ray start --head), correct "

@@ -165,12 +165,9 @@ class ModelSpec:
     def _load(self, tokenizer: Any, like: CausalLM | None = None) -> Any:
         import torch
 
-        from tunesmith.models.causal_lm import CausalLM
-        from tunesmith.models.score_model import ScoreModel
-
         places = (self.device, self.zero_stage, self.shard_size)
         own = partial(sharding_over, *places, streams=self.streams, experts=self.divides)
-        return (ScoreModel if self.scores else CausalLM).load(
+        return self._kind().load(
             self.path,
             dtype=getattr(torch, self.dtype),
             device=self.device,
@@ -183,6 +180,12 @@ class ModelSpec:
             tower=self.vision_tower,
             like=like,
         )
+
+    def _kind(self) -> type[Decoder]:
+        from tunesmith.models.causal_lm import CausalLM
+        from tunesmith.models.score_model import ScoreModel
+
+        return ScoreModel if self.scores else CausalLM
 
     def _set_passes(self, model: Decoder) -> None:
         self._share_sequences(model)

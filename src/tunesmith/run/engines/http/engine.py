@@ -132,8 +132,9 @@ class SglangEngine:
             settings = ", ".join(f"{name} = {value:g}" for name, value in sampling.altered.items())
             why = f"{KIND.unaltered_only}; leave out what alters the distribution"
             raise UserError(f"sampling: {settings}: {why}")
-        if self._state != "awake":
-            raise EngineError(f"{self.name}: the engine is {self._state}")
+        state = self._state
+        if state != "awake":
+            raise EngineError(f"{self.name}: the engine is {state}")
         request = _Request(
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
