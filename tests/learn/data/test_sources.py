@@ -56,7 +56,7 @@ def test_jsonl_with_byte_order_mark_crlf_and_no_final_newline(tmp_path: Path) ->
         (b'{"a": 1, "a": 2}\n', "the key 'a' stands twice"),
         (b'{"a": 1,}\n', "not JSON"),
         (b'{"a": "\xff"}\n', "not UTF-8 at byte 7"),
-        (b'{"a": "cut o', "the last line is cut off"),
+        (b'{"a": "cut o', "the last line is cut off: Unterminated string starting at column"),
         (b'{"a": ' + b"[" * 100_000 + b"\n", "not JSON"),
     ],
 )

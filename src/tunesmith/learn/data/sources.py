@@ -216,7 +216,8 @@ def read_jsonl(path: Path) -> Rows:
             except json.JSONDecodeError as error:
                 start = "not JSON:" if raw.endswith(b"\n") else "the last line is cut off:"
                 whole = _WHOLE if number == 1 and raw.strip() in (b"[", b"{") else ""
-                yield row.bad(f"{start} {error.msg} at column {error.colno}{whole}")
+                what = error.msg.removesuffix(" at")
+                yield row.bad(f"{start} {what} at column {error.colno}{whole}")
             except (ValueError, RecursionError) as error:
                 yield row.bad(f"not JSON: {error}")
 
