@@ -447,13 +447,13 @@ def kv_bytes_per_number(plan: AnyPlan) -> int:
 
 
 def host_tokens(plan: AnyPlan, model: ModelFacts) -> float:
-    """Tokens of a micro-batch whose activations fit, with ``system.offload_activations``, in half
-    of the host memory that the run leaves without them: other programs need memory."""
+    """Tokens of a micro-batch whose activations fit in host memory, with
+    ``system.offload_activations``."""
     layout = layout_of(plan)
     sent = layout.models * sent_bytes(model, layout) / layout.sequence
     if not sent or _host_unknown(plan):
         return inf
-    return (_host_memory(plan) - price(model, replace(layout, tokens=0)).host) / 2 / sent
+    return (_host_memory(plan) - price(model, replace(layout, tokens=0)).host) / sent
 
 
 def _host_memory(plan: AnyPlan) -> float:

@@ -9,6 +9,7 @@ from math import ceil, inf
 from tunesmith.config.values import format_size, megabytes
 from tunesmith.plan.cost.activations import activation_bytes
 from tunesmith.plan.cost.memory import (
+    HOST_SHARE,
     bytes_per_token,
     engine_kv,
     host_tokens,
@@ -213,7 +214,7 @@ def _fitting(plan: AnyPlan, model: ModelFacts, longest: int, most: int) -> tuple
     if count == 0:
         return max(1, longest), "the longest sample has to fit"
     if sizes[count] > host:
-        return sizes[count - 1], "what fits in half of the host's free memory"
+        return sizes[count - 1], f"what fits in {HOST_SHARE:.0%} of the host's free memory"
     return sizes[count - 1], f"what fits in {limit(plan):.0%} of the free memory"
 
 
