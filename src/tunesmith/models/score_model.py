@@ -81,8 +81,8 @@ class ScoreModel(Decoder):
         """
         states = self.states(forest)
         wide = torch.promote_types(states.dtype, torch.float32)
-        bias = cast(Tensor | None, self.head.bias)
-        bias = None if bias is None else bias.to(wide)
+        bias: Tensor | None = getattr(self.head, "bias", None)
+        bias = bias if bias is None else bias.to(wide)
         return functional.linear(states.to(wide), self.head.weight.to(wide), bias).squeeze(1)
 
     def predict(self, forest: Forest) -> Predictions:

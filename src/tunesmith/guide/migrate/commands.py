@@ -91,7 +91,8 @@ def _launch(
     framework = program.framework if program else "trl"
     read = _hydra if framework == "verl" else _options_with_config
     settings, notes = read(words[start:], framework, folder)
-    text, file = "", ""
+    text = ""
+    file = ""
     if name.endswith(".py"):
         here = read_named(name, folder)
         text, file = script if here is None else (here, Path(name).name)

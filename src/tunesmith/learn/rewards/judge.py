@@ -115,7 +115,8 @@ class JudgeRewards:
         for one in asked:
             if isinstance(one, Unanswered):
                 own: list[Answer] = [one]
-                verdicts, reason = list[Judgement](), one.reason
+                verdicts = list[Judgement]()
+                reason = one.reason
             else:
                 own = [next(answers) for _ in votes]
                 verdicts, reason = await self._verdicts(own, one[1])

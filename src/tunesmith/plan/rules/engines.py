@@ -111,7 +111,8 @@ def sampling_that_the_engine_supports(s: Situation[RunConfig]) -> Iterator[Probl
             f'{s.training.longest}. Set {ENGINE} = "local", or lower '
             f"{sampling.table}.max_new_tokens",
             f"{sampling.table}.max_new_tokens")
-    least, most = engine.least_temperature, engine.most_temperature
+    least = engine.least_temperature
+    most = engine.most_temperature
     why = f": {engine.title} samples with {least:g} to {most:g}"
     temperature: float | None = getattr(sampling, "temperature", None)
     if temperature and not least <= temperature <= most:

@@ -258,7 +258,8 @@ class VllmEngine:
         """Refuse a request: UserError if it can never be served, EngineError if not in the engine's
         current state."""
         check_sampling(sampling)
-        least, most = KIND.least_temperature, KIND.most_temperature
+        least = KIND.least_temperature
+        most = KIND.most_temperature
         if sampling.temperature and not least <= sampling.temperature <= most:
             raise UserError(
                 f"sampling.temperature = {sampling.temperature:g}: vLLM samples with {least:g} to "

@@ -233,7 +233,8 @@ def kept_settings() -> Generator[None]:
     """Restore what vLLM sets for all of PyTorch when it starts on another thread: on GPUs one
     thread for all work that begins later, and the precision of float32 products; on CPUs that the
     number of threads cannot be set."""
-    count, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    count = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     set_count = torch.set_num_threads
     try:
         yield
