@@ -306,7 +306,17 @@ def test_the_last_step_of_an_rl_run_has_the_prompts_that_are_left(tmp_path: Path
     assert steps[-1]["epoch"] == 2
 
 
-@pytest.mark.parametrize("ahead", [{}, {"rollout__max_staleness": 1, "rollout__partial": True}])
+@pytest.mark.parametrize(
+    "ahead",
+    [
+        {},
+        {
+            "rollout__max_staleness": 1,
+            "rollout__partial": True,
+            "rollout__over_generation": 1.5,
+        },
+    ],
+)
 def test_a_continued_rl_run_ends_with_its_passes(tmp_path: Path, ahead: dict[str, Any]) -> None:
     """In steps of another size; and no prompt is played that no step takes."""
     changed = {"rollout__group_size": 2, "train__schedule": "linear", "train__lr": 1e-3, **ahead}

@@ -106,8 +106,8 @@ def _compare(found: Sequence[RunSummary], as_json: bool) -> None:
     names = [run.path.name for run in found]
     settings = differences(found)
     means = [late_means(run.path) for run in found]
-    names = dict.fromkeys(name for mean in means for name in mean)
-    metrics = {name: [mean.get(name) for mean in means] for name in names}
+    measured = dict.fromkeys(name for mean in means for name in mean)
+    metrics = {name: [mean.get(name) for mean in means] for name in measured}
     if as_json:
         print(json.dumps({"runs": names, "settings": settings, "metrics": metrics}, indent=2))
         return

@@ -444,7 +444,7 @@ async def test_an_error_while_the_policy_trains_ends_the_run_though_a_batch_is_r
     trains = asyncio.Event()
     fakes: dict[str, Any] = {
         "play": play,
-        "draws": lambda *_: None,
+        "prompts_left": lambda *_: 9,
         "check_failures": check,
         "select_learnable": lambda _, groups: groups,
         "step_metrics": lambda *_: {},
