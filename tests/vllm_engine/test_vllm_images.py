@@ -20,6 +20,7 @@ from tests.support.vision import (
     weights_of,
     write_pictures,
 )
+from tunesmith.models.causal_lm import CausalLM
 from tunesmith.run import assembly
 from tunesmith.run.engines.vllm.engine import VllmEngine
 from tunesmith.run.engines.vllm.images import ImagePrompts
@@ -99,28 +100,56 @@ def test_what_is_sampled_has_the_trainers_log_probabilities(
             *(engine.generate(prompt, each) for prompt in prompts for each in samplings)
         )
 
-    def check(answers: list[Completion]) -> None:
-        asked = [prompt for prompt in prompts for _ in range(2)]
-        pairs = zip(asked, answers, strict=True)
-        batch = [
-            Sample([*p, *a.token_ids], [False] * len(p) + [True] * len(a.token_ids))
-            for p, a in pairs
-        ]
-        with torch.no_grad():
-            want, _ = logprobs(model, forest_of(batch))
-        got = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
-        torch.testing.assert_close(got, want.float(), rtol=near, atol=near)
-
     async def run() -> None:
-        check(await sampled())
+        asked = [prompt for prompt in prompts for _ in range(2)]
+        check(model, asked, await sampled(), near)
         with torch.no_grad():
             for weight in model.module.parameters():
                 weight.mul_(1.1)
         await engine.load_weights(1)
-        check(await sampled())
+        check(model, asked, await sampled(), near)
         await engine.close()
 
     asyncio.run(run())
+
+
+def check(
+    model: CausalLM, prompts: list[list[int]], answers: list[Completion], near: float
+) -> None:
+    """Compare log-probabilities with the trainer's."""
+    batch = [
+        Sample([*p, *a.token_ids], [False] * len(p) + [True] * len(a.token_ids))
+        for p, a in zip(prompts, answers, strict=True)
+    ]
+    with torch.no_grad():
+        want, _ = logprobs(model, forest_of(batch))
+    got = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
+    torch.testing.assert_close(got, want.float(), rtol=near, atol=near)
+
+
+def test_a_run_without_images_has_no_tower(tmp_path: Path) -> None:
+    path = save_vision_model(tmp_path / "m", "qwen3_vl", **WIDE["qwen3_vl"])
+    model = CausalLM.load(path)
+    settings = VllmSettings(str(path), "float32", kv_bytes=1 << 26, max_running=4)
+    engine: Any = VllmEngine(settings, published(model, as_stored=True))
+
+    async def run() -> None:
+        (names,) = await engine._thread.call(lambda: engine._vllm.collective_rpc(_parameters))
+        assert names and not any("visual" in name for name in names)
+        for version in (1, 2):
+            with torch.no_grad():
+                for weight in model.module.parameters():
+                    weight.mul_(1.1)
+            await engine.load_weights(version)
+            done = await engine.generate([7, 8, 9], Sampling(6, ignore_eos=True, seed=1))
+            check(model, [[7, 8, 9]], [done], 1e-4)
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def _parameters(worker: Any) -> list[str]:
+    return [name for name, _ in worker.get_model().named_parameters()]
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,8 @@ def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping
         "lora_target_modules": list(settings.adapter_modules) or None,
         "enable_return_routed_experts": settings.records_experts or None,
         "limit_mm_per_prompt": {"video": 0} if settings.images else None,
+        # Otherwise it loads the tower, which gets no new weights, and reserves memory for images.
+        "language_model_only": None if settings.images else True,
         "cudagraph_capture_sizes": settings.cuda_graph_sizes and list(settings.cuda_graph_sizes),
         # Prefixes are cached in whole blocks: the default of 128 would miss most prompts.
         "block_size": BLOCK_TOKENS if on_cpu else None,
