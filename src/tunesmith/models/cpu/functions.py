@@ -94,11 +94,11 @@ class CpuFunctions:
 
     @staticmethod
     def multiplies(weight: Tensor) -> bool:
-        if CpuFunctions.fits(weight) and _widened(weight.dtype):
-            return True
+        if weight.dtype == torch.float32:
+            return CpuFunctions.fits(weight) and _many()
         whole = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
         here = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-        return whole and here and multiplies_narrow()
+        return whole and here and (multiplies_narrow() or (usable() and _widened(weight.dtype)))
 
     @staticmethod
     def add_product(grad: Tensor, x: Tensor, sums: Sequence[tuple[Tensor, bool]]) -> None:
