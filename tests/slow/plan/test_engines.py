@@ -130,12 +130,12 @@ def test_settings_of_vllm_are_read_where_it_is_derived() -> None:
             plan(RLConfig, on, "system.vllm.eager=true", fast=fast, model=SMALL)
 
 
-def sized(name: str) -> ModelFacts:
+def sized(name: str, **_: Any) -> ModelFacts:
     del name
     return QWEN_7B
 
 
-def sized_70b(name: str) -> ModelFacts:
+def sized_70b(name: str, **_: Any) -> ModelFacts:
     del name
     return MODELS["70B (Llama 3)"]
 
