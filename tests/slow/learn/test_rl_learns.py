@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
 SEEDS = {"ppo": (0, 1), "ppo, shared trunk": (1, 2), "gspo": (0, 2)}
 FASTER: dict[str, dict[str, Any]] = {
     "ppo": {"train.steps": 48, "train.lr": 4.5e-4},
-    "ppo, shared trunk": {"train.steps": 80, "train.lr": 4.5e-4},
+    "ppo, shared trunk": {"train.steps": 100, "train.lr": 4.5e-4},
     "gspo": {"train.steps": 48, "train.lr": 4.5e-4},
 }
 """What is enough from the first of the seeds."""
