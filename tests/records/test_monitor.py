@@ -529,7 +529,9 @@ def test_the_least_seconds_of_a_step_are_summed_and_a_run_faster_than_them_leave
             Checkpoints(tmp_path, 1),
             Best("eval/loss"),
         )
-        session.start(cast("Any", SimpleNamespace(state=lambda _: {}, epoch=0, rehearse=lambda _: [])))
+        session.start(
+            cast("Any", SimpleNamespace(state=lambda _: {}, epoch=0, rehearse=lambda _: []))
+        )
         for attainable in (1.0, 1e18, 1.0):
             least = {
                 "attainable_seconds": attainable,
