@@ -63,27 +63,26 @@ def test_products_and_gradients_are_those_of_float64(
         _close(torch.cat([g for g in grads if g is not None]), weight.grad)
 
 
-@pytest.mark.parametrize("names", [("q",), ("q", "k")])
+@pytest.mark.parametrize("outputs", [33, 48])  # gradients of whole blocks are computed here, too
 def test_bfloat16_is_multiplied_in_float32_where_a_cpu_has_no_instructions_for_it(
-    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(functions, "_without_narrow", lambda: True)
-    owner = _Modules(bias=True).bfloat16()
-    modules = [owner.q, owner.k][: len(names)]
-    projection = Projection(owner, *names)
-    x = torch.randn(functions.MANY, 70, dtype=torch.bfloat16, requires_grad=True)
+    owner = nn.ModuleDict({"q": nn.Linear(80, outputs)}).bfloat16()
+    weight, bias = (p.detach() for p in owner.parameters())
+    projection = Projection(owner, "q")
+    x = torch.randn(functions.MANY, 80, dtype=torch.bfloat16, requires_grad=True)
     y = projection(x)
-    weight = torch.cat([m.weight.detach() for m in modules]).float()
-    bias = torch.cat([m.bias.detach() for m in modules])
-    assert torch.equal(y, (x.detach().float() @ weight.t()).bfloat16() + bias)
+    wide = functions.FUNCTIONS.product(x.detach().float(), weight.float(), turned=False)
+    assert torch.equal(y, wide.bfloat16() + bias)
     with torch.no_grad():
         assert torch.equal(projection(x), y)
     grad = torch.randn_like(y)
     y.backward(grad)
-    wide = grad.float()
-    torch.testing.assert_close(x.grad, (wide @ weight).bfloat16())
-    found = torch.cat([m.weight.grad for m in modules if m.weight.grad is not None])
-    torch.testing.assert_close(found, (wide.t() @ x.detach().float()).bfloat16())
+    back = functions.FUNCTIONS.product(grad.float(), weight.float(), turned=True)
+    assert x.grad is not None and torch.equal(x.grad, back.bfloat16())
+    found = next(owner.parameters()).grad
+    torch.testing.assert_close(found, (grad.float().t() @ x.detach().float()).bfloat16())
 
 
 def test_sums_depend_neither_on_threads_nor_on_other_rows() -> None:

@@ -27,31 +27,26 @@ def measure_limits(device: str, dtype: DType) -> PeakRates:
     on_gpu = torch.device(device).type == "cuda"
     wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
     with torch.no_grad():
-        size = 8192 if on_gpu else _size_on_cpu(kind)
-        flops = _product_rate(size, kind, device, wait)
-        if not on_gpu and dtype != "float32":
-            # Products of a CPU without instructions for 16 bits are computed in float32.
-            flops = max(flops, _product_rate(1024, torch.float32, device, wait))
+        if not on_gpu and _is_slow(kind):
+            kind = torch.float32  # in which such products are computed there
+        size = 8192 if on_gpu else 1024
+        a = torch.ones(size, size, dtype=kind, device=device)
+        product = torch.empty_like(a)
+        flops = 2 * size**3 / _best_seconds(lambda: torch.mm(a, a, out=product), wait)
         # On a CPU more than its cache holds, but a small part of the free memory.
         copied = 512 * 2**20 if on_gpu else max(2**20, min(64 * 2**20, memory()[1] // 256))
         bandwidth = copy_rate(copied, device, wait)
     if on_gpu:
+        del a, product
         torch.cuda.empty_cache()  # other processes may use the device
     return PeakRates(flops, bandwidth)
 
 
-def _product_rate(size: int, kind: torch.dtype, device: str, wait: Callable[[], None]) -> float:
-    a = torch.ones(size, size, dtype=kind, device=device)
-    product = torch.empty_like(a)
-    return 2 * size**3 / _best_seconds(lambda: torch.mm(a, a, out=product), wait)
-
-
-def _size_on_cpu(kind: torch.dtype) -> int:
-    """1024 rows; 256 where that would take seconds: many CPUs multiply 16 bits a hundred times as
-    slowly as float32."""
+def _is_slow(kind: torch.dtype) -> bool:
+    """Whether products of 1024 rows would take seconds: many CPUs multiply 16 bits up to a hundred
+    times as slowly as float32."""
     a = torch.ones(256, 256, dtype=kind)
-    seconds = [_seconds(lambda: torch.mm(a, a)) for _ in range(2)]
-    return 256 if min(seconds) > 0.005 else 1024
+    return min(_seconds(lambda: torch.mm(a, a)) for _ in range(2)) > 0.005
 
 
 def copy_rate(size: int, device: str, wait: Callable[[], None]) -> float:

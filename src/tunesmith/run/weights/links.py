@@ -90,9 +90,9 @@ def linked(member: RoundMember) -> Generator[Link]:
     key = member.offer["source"], member.rank
     kept = _kept.pop(key, None)
     again = _all_have(member, kept)
-    if kept and not again:
-        kept.close()
     if not again:
+        if kept:
+            kept.close()
         close_links(key[0])  # this process had another rank in a round before
     link = kept if kept and again else _new_link(member)
     link.member = member

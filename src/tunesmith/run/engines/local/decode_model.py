@@ -42,9 +42,9 @@ class DecodeModel:
         """
         self._model = model
         adapter = model.adapter
-        numbers = sum(p.numel() for p in model.module.parameters())
-        if adapter is not None:
-            numbers = adapter.base_numbers()  # as the plan counts
+        parameters = model.module.parameters()
+        # As the plan counts: without an adapter.
+        numbers = adapter.base_numbers() if adapter else sum(p.numel() for p in parameters)
         whole = not is_quantised(model.module)
         rounded = self._rounded(weights, compiled=compiled and whole)
         if weights == "float16" and rounded is None and compiled and whole and decoding(model):
