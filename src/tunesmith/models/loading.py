@@ -44,7 +44,7 @@ from tunesmith.models.parallel.shard_files import (
     stored_names,
     turned_names,
 )
-from tunesmith.models.parallel.sharding import Sharding, materialise, stays_wide
+from tunesmith.models.parallel.sharding import Sharding, materialise, whole_dtype
 from tunesmith.models.source import ANY_ERROR, directory_of, load_config, readable
 from tunesmith.models.towers import Towers
 from tunesmith.models.weight_checks import (
@@ -265,8 +265,7 @@ def _without_weights(
             places.enter_context(init_empty_weights(include_buffers=False))
         module = make()
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if tensor.itemsize == 2 and stays_wide(module, name):
-            tensor.data = tensor.data.float()
+        tensor.data = tensor.data.to(whole_dtype(module, name, tensor.dtype))
     module.tie_weights()
     conversions = conversions_of(module)
     if conversions:  # transformers finds them by the name of the class, which sharding changes

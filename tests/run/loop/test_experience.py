@@ -12,7 +12,8 @@ import pytest
 from tests.support.algorithms import algorithm
 from tunesmith.learn.algorithms.aggregation import weigh
 from tunesmith.learn.data.batch import Batch
-from tunesmith.run.loop.experience import by_rollout, lost_tokens, make_experience
+from tunesmith.run.loop.experience import by_rollout, make_experience
+from tunesmith.run.loop.learner import lost_tokens
 from tunesmith.run.loop.teacher import ALIGNED
 from tunesmith.types import Completion, Record, Rollout, RolloutGroup, Task
 

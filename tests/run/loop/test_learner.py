@@ -322,6 +322,19 @@ def test_scores_are_those_of_one_sequence_at_a_time(models: dict[str, Path]) -> 
         assert scored == pytest.approx(learner_of(backend).score(batch.take([i])), abs=2e-5)
 
 
+def test_tokens_that_are_left_out_are_counted_in_each_optimizer_step(
+    models: dict[str, Path],
+) -> None:
+    """One token has no finite input: in each pass, one of two optimizer steps leaves it out."""
+    learner = learner_of(backend_of(models["llama"], torch.float64))
+    batch = Batch.of(samples_of(groups=2, size=1))
+    values = np.zeros(batch.num_predictions)
+    values[0] = np.nan
+    batch.add("old_logprobs", values)
+    metrics = learner.update(batch, SFTObjective(), batch_size=1, passes=2)
+    assert (metrics["optimizer_steps"], metrics["nonfinite_tokens"]) == (4, 0.5)
+
+
 def test_a_batch_is_packed_once_for_scoring_and_for_every_pass(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from tunesmith.models.kernels.quantised import quantised_weights
 from tunesmith.models.parallel.mxfp4 import unpacked
-from tunesmith.models.parallel.sharding import Sharding, first_row, local, stays_wide, whole
+from tunesmith.models.parallel.sharding import Sharding, first_row, local, whole, whole_dtype
 from tunesmith.plan.facts.model_files import BLOCKS, SCALES, weights_in
 
 FILE_BYTES = 2 << 30
@@ -194,8 +194,8 @@ def save_weights(
         mine: dict[str, Tensor] = {}
         for rank, (_, names) in enumerate(files[first : first + world]):
             for name in names:
-                narrow = name in parameters and not stays_wide(module, name)
-                weight = whole(state[name], dtype if narrow else None)
+                kept = whole_dtype(module, name, dtype) if name in parameters else None
+                weight = whole(state[name], kept)
                 if rank == sharding.rank:
                     mine[name] = weight.cpu()
         if mine:

@@ -202,6 +202,12 @@ def stays_wide(module: nn.Module, name: str) -> bool:
     return any(part in name for part in kept)
 
 
+def whole_dtype(module: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    """In which dtype a parameter is kept and published in a model of this one."""
+    wide = dtype.itemsize == 2 and stays_wide(module, name)
+    return torch.float32 if wide else dtype
+
+
 def _wide_parts(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """The largest modules within the layers all of whose weights stay in float32."""
     wide = {id(p) for name, p in module.named_parameters() if stays_wide(module, name)}
@@ -322,8 +328,8 @@ def whole_weights(
     for name, tensor in module.state_dict().items():
         if name in others:
             continue
-        wide = name not in tied or (dtype.itemsize == 2 and stays_wide(module, name))
-        weight = whole(tensor, None if wide else dtype)  # buffers keep their own dtype
+        # Buffers keep their own dtype.
+        weight = whole(tensor, whole_dtype(module, name, dtype) if name in tied else None)
         weight = weight.cpu() if in_host_memory else weight
         for each in tied.get(name, [name]):
             yield each, weight

@@ -19,7 +19,7 @@ from tunesmith.learn.algorithms.shaping import clip_reward, overlong_penalty, st
 from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.run.loop.critic import Critic
 from tunesmith.run.loop.learner import Learner
-from tunesmith.run.loop.teacher import ALIGNED, Teacher
+from tunesmith.run.loop.teacher import Teacher
 from tunesmith.types import Rollout, RolloutGroup, Sample
 
 
@@ -165,15 +165,6 @@ def _note_tokens(rollouts: Sequence[Rollout], batch: Batch, algorithm: Algorithm
     by_token = {name: by_rollout(batch, values) for name, values in noted.items()}
     for n in np.unique(batch.rollout):
         rollouts[n].by_token = {name: values[n] for name, values in by_token.items()}
-
-
-def lost_tokens(batch: Batch) -> int:
-    """Tokens that are not learned from because a value of theirs is not finite. A teacher with
-    another tokenizer leaves out some on purpose; these do not count."""
-    lost = ~batch.finite
-    if ALIGNED in batch.columns:
-        lost &= np.isfinite(batch.columns["ref_logprobs"])
-    return int(lost.sum())
 
 
 def by_rollout(batch: Batch, values: Floats) -> list[Floats]:

@@ -20,6 +20,7 @@ from tunesmith.learn.data.micro_batches import Packing
 from tunesmith.learn.data.packing import group_tokens
 from tunesmith.models.forest import forest_cost
 from tunesmith.records import interrupts
+from tunesmith.run.loop.teacher import ALIGNED
 from tunesmith.run.trainers.base import Metrics, Quantity, TrainBackend
 
 TRAINING = "max_tokens"
@@ -30,6 +31,7 @@ SKIPPED_IN_A_ROW = 3
 """Consecutive optimizer steps without a finite gradient that end a run."""
 TOTALS = ("microbatches", "trained_tokens", "attainable_seconds", "skipped_steps")
 """Metrics that add up over the optimizer steps of an update; all others are means."""
+NONFINITE = "nonfinite_tokens"
 
 
 @dataclass(slots=True)
@@ -186,6 +188,8 @@ class Learner:
                 self._lower_cap(batch, TRAINING, failure)
                 continue
             metrics = with_shares(summed) | self._work(packing)
+            if NONFINITE in metrics:  # an objective sees only what the new weights make of tokens
+                metrics[NONFINITE] += lost_tokens(batch)
             lr = self.learning_rate(self.backend.optimizer_steps)
             interrupts.commit()
             step = dict(self.backend.step(lr))
@@ -269,6 +273,15 @@ class Learner:
         if self.keep_groups:
             return group_tokens(batch, share=self.share_prompts)
         return int(batch.lengths.max(initial=0))
+
+
+def lost_tokens(batch: Batch) -> int:
+    """Tokens that are not learned from because a value of theirs is not finite. A teacher with
+    another tokenizer leaves out some on purpose; these do not count."""
+    lost = ~batch.finite
+    if ALIGNED in batch.columns:
+        lost &= np.isfinite(batch.columns["ref_logprobs"])
+    return int(lost.sum())
 
 
 def optimizer_batches(

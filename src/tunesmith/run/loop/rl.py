@@ -10,7 +10,7 @@ from tunesmith.errors import RewardError
 from tunesmith.learn.algorithms.objective import policy_objective
 from tunesmith.records import interrupts
 from tunesmith.run.loop.evaluate import EvaluationPlan, evaluate
-from tunesmith.run.loop.experience import lost_tokens, make_experience
+from tunesmith.run.loop.experience import make_experience
 from tunesmith.run.loop.groups import update_trainer_state
 from tunesmith.run.loop.parts import RLParts
 from tunesmith.run.loop.rollouts import RolloutSource
@@ -97,8 +97,6 @@ def learn(parts: RLParts, groups: Sequence[RolloutGroup], step: int) -> Metrics:
         metrics |= parts.learner.update(
             batch, objective, batch_size=batch_size, passes=said.train.passes_per_batch, seed=seed
         )
-        steps_per_pass = metrics["optimizer_steps"] / said.train.passes_per_batch
-        metrics["nonfinite_tokens"] += lost_tokens(batch) / steps_per_pass
         if parts.kl.target is not None:
             metrics["kl_coef"] = parts.kl.update(metrics["ref_kl"], batch.num_rollouts)
         if "ref_kl" in metrics:

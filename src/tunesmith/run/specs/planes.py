@@ -149,14 +149,13 @@ def published_bytes(model: Decoder, *, merged: bool = True) -> int:
 def _sizes(model: Decoder, *, merged: bool) -> list[int]:
     """Bytes of each published tensor, with tied weights counted once."""
     from tunesmith.models.kernels.quantised import weights_of
-    from tunesmith.models.parallel.sharding import stays_wide
+    from tunesmith.models.parallel.sharding import whole_dtype
 
     if model.adapter is not None and not merged:
         return [tensor.nbytes for _, tensor in model.adapter.own_weights()]
     counts = {id(parameter): count for parameter, count in weights_of(model.module)}
-    narrow = model.dtype.itemsize
     parameters = {
-        id(p): counts[id(p)] * (max(4, narrow) if stays_wide(model.module, name) else narrow)
+        id(p): counts[id(p)] * whole_dtype(model.module, name, model.dtype).itemsize
         for name, p in model.module.named_parameters()
         if ".lora_" not in name
     }
