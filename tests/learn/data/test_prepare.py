@@ -146,8 +146,10 @@ def test_ids_from_a_column_stay_unique(tmp_path: Path) -> None:
 
 
 def test_a_bad_line_stops_with_its_place_or_is_skipped_counted_and_listed(tmp_path: Path) -> None:
-    path = put(tmp_path / "a.jsonl", SUMS, '\n{"question": null}\n{"answer": 1}\n{"question": "cut')
-    with pytest.raises(DataError, match=r"a\.jsonl:7: blank line\. \(data\.skip_bad"):
+    path = put(
+        tmp_path / "a.jsonl", SUMS, '3\n{"question": null}\n{"answer": 1}\n{"question": "cut'
+    )
+    with pytest.raises(DataError, match=r"a\.jsonl:7: holds a number, .*\(data\.skip_bad"):
         tasks(path, tiny.tokenizer())
     report = tasks(path, tiny.tokenizer(), skip_bad=True).report
     assert report.counts == {"read": 10, "kept": 6, "truncated": 0, "bad": 4, "too_long": 0}

@@ -47,7 +47,6 @@ def test_jsonl_with_byte_order_mark_crlf_and_no_final_newline(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"\n", "blank line"),
         (b"[1, 2]\n", "holds a list"),
         (b"3\n", "holds a number"),
         (b"null\n", "holds null"),
@@ -69,6 +68,16 @@ def test_a_bad_jsonl_line_is_named_and_the_others_are_kept(
     assert bad.where == f"{tmp_path}/a.jsonl:2"
     assert reason in bad.reason
     assert len(rest) == (1 if after else 0)
+
+
+def test_blank_lines_are_no_rows_and_count_in_the_places(tmp_path: Path) -> None:
+    objects = lines(tmp_path / "a.jsonl", b'\xef\xbb\xbf\n{"a": "1"}\r\n \t\r\n\n{"a": "2"}\n\n  ')
+    table = lines(tmp_path / "a.csv", "\na\n\n1\r\n\r\n2\n\n")
+    for found, places in ((objects, "25"), (table, "46")):
+        assert columns(found) == [{"a": "1"}, {"a": "2"}]
+        assert [row.where.rsplit(":", 1)[1] for row in found] == list(places)
+    with pytest.raises(DataError, match=r"b\.csv:3: the column 'a'"):
+        lines(tmp_path / "b.csv", "\n\na,a\n")
 
 
 @pytest.mark.parametrize("text", ['[{"a": 1}]\n', '[\n {"a": 1}\n]\n'])
@@ -107,11 +116,10 @@ def test_a_damaged_json_file_is_refused(tmp_path: Path, text: str | bytes, reaso
 
 def test_csv_with_quoted_line_breaks_keeps_line_numbers(tmp_path: Path) -> None:
     found = lines(tmp_path / "a.csv", 'question,answer\n"a\nb",1\nc,2\nd\n\n"e",3\n"f"x,4\ng,5\n')
-    assert [row.where.rsplit(":", 1)[1] for row in found] == ["2", "4", "5", "6", "7", "8", "9"]
+    assert [row.where.rsplit(":", 1)[1] for row in found] == ["2", "4", "5", "7", "8", "9"]
     bad = [row for row in found if isinstance(row, BadLine)]
     assert [row.reason.split(":")[0] for row in bad] == [
         "1 fields where the header has 2",
-        "blank line",
         "not CSV",
     ]
     assert columns([row for row in found if isinstance(row, SourceRow)]) == [

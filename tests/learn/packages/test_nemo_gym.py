@@ -60,6 +60,11 @@ def test_tasks_of_a_file_may_hold_any_text(tmp_path: Path) -> None:
     file.write_text(f"{line}\n{line}\n", encoding="utf-8")
     found = list(rows("http://h", "train", {"file": str(file)}))
     assert [row["prompt"] for row in found] == [[{"role": "user", "content": said}]] * 2
+    file.write_text(f"\n{line}\n  \n{line}\n\n3\n\n", encoding="utf-8")
+    several = rows("http://h", "train", {"file": str(file)})
+    assert len([next(several), next(several)]) == 2
+    with pytest.raises(ConfigError, match="line 6"):
+        next(several)
 
 
 @need("nemo_gym")

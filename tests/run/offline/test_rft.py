@@ -31,7 +31,7 @@ from tunesmith.run.engines.base import EngineStats
 from tunesmith.run.offline.lines import read_lines
 from tunesmith.run.offline.questions import with_shots
 from tunesmith.run.offline.rft import RFTOutcome, run_rft
-from tunesmith.run.offline.rounds import check_prompts
+from tunesmith.run.offline.rounds import RftRound, adopt_answers, check_prompts
 from tunesmith.run.offline.usage import Usage, seconds_of, total_of
 from tunesmith.run.trainers.torch import TorchBackend
 from tunesmith.types import Sample, Task
@@ -480,6 +480,18 @@ def test_the_same_answers_are_trained_on_again_with_other_settings(
         run_rft(
             "train", None, [*settings, f"run_dir={tmp_path / 'third'}", f"rft.answers={answers}"]
         )
+
+
+def test_answers_of_another_run_may_have_blank_lines(tmp_path: Path) -> None:
+    asked = [{"prompt": p, "completion": "1", "reward": 1.0} for p in ("a", "b")]
+    tasks = [Task(id=p, prompt=p, prompt_ids=(1,)) for p in ("a", "b")]
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("\n" + "\n\n".join(map(json.dumps, asked)) + "\n \n")
+    this = RftRound(tmp_path / "round-1")
+    with pytest.raises(DataError, match=r"answers\.jsonl:4 .* task c"):
+        adopt_answers(answers, this, [tasks[0], replace(tasks[1], id="c", prompt="c")])
+    adopt_answers(answers, this, tasks)
+    assert list(read_lines(this.samples)) == asked
 
 
 @pytest.mark.parametrize(

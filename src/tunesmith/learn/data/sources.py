@@ -203,13 +203,14 @@ _WHOLE = "; a .jsonl file has one object per line: name a file with one JSON lis
 
 
 def read_jsonl(path: Path) -> Rows:
-    """One JSON object per line, UTF-8. A blank line is a bad line."""
+    """One JSON object per line, UTF-8. Blank lines are skipped."""
     with boundary(DataError, f"cannot read {path}", OSError), path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             row = SourceRow(str(path), f"{path}:{number}", {})
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                yield _row_of_object(row, _DECODER.decode(text)) if text else row.bad("blank line")
+                if text:
+                    yield _row_of_object(row, _DECODER.decode(text))
             except UnicodeDecodeError as error:
                 byte = f"not UTF-8 at byte {error.start} of the line"
                 yield row.bad(f"{byte} ({error.reason}); save the file as UTF-8")
@@ -274,33 +275,36 @@ def read_json(path: Path) -> Rows:
 
 
 def read_csv(path: Path) -> Rows:
-    """Comma-separated values with column names on the first line; every value is text."""
+    """Comma-separated values with column names on the first line; every value is text. Blank lines
+    are skipped."""
     reader = csv.reader(io.StringIO(_decode_file(path), newline=""), strict=True)
     csv.field_size_limit(1 << 30)
     with boundary(DataError, f"{path}:1: not CSV", csv.Error):
-        header = next(reader, None)
+        header = next(filter(None, reader), None)
     if header is None:
         return
+    at = f"{path}:{reader.line_num}"
     mark = next((mark for mark in ";\t|" if len(header) == 1 and mark in header[0]), "")
     if mark:
-        raise DataError(f"{path}:1: columns are separated by {mark!r}; save it with commas.")
-    name, times = Counter(header).most_common(1)[0] if header else ("", 0)
+        raise DataError(f"{at}: columns are separated by {mark!r}; save it with commas.")
+    ((name, times),) = Counter(header).most_common(1)
     if times > 1:
-        raise DataError(f"{path}:1: the column '{name}' stands twice in the header.")
+        raise DataError(f"{at}: the column '{name}' stands twice in the header.")
     while True:
         line = reader.line_num + 1
-        reason = "blank line"
         try:
-            fields = next(reader, None)
-        except csv.Error as error:
-            fields = []
-            reason = f"not CSV: {error}"
-        if fields is None:
+            fields = next(reader)
+        except StopIteration:
             return
-        if len(fields) == len(header) > 0:
-            yield SourceRow(str(path), f"{path}:{line}", dict(zip(header, fields, strict=True)))
-            continue
-        if fields:
+        except csv.Error as error:
+            reason = f"not CSV: {error}"
+        else:
+            if not fields:
+                continue
+            if len(fields) == len(header):
+                columns = dict(zip(header, fields, strict=True))
+                yield SourceRow(str(path), f"{path}:{line}", columns)
+                continue
             reason = f"{len(fields)} fields where the header has {len(header)}"
         # An unclosed quote swallows the lines after it, so name them all.
         to = f" (lines {line} to {reader.line_num})" if reader.line_num > line else ""

@@ -33,6 +33,7 @@ from tunesmith.records.foreign import json_or, parse_json
 
 SERVERS = "resources_servers"
 PARAMS = "responses_create_params"
+ROW_ERRORS = (ValueError, KeyError, TypeError)
 CALL_SECONDS = 60.0
 LONGEST = 100_000
 """Characters of what a tool answers; a longer answer fails its episode."""
@@ -44,8 +45,8 @@ def rows(name: str, split: str, options: Options) -> Iterator[TaskRow]:
     """The lines of the server's ``data/SPLIT.jsonl``, or of ``file``."""
     what = f"nemo_gym:{name}"
     check_options(what, options, ("file",))
-    for number, line in enumerate(_lines(what, name, split, options), 1):
-        with boundary(ConfigError, f"{what}: line {number} of '{split}'", (ValueError, KeyError)):
+    for number, line in _lines(what, name, split, options):
+        with boundary(ConfigError, f"{what}: line {number} of '{split}'", ROW_ERRORS):
             row: dict[str, Foreign] = json.loads(line)
             items = _items(row)
         tools = [
@@ -178,7 +179,8 @@ async def _post(session: aiohttp.ClientSession, what: str, path: str, body: obje
     return text
 
 
-def _lines(what: str, name: str, split: str, options: Options) -> list[str]:
+def _lines(what: str, name: str, split: str, options: Options) -> list[tuple[int, str]]:
+    """The lines of the tasks, with their numbers; blank ones are left out."""
     if "file" in options:
         file = Path(str(options["file"])).expanduser()
     elif address_in(name):
@@ -192,7 +194,8 @@ def _lines(what: str, name: str, split: str, options: Options) -> list[str]:
             f"{', '.join(there) or 'none'}"
         )
     # Not ``splitlines``: texts may hold its other line breaks, such as U+2028.
-    return file.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    lines = enumerate(file.read_text(encoding="utf-8").split("\n"), 1)
+    return [(number, line) for number, line in lines if line.strip()]
 
 
 def _folder(name: str) -> Path:

@@ -17,6 +17,7 @@ contents.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -64,10 +65,11 @@ def adopt_answers(answers: Path, this: RftRound, tasks: Sequence[Task]) -> None:
     if this.samples.exists():
         return
     with boundary(DataError, f"cannot read rft.answers = '{answers}'", (OSError, ValueError)):
-        lines = list(read_lines(answers))
+        numbered = enumerate(answers.read_bytes().split(b"\n"), 1)
+        lines = {number: json.loads(line) for number, line in numbered if line.strip()}
     if len(lines) != len(tasks):
         raise DataError(f"{answers} answers {len(lines)} questions, data.train has {len(tasks)}")
-    for number, (line, task) in enumerate(zip(lines, tasks, strict=True), 1):
+    for (number, line), task in zip(lines.items(), tasks, strict=True):
         records = records_of(line)
         answered = all("completion" in record for record in records)
         if line.get("prompt") != task.prompt or not answered:
@@ -77,7 +79,7 @@ def adopt_answers(answers: Path, this: RftRound, tasks: Sequence[Task]) -> None:
                 f"{answers}:{number} has answers without a reward: generate them with [reward]"
             )
     this.directory.mkdir(parents=True, exist_ok=True)
-    write_whole(this.samples, iter(lines))
+    write_whole(this.samples, iter(lines.values()))
 
 
 def select_answers(this: RftRound, rule: str, threshold: float, samples_per_question: int) -> Json:
