@@ -153,6 +153,18 @@ def test_config_refuses_what_cannot_run(
     assert not (folder / "runs").exists()
 
 
+def test_metrics_are_named_as_evaluations_name_them(folder: Path) -> None:
+    evaluated = "data.eval=train.jsonl"
+    message = refusal(evaluated, "eval.metric=x")
+    assert "eval/reward/share" in message and str(folder) not in message
+    whole = f"eval/reward/{folder / 'rewards.py'}:share"
+    assert "eval.metric" in refusal(evaluated, f"eval.metric={whole}")
+    (folder / "other.py").write_text(REWARDS)
+    twice = 'reward.functions=["rewards.py:share", "other.py:share"]'
+    show_config(Path("run.toml"), [evaluated, twice, f"eval.metric={whole}"])
+    assert "eval.metric" in refusal(evaluated, twice, "eval.metric=eval/reward/share")
+
+
 def test_arrays_in_arrays_are_refused_and_not_followed(folder: Path) -> None:
     for depth in (DEEPEST, 500, 5000):
         (folder / "run.toml").write_text(f"x = {'[' * depth}{']' * depth}\n{RUN}")

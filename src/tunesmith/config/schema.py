@@ -203,6 +203,14 @@ class RewardSection(Section):
         """The rewards that have a name and a weight of their own."""
         return (*self.models, *self.remote, *self.judge)
 
+    @property
+    def function_names(self) -> list[str]:
+        """What the metrics call ``functions``: those with the same name in two files by their full
+        references."""
+        short = [reference.rpartition(":")[2] for reference in self.functions]
+        both = zip(short, self.functions, strict=True)
+        return [name if short.count(name) == 1 else whole for name, whole in both]
+
 
 class SandboxSection(Section):
     """``[environment]`` of commands that reward without playing episodes."""

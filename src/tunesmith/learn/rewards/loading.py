@@ -137,13 +137,8 @@ def _problems_of_weights(section: RewardSection) -> Iterator[tuple[str, str]]:
 
 def weights_by_name(section: RewardSection) -> dict[str, float]:
     """The weight of every reward: functions in their order, then models, remote ones and
-    judges.
-
-    Functions with the same name in two files are named by their full references.
-    """
-    short = [reference.rpartition(":")[2] for reference in section.functions]
-    both = zip(short, section.functions, strict=True)
-    names = [name if short.count(name) == 1 else whole for name, whole in both]
+    judges."""
+    names = section.function_names
     weights = dict(zip(names, section.weights or (1.0,) * len(names), strict=True))
     return weights | {entry.name: entry.weight for entry in section.named}
 

@@ -247,5 +247,4 @@ def _metrics(config: RunConfig) -> Iterator[str]:
     yield from (f"pass@{k}" for k in (section.pass_at or powers) if section.samples > 1)
     named = [entry.name for entry in reward.named]
     environment = ["environment"] if config.environment.used else []
-    for name in (*reward.functions, *named, *environment):
-        yield from (f"reward/{name}", f"reward/{name.rpartition(':')[2]}")
+    yield from (f"reward/{name}" for name in (*reward.function_names, *named, *environment))
