@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from tests.support.pool_bench import LAST, each_check
 from tests.support.tiny import save_model
 from tests.support.token_versions import check_each_token_has_its_version
 from tunesmith.errors import EngineError, ModelError, UserError
+from tunesmith.plan.cost.passes import vllm_tokens
+from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.run.engines.base import EngineStats
 from tunesmith.run.engines.vllm.engine import VllmEngine
 from tunesmith.run.engines.vllm.start import VllmSettings
@@ -420,3 +423,24 @@ def test_penalties_are_those_of_transformers(directory: Path) -> None:
     for (prompt, sampling), done in zip(wanted, asyncio.run(run()), strict=True):
         expected = by_transformers(model, prompt, done, sampling)
         assert done.logprobs == pytest.approx(expected, abs=1e-3), sampling
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [("NVIDIA H100", 79.6), ("NVIDIA A100", 80.0), ("NVIDIA L4", 22.5), ("NVIDIA B200", 179.1)],
+)
+def test_a_pass_is_as_large_as_vllm_itself_would_have_it(
+    name: str, gigabytes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.engine import arg_utils  # pyright: ignore[reportMissingImports]
+    from vllm.usage.usage_lib import UsageContext  # pyright: ignore[reportMissingImports]
+
+    on_cpu, _ = arg_utils.EngineArgs.get_batch_defaults(2)
+    assert on_cpu[UsageContext.LLM_CLASS] == vllm_tokens(None, 2, on_gpu=False)
+    memory = int(gigabytes * 2**30)
+    there = Mock(is_tpu=lambda: False, is_cpu=lambda: False)
+    there.get_device_total_memory = lambda: memory
+    there.get_device_name = lambda: name
+    monkeypatch.setattr(arg_utils, "current_platform", there)
+    on_gpu, _ = arg_utils.EngineArgs.get_batch_defaults(1)
+    assert on_gpu[UsageContext.LLM_CLASS] == vllm_tokens(Gpu(name, memory, memory, (9, 0)))

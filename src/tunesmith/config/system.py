@@ -78,8 +78,8 @@ class VllmSection(Section):
     ``system.kv_memory``."""
     max_model_len: PositiveInt | None = None
     """Longest prompt plus completion; None: the model's context, or what fits the KV cache."""
-    max_batched_tokens: PositiveInt | None = None
-    """Maximum prompt and new tokens in one forward pass; None: vLLM's choice for the device."""
+    max_batched_tokens: Open[PositiveInt] = None
+    """Maximum prompt and new tokens in one forward pass; at least ``system.max_running``."""
     chunked_prefill: bool | None = None
     """Prefill long prompts in chunks while other requests decode; None: if vLLM supports it for
     this model."""

@@ -148,6 +148,8 @@ class Vllm:
     prefix_caching: bool = False
     max_length: int | None = None
     """Tokens of its longest sequence; None: the model's context, or what fits the KV cache."""
+    step_tokens: int | None = None
+    """Maximum tokens of one forward pass; None: nothing is sampled."""
     adapter_rank: int = 0
     """The rank that it reserves memory for; 0: it takes whole weights."""
     adapter_modules: tuple[str, ...] = ()

@@ -192,8 +192,10 @@ class Plan(Generic[C]):
     @property
     def engine_quantize(self) -> str | None:
         """The format of the weights that engines hold: the trainer's, but for engines of others,
-        which hold the numbers that it stands for."""
-        return None if self.devices.engine.third_party else self.said.model.quantize
+        which hold the numbers that it stands for, or round them to 8 bits."""
+        if not self.devices.engine.third_party:
+            return self.said.model.quantize
+        return "fp8" if self.said.system.vllm.quantization else None
 
     @property
     def replays_routing(self) -> bool:

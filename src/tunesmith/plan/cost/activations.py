@@ -3,7 +3,9 @@ while it computes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from math import ceil, sqrt
 
 from tunesmith.costs import chunk_rows, chunk_words
 from tunesmith.plan.cost.copies import dequantised_bytes, layer_copy, shared_part
@@ -241,6 +243,30 @@ def scoring_bytes(model: ModelFacts, layout: Layout, tokens: int | None = None) 
     return layer_copy(shared_part(model, layout), layout) + max(
         needed, size * model.outside_layers + tokens * size * model.hidden_size
     )
+
+
+def taught_bytes(model: ModelFacts, layout: Layout) -> int:
+    """Bytes that a teacher's pass needs besides its weights, of which each rank has all; 0 if no
+    teacher computes here."""
+    if not layout.teaches or not layout.frozen_parameters:
+        return 0
+    teacher = enlarged(model, layout.frozen_parameters)
+    whole = replace(
+        layout, lora_rank=None, quantize=None, zero_stage=0, selective=False, divides=False
+    )
+    return scoring_bytes(teacher, whole)
+
+
+def enlarged(model: ModelFacts, numbers: int) -> ModelFacts:
+    """An estimate of the shape of another model with so many parameters, if these are more: width
+    grows with the square root of their number (as if the number of layers stayed the same), and the
+    number of layers with the cube root (as if all dimensions grew)."""
+    more = max(1.0, numbers / (model.parameters or 1))
+    keys = ("hidden_size", "intermediate_size", "head_dim")
+    widths = {key: ceil(sqrt(more) * getattr(model, key)) for key in keys}
+    parameters = ceil(more * (model.parameters or 0))
+    layers = int(model.layers * more ** (1 / 3))
+    return replace(model, parameters=parameters, layers=layers, tied=True, **widths)
 
 
 def _attention(model: ModelFacts, layout: Layout) -> int:

@@ -15,8 +15,9 @@ SMALL = 64 << 20
 CACHE = 16 << 20
 """Bytes of weights up to which the caches of most CPUs hold them from one decode step to the next,
 beside keys and values."""
-QUANTISED_BYTES = {"int8": 1.002, "nf4": 0.516}
-"""Bytes per weight of a quantised linear module, including its scales (``kernels.quantised``)."""
+QUANTISED_BYTES = {"int8": 1.002, "nf4": 0.516, "fp8": 1.005}
+"""Bytes per weight of a quantised linear module, including its scales (``kernels.quantised``; fp8
+is vLLM's)."""
 
 
 def shared_part(model: ModelFacts, layout: Layout) -> ModelFacts:
@@ -34,12 +35,13 @@ def engine_copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | 
 
 
 def copy_bytes(model: ModelFacts, bytes_per_number: int, quantize: str | None = None) -> int:
-    """Bytes of one copy of the weights; embedding, head and experts, which are stacked in tensors
-    of their own, are never quantised."""
+    """Bytes of one copy of the weights; embedding and head are never quantised, and experts, which
+    are stacked in tensors of their own, only by vLLM."""
     numbers = model.parameters or 0
     if quantize is None:
         return numbers * bytes_per_number
-    whole = min(numbers, model.outside_layers + model.mixtures.parameters)
+    experts = 0 if quantize == "fp8" else model.mixtures.parameters
+    whole = min(numbers, model.outside_layers + experts)
     return whole * bytes_per_number + int((numbers - whole) * QUANTISED_BYTES[quantize])
 
 

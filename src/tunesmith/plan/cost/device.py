@@ -104,7 +104,7 @@ class Layout:
     engines: int = 0
     """Copies of the weights that engines hold on this device."""
     ranks: int = 1
-    """Devices over which each engine is split."""
+    """Devices over which each engine is split, or the ranks that share a CPU's memory."""
     prepared: int = 0
     """Bytes of weights that local engines on a CPU prepare for products with few rows."""
     kv_bytes: int = 0
@@ -146,7 +146,7 @@ class Price:
     judge: int = 0
     """Reward models that are on the device only while they score rollouts."""
     scored: int = 0
-    """Temporaries of a pass without gradients of policy, reference or critic."""
+    """Temporaries of a pass without gradients of policy, reference, critic or teacher."""
     rewarded: int = 0
     """Temporaries of a reward model's pass, alongside the engines."""
     activations: int = 0
@@ -186,8 +186,9 @@ class Price:
 
     @property
     def teaching(self) -> int:
-        """Memory while a teacher from host memory scores a micro-batch."""
-        return (self.training - self.activations + self.scorer) * (self.teaches == "microbatch")
+        """Memory while a teacher scores a micro-batch, between backward passes."""
+        beside = self.scorer + max(0, self.scored - self.head)
+        return (self.training - self.activations + beside) * (self.teaches == "microbatch")
 
     @property
     def sampling(self) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import ceil, inf, sqrt
+from math import ceil, inf
 
 from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.activations import (
     activation_bytes,
     backward_bytes,
+    enlarged,
     scoring_bytes,
     sent_bytes,
+    taught_bytes,
 )
 from tunesmith.plan.cost.copies import (
     adapter_numbers,
@@ -99,8 +101,8 @@ def layout_of(plan: AnyPlan, tokens: int | None = None, kv_bytes: int = 0) -> La
         sequence=devices.sequence,
         chunk=said.system.logprob_chunk,
         engines=plan.engines_here if devices.weights_apart else 0,
-        ranks=devices.ranks_per_engine,
-        prepared=plan.engines_here * _prepared(plan),
+        ranks=devices.ranks_per_engine if devices.on_gpu else plan.ranks_here,
+        prepared=plan.engines_here * _prepared(plan) // plan.ranks_here,
         kv_bytes=kv_bytes,
         turns=devices.hybrid or kind.in_turn,
         keeps_base=kind.rl and kind.adapter and not devices.engine.third_party,
@@ -167,8 +169,7 @@ def planned(plan: AnyPlan, *, least: bool = False) -> Price | None:
     if model is None or model.parameters is None:
         return None
     tokens = (plan.training.longest or LEAST_TOKENS) * plan.kind.trains if least else None
-    engines = plan.engines_here
-    kv = engines * engine_kv(plan, model, least=least) if engines else 0
+    kv = _kv_here(plan, model, least=least) if plan.engines_here else 0
     layout = layout_of(plan, tokens, kv)
     found = price(model, layout)
     if plan.kind.in_turn and not plan.devices.loads_model:
@@ -182,7 +183,10 @@ def planned(plan: AnyPlan, *, least: bool = False) -> Price | None:
             found = replace(found, activations=own.activations, head=own.head, host=own.host)
     passes: dict[str, int] = {}
     if layout.trains and plan.kind.scores and scoring:
-        passes["scored"] = scoring_bytes(model, layout, scoring)
+        taught = found.scored
+        if layout.teaches == "batch":
+            taught = taught_bytes(model, replace(layout, tokens=scoring))
+        passes["scored"] = max(taught, scoring_bytes(model, layout, scoring))
     if rewarding and plan.kind.reward_models and plan.devices.shares_trainer_device("reward"):
         passes["rewarded"] = rewarding_bytes(plan, rewarding)
     return replace(found, **passes) if passes else found
@@ -193,16 +197,28 @@ def _staying(plan: AnyPlan) -> int:
     their keys and values, and drafts. On a CPU an engine also prepares weights for products with
     few rows."""
     facts = plan.facts
-    copies = 1 if plan.devices.on_gpu else 2
-    numbers = copies * (facts.judge_parameters + plan.engines_here * _draft(plan))
-    numbers += tower_for(facts.model, plan) if facts.model else 0
-    return numbers * plan.devices.bytes_per_number + facts.judge_kv
+    size = plan.devices.bytes_per_number
+    tower = size * tower_for(facts.model, plan) if facts.model else 0
+    numbers = facts.judge_parameters + plan.engines_here * _draft(plan)
+    if plan.devices.on_gpu:
+        return tower + size * numbers + facts.judge_kv
+    return tower + (2 * size * numbers + facts.judge_kv) // plan.ranks_here
 
 
 def _draft(plan: AnyPlan) -> int:
-    """Parameters of an engine's draft on each of its devices."""
+    """Parameters of an engine's draft on each of its devices; a CPU holds all of it."""
     draft = plan.facts.draft
-    return ((draft and draft.parameters) or 0) // plan.devices.ranks_per_engine
+    devices = plan.devices.ranks_per_engine if plan.devices.on_gpu else 1
+    return ((draft and draft.parameters) or 0) // devices
+
+
+def _kv_here(plan: AnyPlan, model: ModelFacts, *, least: bool) -> int:
+    """Bytes of keys and values on the trainer's device; on a CPU they are spread over the trainer's
+    ranks, each of which has a part of the memory."""
+    each = plan.engines_here * engine_kv(plan, model, least=least)
+    if plan.devices.on_gpu:
+        return each
+    return each * plan.devices.ranks_per_engine // plan.ranks_here
 
 
 def engine_kv(plan: AnyPlan, model: ModelFacts, *, least: bool = False) -> int:
@@ -227,12 +243,7 @@ def engine_kv(plan: AnyPlan, model: ModelFacts, *, least: bool = False) -> int:
 
 def rewarding_bytes(plan: AnyPlan, tokens: int) -> int:
     """Memory of a reward model's pass besides its weights, with the weights that it gathers if
-    processes share it.
-
-    The estimate scales the policy's shape: width with the square root of the number of parameters
-    (as if the number of layers stayed the same), and number of layers with the cube root (as if all
-    dimensions grew).
-    """
+    processes share it."""
     model = plan.facts.model
     if model is None:
         return 0
@@ -245,12 +256,7 @@ def rewarding_bytes(plan: AnyPlan, tokens: int) -> int:
         has_vocabulary_head=False,
         tokens=tokens,
     )
-    more = max(1.0, plan.facts.frozen_parameters / (model.parameters or 1))
-    keys = ("hidden_size", "intermediate_size", "head_dim")
-    widths = {key: ceil(sqrt(more) * getattr(model, key)) for key in keys}
-    numbers = ceil(more * (model.parameters or 0))
-    layers = int(model.layers * more ** (1 / 3))
-    larger = replace(model, parameters=numbers, layers=layers, tied=True, **widths)
+    larger = enlarged(model, plan.facts.frozen_parameters)
     return scoring_bytes(larger, layout) + (gathered_bytes(larger, layout) if stage else 0)
 
 

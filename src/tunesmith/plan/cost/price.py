@@ -11,6 +11,7 @@ from tunesmith.plan.cost.activations import (
     passing_bytes,
     recomputed,
     sent_bytes,
+    taught_bytes,
 )
 from tunesmith.plan.cost.copies import (
     adapter_numbers,
@@ -78,6 +79,7 @@ def _price(model: ModelFacts, layout: Layout) -> Price:
     pinned += int(PINNED * engines) if layout.turns and layout.reserved_rank else 0
     if not layout.trains:
         return Price(weights=copy * layout.holds_model, frozen=frozen, **beside)
+    beside["scored"] = taught_bytes(model, layout)
     if layout.zero_stage:
         own = _sharded(model, layout)
         return replace(own, frozen=frozen, host=own.host + pinned, **beside)

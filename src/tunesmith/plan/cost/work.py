@@ -16,6 +16,7 @@ from tunesmith.costs import CostModel
 from tunesmith.plan.cost.copies import copy_bytes, rounded_bytes
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.cost.memory import engine_kv, kept_of_request, kv_bytes_per_token
+from tunesmith.plan.cost.passes import pass_tokens
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import AnyPlan
 
@@ -221,7 +222,6 @@ def parts_of_sample(plan: AnyPlan, tokens: float) -> tuple[float, float]:
 
 def sampling_work(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float) -> Amounts:
     """What each device of an engine does to sample its part of a step."""
-    system = plan.said.system
     ranks = plan.devices.ranks_per_engine
     engines = plan.devices.engines
     prompt, new = parts_of_sample(plan, tokens)
@@ -239,7 +239,7 @@ def sampling_work(plan: AnyPlan, model: ModelFacts, samples: int, tokens: float)
     prompts = samples / group / engines
     answers = samples / engines * (tokens - prompt - new)
     read_at_once = prompts * prompt + answers
-    prefills = max(1, ceil(read_at_once / system.max_prefill_tokens))
+    prefills = max(1, ceil(read_at_once / pass_tokens(plan)))
     own_graphs = plan.decodes_on_gpu and plan.said.system.compile is not False
     graphs = own_graphs or (plan.devices.engine.spans_devices and not plan.vllm.eager)
     split = plan.devices.tensor

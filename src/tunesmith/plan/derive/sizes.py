@@ -21,6 +21,7 @@ from tunesmith.plan.cost.memory import (
     planned_elsewhere,
     request_kv,
 )
+from tunesmith.plan.cost.passes import pass_tokens
 from tunesmith.plan.cost.price import price
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import MOST_RUNNING, USUAL_RUNNING, AnyPlan, C, Plan, Reasons
@@ -36,8 +37,6 @@ RUNNING = (MOST_RUNNING, 512, USUAL_RUNNING)
 """Requests that an engine on a GPU decodes at once: the most that its KV cache holds."""
 ALONE = 0.9
 """The share of a GPU's free memory that an engine uses if nothing else is on it."""
-PASS_TOKENS = 8192
-"""Tokens of an engine's largest pass."""
 
 
 def with_sizes(plan: Plan[C], reasons: Reasons) -> Plan[C]:
@@ -88,6 +87,10 @@ def _with_running(plan: Plan[C], reasons: Reasons) -> Plan[C]:
         running = next((count for count in RUNNING if count <= held), USUAL_RUNNING)
         requests = "1 request" if held <= 1 else f"{held} requests"
         why = f"system.kv_memory holds {requests} of {plan.training.longest} tokens at once"
+        most = plan.said.system.vllm.max_batched_tokens or running
+        if most < running:
+            running = most
+            why = "each takes a token of system.vllm.max_batched_tokens"
         reasons.add("system.max_running", running, why)
     return replace(plan, sampling=replace(plan.sampling, running=running))
 
@@ -120,19 +123,19 @@ def _kv_share(plan: AnyPlan, budget: int) -> tuple[int, str]:
 
 def _left_alone(plan: AnyPlan, held: int) -> int:
     """Bytes for keys and values on a GPU that only engines use and whose weights take ``held``."""
-    each = library_bytes(plan) + _pass_bytes(plan)
+    each = library_bytes(plan) + pass_bytes(plan)
     free = int(ALONE * plan.engine_memory)
     return free - held - each * plan.devices.engines_together(plan.gpus)
 
 
-def _pass_bytes(plan: AnyPlan) -> int:
+def pass_bytes(plan: AnyPlan) -> int:
     """Bytes of an engine's largest pass: a layer's activations for many tokens of prompts, and the
     float32 probabilities from which the running requests' next tokens are sampled, three times."""
     model = plan.facts.model
     if model is None:
         return 0
     widths = 2 * model.inner_width + 4 * model.hidden_size
-    prompts = PASS_TOKENS * widths * plan.devices.bytes_per_number
+    prompts = pass_tokens(plan) * widths * plan.devices.bytes_per_number
     return prompts + 3 * 4 * plan.sampling.running * model.vocab_size
 
 
@@ -144,7 +147,7 @@ def _in_turn(plan: AnyPlan, taken: int, processes: int) -> tuple[int, str]:
     half = (plan.free_memory - taken) // 2
     room = _room(plan, processes) - taken - rounding
     unused = int((limit(plan) - ALONE) * plan.free_memory) if plan.devices.on_gpu else room
-    left = room - max(0, unused) - engines * _pass_bytes(plan)
+    left = room - max(0, unused) - engines * pass_bytes(plan)
     if left > half:
         return left, f"what weights and a pass leave of {ALONE:.0%}"
     return min(half, room), "half"
@@ -202,7 +205,8 @@ def _fitting(plan: AnyPlan, model: ModelFacts, longest: int, most: int) -> tuple
 
     def needed(tokens: int) -> float:
         passing = price(model, replace(layout, tokens=tokens))
-        return max(passing.training, passing.teaching) if tokens <= host else inf
+        taught = max(passing.teaching, passing.scoring * bool(passing.teaches))
+        return max(passing.training, taught) if tokens <= host else inf
 
     least = max(longest, min(STEP, most))
     sizes = [*range(least // STEP * STEP + STEP, most, STEP), most]

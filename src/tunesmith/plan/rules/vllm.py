@@ -15,6 +15,7 @@ from tunesmith.config.system import SystemSection
 from tunesmith.config.values import format_size, parse_size
 from tunesmith.errors import Problem, closest
 from tunesmith.plan.cost.memory import kv_bytes_per_token
+from tunesmith.plan.cost.passes import pass_tokens
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import C, Plan, Reasons
 from tunesmith.plan.rules.rule import rule
@@ -44,6 +45,7 @@ LENGTH = "system.vllm.max_model_len"
 GRAPHS = "system.vllm.cuda_graph_sizes"
 SPECULATION = "system.vllm.extra.speculative_config"
 SHARE = "system.vllm.memory_share"
+TOKENS = "system.vllm.max_batched_tokens"
 
 
 def version_problem(installed: str) -> str | None:
@@ -98,6 +100,11 @@ def _memory(s: Situation[RunConfig]) -> Iterator[Problem]:
     if vllm.cuda_graph_sizes == () and not s.vllm_eager:
         yield Problem((GRAPHS,),
             f"{GRAPHS} is empty; set system.vllm.eager = true for no CUDA graphs, or leave it out")
+    running = s.plan.sampling.running if s.plan else s.config.system.max_running
+    if more(running, vllm.max_batched_tokens):
+        yield s.clash(TOKENS,
+            f": each of system.max_running = {running} requests takes a token of a pass; raise it",
+            "system.max_running")
     longest = s.training.longest
     if s.facts is None or s.model is None or longest is None or kv is None or vllm.memory_share:
         return
@@ -284,8 +291,10 @@ def with_vllm(plan: Plan[C], reasons: Reasons) -> Plan[C]:
     slow = "on a CPU, compiling takes longer than most runs gain"
     why = slow if on_cpu else "CUDA graphs save kernel launches"
     eager = reasons.fill("system.vllm.eager", vllm.eager, on_cpu, why)
+    tokens = reasons.fill(TOKENS, vllm.max_batched_tokens, pass_tokens(plan),
+                          "vLLM's own for rollouts on such a device")
     return replace(plan, vllm=replace(plan.vllm, eager=eager, prefix_caching=caches,
-                                      max_length=length))
+                                      max_length=length, step_tokens=tokens))
 
 
 def _with_adapter(plan: Plan[C]) -> Plan[C]:

@@ -88,6 +88,7 @@ def vllm_spec(plan: AnyPlan) -> VllmSpec:
         "prefix_caching": plan.vllm.prefix_caching,
         "eager": plan.vllm.eager,
         "max_model_len": plan.vllm.max_length,
+        "max_batched_tokens": plan.vllm.step_tokens,
         "adapter_rank": plan.vllm.adapter_rank,
         "adapter_modules": plan.vllm.adapter_modules,
         "images": trains_on_images(plan) and devices.engine.sees(model and model.family),

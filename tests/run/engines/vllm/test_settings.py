@@ -157,14 +157,26 @@ def test_an_engine_sleeps_that_takes_turns_with_the_trainer() -> None:
     assert not sleeps(resolve(found, ON_GPUS))
 
 
-def test_a_step_has_room_for_all_that_run() -> None:
-    def tokens(**settings: Any) -> Any:
-        arguments = engine_arguments(VllmSettings("m", "float32", **settings))
-        return arguments.get("max_num_batched_tokens")
+@pytest.mark.parametrize(
+    ("said", "tokens"),
+    [
+        ([], 16384),
+        (["system.max_running=20000"], 20000),
+        (["system.vllm.max_batched_tokens=512"], 512),
+        (["system.vllm.chunked_prefill=false", "system.vllm.max_model_len=500"], 16384),
+    ],
+)
+def test_a_pass_has_room_for_all_that_run(said: list[str], tokens: int) -> None:
+    plan = resolved(*said, facts=ON_GPUS)
+    given = engine_arguments(VllmSettings(**vllm_settings(plan)))
+    assert given["max_num_batched_tokens"] == tokens == plan.vllm.step_tokens
+    assert given["max_num_seqs"] <= tokens
 
-    assert tokens(max_running=4096) == 4096
-    assert tokens(max_running=4096, max_batched_tokens=8192) == 8192
-    assert tokens(max_running=1024) is None, "vLLM's own default"
+
+def test_without_chunks_a_pass_has_room_for_a_whole_prompt() -> None:
+    model = replace(MODEL, context=40000)
+    plan = resolved("system.vllm.chunked_prefill=false", facts=replace(ON_GPUS, model=model))
+    assert plan.vllm.step_tokens == 40000
 
 
 def test_vllm_decides_whether_it_schedules_ahead() -> None:

@@ -25,8 +25,6 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 _LEAST_SHARE = 0.01
-_STEP_TOKENS = 2048
-"""vLLM's default of ``max_num_batched_tokens``, which may not be below ``max_num_seqs``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +171,7 @@ def engine_arguments(settings: VllmSettings, *, on_cpu: bool = False) -> Mapping
         "gpu_memory_utilization": settings.memory_share
         or (_LEAST_SHARE if settings.kv_bytes else None),
         "enable_chunked_prefill": settings.chunked_prefill,
-        "max_num_batched_tokens": settings.max_batched_tokens
-        or (settings.max_running if settings.max_running > _STEP_TOKENS else None),
+        "max_num_batched_tokens": settings.max_batched_tokens,
         "quantization": settings.quantization,
         "speculative_config": settings.draft_model
         and {
