@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from tests.support.tiny import save_model
@@ -78,9 +79,12 @@ def test_own_code_that_may_not_call_our_attention_is_refused(squared: Path) -> N
     head = "class SquaredForCausalLM(LlamaForCausalLM):\n"
     code = file.read_text().replace(head, f"{head}    _supports_attention_backend = False\n")
     file.write_text(code)
-    with pytest.raises(ModelError) as raised:
-        CausalLM.load(squared, trust_remote_code=True)
-    assert raised.value.keys == ("model.trust_remote_code",)
+    weights = squared / "model.safetensors"  # damaged, which is found where they are read
+    save_file({n: w * float("nan") for n, w in load_file(weights).items()}, weights)
+    for quantize in (None, "int8"):
+        with pytest.raises(ModelError) as raised:
+            CausalLM.load(squared, trust_remote_code=True, quantize=quantize)
+        assert raised.value.keys == ("model.trust_remote_code",)
 
 
 def test_the_plan_knows_whose_code_computes(squared: Path) -> None:

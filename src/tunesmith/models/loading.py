@@ -116,12 +116,14 @@ def load_module(
     eager = _experts_of(config, how) == "eager"
     if eager:
         options["experts_implementation"] = "eager"
-    module, towers = _with_weights(files, auto_class(config, auto), options, how, differences)
+    kind = auto_class(config, auto)
+    if how.trust_remote_code and getattr(config, "auto_map", None):
+        _check_own_code(path, partial(kind.from_config, **options))
+    module, towers = _with_weights(files, kind, options, how, differences)
     if eager and config.model_type.startswith("llama4"):  # transformers has one way for these
         from tunesmith.models.kernels.llama4 import compute_one_by_one
 
         compute_one_by_one(module)
-    _check_own_code(path, module)
     check_tie(files, module)
     module.name_or_path = str(path)  # by which an adapter names its base
     _disable_dropout(module, dropouts)
@@ -157,8 +159,11 @@ def _with_weights(
     return module, towers
 
 
-def _check_own_code(path: str | Path, module: nn.Module) -> None:
-    """Refuse code that comes with a model and does not call the attention function it is given."""
+def _check_own_code(path: str | Path, make: Callable[[], PreTrainedModel]) -> None:
+    """Refuse code that comes with a model and does not call the attention function it is given,
+    before any weight is read."""
+    with boundary(ModelError, f"cannot make model '{path}' without its weights", ANY_ERROR):
+        module = _without_weights(path, make, trains=False, device=None)
     for part in module.modules():
         exchanges = getattr(part, "_supports_attention_backend", True)
         if comes_with_model(part) and not exchanges:
