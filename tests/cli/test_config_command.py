@@ -13,8 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tunesmith
 from tests.support.tiny_runs import REWARDS, sums, write_lines
+from tunesmith.cli.export import export
 from tunesmith.cli.plan import show_config
+from tunesmith.cli.serve import serve
+from tunesmith.cli.serve_training import serve_training
 from tunesmith.config.load import load_config
 from tunesmith.config.reading.places import placed
 from tunesmith.config.reading.problems import DEEPEST
@@ -153,16 +157,22 @@ def test_config_refuses_what_cannot_run(
     assert not (folder / "runs").exists()
 
 
-def test_metrics_are_named_as_evaluations_name_them(folder: Path) -> None:
-    evaluated = "data.eval=train.jsonl"
-    message = refusal(evaluated, "eval.metric=x")
-    assert "eval/reward/share" in message and str(folder) not in message
-    whole = f"eval/reward/{folder / 'rewards.py'}:share"
-    assert "eval.metric" in refusal(evaluated, f"eval.metric={whole}")
-    (folder / "other.py").write_text(REWARDS)
-    twice = 'reward.functions=["rewards.py:share", "other.py:share"]'
-    show_config(Path("run.toml"), [evaluated, twice, f"eval.metric={whole}"])
-    assert "eval.metric" in refusal(evaluated, twice, "eval.metric=eval/reward/share")
+def test_an_adapter_is_told_lora_path_where_there_is_such_a_key(folder: Path) -> None:
+    (folder / "lora").mkdir()
+    (folder / "lora/adapter_config.json").write_text("{}")
+    refused: list[tuple[Callable[[], object], bool]] = [
+        (lambda: show_config(Path("run.toml"), ["model.path=lora"]), True),
+        (lambda: show_config(Path("run.toml"), ["critic.path=lora"]), False),
+        (lambda: serve("lora"), True),
+        (lambda: serve_training("lora"), False),
+        (lambda: export("lora", gguf="f16"), False),
+        (lambda: tunesmith.generate("lora", ["?"]), False),
+    ]
+    for command, has_key in refused:
+        with pytest.raises(TunesmithError) as caught:
+            command()
+        assert "tunesmith merge lora " in str(caught.value)
+        assert ("lora.path" in str(caught.value)) is has_key
 
 
 def test_arrays_in_arrays_are_refused_and_not_followed(folder: Path) -> None:

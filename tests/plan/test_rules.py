@@ -6,6 +6,7 @@ The runs stand in ``rules.txt``, so that one sees at a glance what is refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -148,3 +149,16 @@ def test_a_setting_that_nothing_reads_is_told_once_and_by_its_command() -> None:
     found = [*problems("unread", "GenerateConfig", ["eval.every=5", "lora.save_merged=true"], "")]
     assert sorted(each.keys for each in found) == [("eval.every",), ("lora.save_merged",)]
     assert not [each for each in found if "set data.eval" in each.text]
+
+
+def test_metrics_are_named_as_evaluations_name_them() -> None:
+    def refused(name: str, *functions: str) -> list[str]:
+        given = f"reward.functions={json.dumps(functions)}"
+        said = ["data.eval=org/e", f"eval.metric=eval/{name}", given]
+        return [each.text for each in problems("metric", "RLConfig", said, "")]
+
+    one, other = "/a/rewards.py:share", "/b/rewards.py:share"
+    (text,) = refused("x", one)
+    assert "eval/reward/share" in text and "/a/" not in text
+    assert refused(f"reward/{one}", one) and not refused("reward/share", one)
+    assert refused("reward/share", one, other) and not refused(f"reward/{one}", one, other)

@@ -27,4 +27,5 @@ def serve(
     from tunesmith.config.reading.files import find_model
     from tunesmith.run.assembly.serve import serve_model
 
-    serve_model(find_model(model, [Path.cwd()]), overrides or (), host, port, token_file)
+    path = find_model(model, [Path.cwd()], with_adapter=True)
+    serve_model(path, overrides or (), host, port, token_file)

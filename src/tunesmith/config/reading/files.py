@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,8 +91,12 @@ def is_gguf(path: str | Path) -> bool:
     return str(path).lower().endswith(GGUF) and not Path(path).expanduser().is_dir()
 
 
-def find_model(text: str, bases: list[Path]) -> str:
-    """A directory, a GGUF file, or the name of a model on the hub."""
+def find_model(text: str, bases: list[Path], *, with_adapter: bool = False) -> str:
+    """A directory, a GGUF file, or the name of a model on the hub.
+
+    Args:
+        with_adapter: whether ``lora.path`` can name an adapter on it.
+    """
     directory = _search(text, bases)
     if directory is None and is_gguf(text):
         raise _missing(text, bases)
@@ -106,9 +111,10 @@ def find_model(text: str, bases: list[Path]) -> str:
     if (directory / "config.json").is_file():
         return str(directory)
     if (directory / ADAPTER_CONFIG).is_file():
+        two = "Name its base here and the adapter as lora.path, or merge the two"
         raise ConfigError(
-            f"{directory} holds a LoRA adapter and no whole model. Name its base here and the "
-            f"adapter as lora.path, or merge the two: tunesmith merge {text} OUT_DIR"
+            f"{directory} holds a LoRA adapter and no whole model. "
+            f"{two if with_adapter else 'Merge it with its base'}: tunesmith merge {text} OUT_DIR"
         )
     files = sorted(directory.glob(f"*{GGUF}"))
     if len(files) == 1:
@@ -271,7 +277,7 @@ def _text_or_file(text: str, bases: list[Path]) -> str:
 
 _FILES: dict[str, Find] = {
     "run_dir": lambda text, _: str(Path(text).expanduser().absolute()),
-    "model.path": find_model,
+    "model.path": partial(find_model, with_adapter=True),
     "model.chat_template": lambda text, bases: text if text == "hermes" else _existing(text, bases),
     "critic.path": find_model,
     "teacher.path": lambda text, bases: text if text == POLICY else find_model(text, bases),
