@@ -8,10 +8,11 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -38,13 +39,35 @@ settings.register_profile(
 settings.load_profile("steady")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=int, help="the most cases that are run of each test")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
     """What is in ``tests/slow`` is slow, and comes first: short tests at the end keep every worker
     busy."""
     items.sort(key=lambda item: SLOW not in item.path.parents)
     for item in items:
         if SLOW in item.path.parents:
             item.add_marker(pytest.mark.slow)
+    yield  # those of other marks are left out
+    most = config.getoption("cases")
+    if most is not None:
+        kept = {item for cases in cases_by_test(items) for item in cases[:most]}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def cases_by_test(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """The cases of each test, in an order that has nothing to do with their parameters, which is
+    the same everywhere."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in sorted(items, key=lambda item: crc32(item.nodeid.encode())):
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [*tests.values()]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

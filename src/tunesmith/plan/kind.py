@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from tunesmith.config.algorithm import Algorithm
@@ -15,6 +15,7 @@ from tunesmith.config.commands import (
 )
 from tunesmith.config.judges import POLICY
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
+from tunesmith.plan.replacing import replace
 
 Teaching = Literal["batch", "microbatch"]
 

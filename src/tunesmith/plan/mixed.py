@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import permutations
 
 from tunesmith.config.schema import RunConfig
@@ -14,6 +13,7 @@ from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.facts.machines import kind_of
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import AnyPlan
+from tunesmith.plan.replacing import replace
 
 
 def kinds_of_machines(found: Sequence[Hardware], usual: int) -> list[Hardware]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +18,7 @@ from tunesmith.plan.facts.hardware import Gpu, Hardware
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.kind import RunKind
 from tunesmith.plan.parts import Intervals, Lengths, Memory, SamplingChoices, Training, Vllm
+from tunesmith.plan.replacing import replace
 
 USUAL_RUNNING = 256
 """Requests decoded at once where nothing is known of the memory for them."""

@@ -4,7 +4,6 @@ phase."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from tunesmith.config.changing import with_values
@@ -18,6 +17,7 @@ from tunesmith.plan.facts.hardware import Hardware
 from tunesmith.plan.kind import RunKind
 from tunesmith.plan.layout.alternatives import cost, limits, next_best
 from tunesmith.plan.plan import AnyPlan
+from tunesmith.plan.replacing import replace
 from tunesmith.records.toml import toml_value
 
 LAYOUT = ("model.dtype", *(f"system.{key}" for key in (

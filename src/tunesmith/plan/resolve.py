@@ -4,7 +4,6 @@ argument."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import inf
 from typing import Any, TypeVar
 
@@ -36,6 +35,7 @@ from tunesmith.plan.layout.profiles import with_system_profile
 from tunesmith.plan.layout.search import with_layout
 from tunesmith.plan.mixed import idle_notes, parts
 from tunesmith.plan.plan import AnyPlan, Plan, Reasons
+from tunesmith.plan.replacing import replace
 from tunesmith.plan.rules.checks import check, contradictions, raise_all, unread_problems
 from tunesmith.plan.rules.devices import expert_parallelism
 from tunesmith.plan.rules.notes import notes

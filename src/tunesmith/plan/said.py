@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from tunesmith.config.algorithm import Algorithm
 from tunesmith.config.changing import with_values
@@ -15,6 +14,7 @@ from tunesmith.plan.facts.run import NOTHING, Facts
 from tunesmith.plan.kind import RunKind, kind_of
 from tunesmith.plan.parts import Intervals, Lengths, Memory, SamplingChoices, Training, Vllm
 from tunesmith.plan.plan import MOST_RUNNING, OF_DEVICES, OF_MEMORY, USUAL_RUNNING, C, Plan
+from tunesmith.plan.replacing import replace
 
 
 def open_plan(said: C, facts: Facts, algorithm: Algorithm | None = None) -> Plan[C]:

@@ -3,7 +3,6 @@ while it computes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from math import ceil, sqrt
 
@@ -12,6 +11,7 @@ from tunesmith.plan.cost.copies import dequantised_bytes, layer_copy, shared_par
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.facts.families import family
 from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.replacing import replace
 
 SCAN_BYTES = 40
 """Temporaries of a scan that is computed again in the backward pass, per output of the mixer's

@@ -3,12 +3,12 @@ of them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import ceil
 
 from tunesmith.config.engines import ROUNDED_BYTES, EngineWeights, RoundedWeights
 from tunesmith.plan.cost.device import Layout
 from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.replacing import replace
 
 SMALL = 64 << 20
 """Maximum parameters of a model that a CPU may copy to float32 to decode."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import ceil, inf
 
 from tunesmith.config.engines import BLOCK_TOKENS
@@ -32,6 +31,7 @@ from tunesmith.plan.cost.tower import tower_for, tower_in_training, trains_on_im
 from tunesmith.plan.facts.families import family_around
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import AnyPlan
+from tunesmith.plan.replacing import replace
 
 LIMIT = 0.95
 """A run fits a GPU if it needs at most this share of the free memory; the rest is for what no

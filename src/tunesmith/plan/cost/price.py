@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tunesmith.plan.cost.activations import (
@@ -26,6 +25,7 @@ from tunesmith.plan.cost.copies import (
 from tunesmith.plan.cost.device import Layout, Price
 from tunesmith.plan.cost.tower import with_tower
 from tunesmith.plan.facts.model import ModelFacts
+from tunesmith.plan.replacing import replace
 
 PINNED = 1.1
 """Upper bound of the host memory allocated per byte of tensors that are packed into a few
@@ -42,7 +42,7 @@ def price(model: ModelFacts, layout: Layout) -> Price:
     training and sampling."""
     found = with_tower(_price(model, layout), layout)
     waiting = layout.host_copy + int(PINNED * found.optimizer) * layout.swaps
-    return replace(found, host=found.host + waiting)
+    return replace(found, host=found.host + waiting) if waiting else found
 
 
 def _price(model: ModelFacts, layout: Layout) -> Price:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tunesmith.plan.cost.activations import travelling_bytes
 from tunesmith.plan.cost.copies import adapter_numbers, copy_bytes, shared_part
-from tunesmith.plan.cost.memory import layout_of
 from tunesmith.plan.cost.price import USUAL_RANK
 from tunesmith.plan.cost.published import policy_bytes, published_bytes
 from tunesmith.plan.cost.tower import tower_in_training
@@ -16,7 +15,7 @@ from tunesmith.plan.plan import AnyPlan
 def sent_between_gpus(plan: AnyPlan, model: ModelFacts, step: StepSize) -> Amounts:
     """What the trainer's ranks send each other."""
     devices = plan.devices
-    exchanged = _exchanged(plan, model, step.micro)
+    exchanged = _exchanged(plan, model, step)
     sent = {kind: step.batches * step.trained * number for kind, number in exchanged.items()}
     for link, number in _gathered_to_score(plan, model, step).items():
         sent[link] += number
@@ -88,7 +87,7 @@ def _gathered_to_score(plan: AnyPlan, model: ModelFacts, step: StepSize) -> dict
     sweeps = plan.said.train.passes_per_batch if plan.kind.rl else 1
     passes = plan.kind.passes + plan.kind.values - devices.reference_apart
     micro = passes * step.batches * step.micro / sweeps
-    copy = copy_bytes(shared_part(model, layout_of(plan)), 2, plan.said.model.quantize)
+    copy = copy_bytes(shared_part(model, step.layout), 2, plan.said.model.quantize)
     return {_link(plan, shards): micro * copy * (shards - 1) / shards}
 
 
@@ -97,19 +96,19 @@ def _link(plan: AnyPlan, ranks: int) -> str:
     return f"bytes between {'machines' if ranks > (plan.gpus or ranks) else 'GPUs'}"
 
 
-def _exchanged(plan: AnyPlan, model: ModelFacts, micro: int) -> dict[str, float]:
-    """Bytes that each rank sends for one optimizer step of ``micro`` micro-batches, inside its
-    machine and beyond.
+def _exchanged(plan: AnyPlan, model: ModelFacts, step: StepSize) -> dict[str, float]:
+    """Bytes that each rank sends for one optimizer step, inside its machine and beyond.
 
     Gradients are summed in float32: an all-reduce sends twice their size, a reduce-scatter their
     size. Weights are gathered in 16 bits, or in quantised form. Every rank has a whole adapter.
     Copies of a sharded model sum the gradients of their rows at the end.
     """
+    micro = step.micro
     ranks = plan.devices.trainer_ranks
     stage = plan.devices.zero_stage
     shards = plan.devices.shards
     tower = tower_in_training(plan)
-    shared = shared_part(model, layout_of(plan))
+    shared = shared_part(model, step.layout)
     seen = tower.trained if tower else 0
     every = 4 * ((model.parameters or 0) + seen)
     summed = 4 * ((shared.parameters or 0) + seen)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import ceil
 
 from tunesmith.costs import chunk_rows
@@ -17,6 +16,7 @@ from tunesmith.plan.cost.tower import image_operations
 from tunesmith.plan.cost.work import Amounts, StepSize, cost_of, parts_of_sample, sampling_work
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import AnyPlan
+from tunesmith.plan.replacing import replace
 
 UPDATED = 28
 """Bytes of a GPU that an optimizer step reads and writes for each trained number: a float32

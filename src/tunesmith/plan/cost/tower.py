@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tunesmith.plan.cost.device import Layout, Price, TrainedTower
@@ -10,6 +9,7 @@ from tunesmith.plan.facts.families import family_around
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.facts.towers import TowerSizes
 from tunesmith.plan.plan import AnyPlan
+from tunesmith.plan.replacing import replace
 from tunesmith.types import VisionTower
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.memory import bytes_per_token, layout_of, planned
 from tunesmith.plan.derive.saving_options import (
@@ -17,6 +15,7 @@ from tunesmith.plan.derive.saving_options import (
 )
 from tunesmith.plan.derive.savings import Saving
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
+from tunesmith.plan.replacing import replace
 
 
 def with_savings(

@@ -4,7 +4,6 @@ is split during the run."""
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from tunesmith.config.values import format_size
 from tunesmith.errors import ConfigError
@@ -18,6 +17,7 @@ from tunesmith.plan.derive.weights import with_rounding
 from tunesmith.plan.facts.hardware import Gpu, compilers
 from tunesmith.plan.parts import Checkpointing
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, gpu_of
+from tunesmith.plan.replacing import replace
 
 TRITON = (7, 0)
 """The least compute capability for which Triton compiles."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import replace
 
 from tunesmith.config.values import format_size
 from tunesmith.plan.cost.activations import scoring_bytes
@@ -22,6 +21,7 @@ from tunesmith.plan.cost.memory import (
 )
 from tunesmith.plan.cost.price import price
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
+from tunesmith.plan.replacing import replace
 
 STEP = 256
 """Caps limited by memory are multiples of this."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from tunesmith.config.changing import with_values
@@ -13,6 +12,7 @@ from tunesmith.config.schema import RunConfig
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.length import draws, steps_of_passes
 from tunesmith.plan.plan import MOST_RUNNING, USUAL_RUNNING, C, Plan, Reasons
+from tunesmith.plan.replacing import replace
 from tunesmith.records.toml import table_beside
 
 TEMPLATE = "{prompt} <rm_score>: {reward} "

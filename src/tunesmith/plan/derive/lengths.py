@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tunesmith.config.schema import RewardSection, RLConfig, RunConfig
 from tunesmith.config.values import format_size
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.parts import Lengths
 from tunesmith.plan.plan import C, Plan, Reasons
+from tunesmith.plan.replacing import replace
 from tunesmith.plan.said import longest_sample
 
 SAMPLE = "data.max_tokens"

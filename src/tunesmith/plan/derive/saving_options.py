@@ -4,12 +4,12 @@ shards, host memory, recomputed activations."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 from tunesmith.config.system import SystemSection
 from tunesmith.plan.parts import Memory
 from tunesmith.plan.plan import AnyPlan, C, Plan
+from tunesmith.plan.replacing import replace
 from tunesmith.plan.said import memory_said
 
 REFERENCE = "offload_reference"
@@ -61,6 +61,13 @@ def sharing_options(plan: Plan[C], *, away: bool = False) -> Iterator[Plan[C]]:
     sizes = shard_sizes(plan, away=away)
     for size, turns, copy in product(sizes, turn_choices(plan), _copies(plan)):
         yield plan.with_devices(shard_size=size, hybrid=turns, weight_copy=copy)
+
+
+def leanest_sharing(plan: Plan[C], *, away: bool) -> Plan[C]:
+    """The last of ``sharing_options``."""
+    ways = (shard_sizes(plan, away=away), turn_choices(plan), _copies(plan))
+    size, turns, copy = (each[-1] for each in ways)
+    return plan.with_devices(shard_size=size, hybrid=turns, weight_copy=copy)
 
 
 def turn_choices(plan: AnyPlan) -> list[bool]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
 from math import ceil, inf
 from typing import Generic
 
@@ -19,6 +19,7 @@ from tunesmith.plan.derive.saving_options import (
     IN_HOST_MEMORY,
     REFERENCE,
     leanest_options,
+    leanest_sharing,
     least_recomputed,
     may_keep_products,
     memory_options,
@@ -29,6 +30,7 @@ from tunesmith.plan.derive.saving_options import (
 from tunesmith.plan.derive.sizes import with_sizes
 from tunesmith.plan.parts import Memory
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
+from tunesmith.plan.replacing import replace
 from tunesmith.plan.rules.checks import refused_settings
 
 
@@ -169,7 +171,7 @@ def share_at_best(plan: AnyPlan) -> float:
     for memory in memory_options(plan):
         key = (memory.offload_parameters, memory.offload_optimizer)
         if key not in shares:
-            *_, leanest = sharing_options(plan, away=memory.offload_parameters)
+            leanest = leanest_sharing(plan, away=memory.offload_parameters)
             _, needed, free = _least_of_trainer(replace(leanest, memory=memory))
             shares[key] = needed.peak / max(1, free)
     return min(shares.values())
@@ -240,31 +242,44 @@ def lacking_on_the_host(plan: AnyPlan) -> str | None:
 def _with_activations(plan: Plan[C], within: float) -> Iterator[Saving[C]]:
     """The choices that fit with different numbers of recomputed layers, from the fewest to all, as
     far as a step may take less than ``within`` seconds with them."""
-    assert plan.facts.model is not None, "it was checked"
-    layers = plan.facts.model.layers
     most = plan.most_tokens * plan.devices.sequence
     if not any(map(_fits, least_recomputed(plan))):
         return
-    counts = [0]
-
-    def fit(count: int) -> bool:
-        return _fits(with_recomputed(plan, count / layers))
-
-    if plan.said.system.gradient_checkpointing is None:
-        grid = sorted({ceil(part * layers / 8) for part in range(9)})
-        fitting = [count for count in grid if fit(count)] or [layers - 1]
-        below = max((count for count in grid if count < fitting[0]), default=0)
-        first = below + bisect_left(range(below, fitting[0]), True, key=fit)
-        counts = sorted({first, *fitting})
-    choices = [with_recomputed(plan, count / layers) for count in counts]
-    if may_keep_products(plan):
-        kept = plan.with_memory(checkpointing="selective")
-        choices[bool(fit(0)) : 0] = [kept] if _fits(kept) else []
-    for each in choices:
+    for each in _recomputing(plan):
+        # More recomputed layers take longer, unless fewer activations travel to the host with them.
+        slower = not each.memory.selective and not plan.memory.offload_activations
         if compared_seconds(_with_most_tokens(each)) >= within:
+            if slower:
+                return
             continue
         choice = with_sizes(each, Reasons())
         yield Saving(choice)
-        enough = choice.memory.microbatch is not None and choice.memory.microbatch >= most
-        if enough and not choice.memory.selective and not plan.memory.offload_activations:
+        if slower and choice.memory.microbatch is not None and choice.memory.microbatch >= most:
             return  # what more layers would save has no use
+
+
+def _recomputing(plan: Plan[C]) -> Iterator[Plan[C]]:
+    """The plan with each number of recomputed layers that is tried and fits, the fewest first;
+    selective checkpointing comes after none."""
+    assert plan.facts.model is not None, "it was checked"
+    layers = plan.facts.model.layers
+    if plan.said.system.gradient_checkpointing is not None:
+        yield plan
+        return
+
+    @cache
+    def fit(count: int) -> bool:
+        return _fits(with_recomputed(plan, count / layers))
+
+    if fit(0):
+        yield with_recomputed(plan, 0.0)
+    kept = plan.with_memory(checkpointing="selective")
+    if may_keep_products(plan) and _fits(kept):
+        yield kept
+    grid = sorted({ceil(part * layers / 8) for part in range(9)})
+    fitting = next((count for count in grid if fit(count)), layers - 1)
+    below = max((count for count in grid if count < fitting), default=0)
+    fewest = below + bisect_left(range(below, fitting), True, key=fit)
+    for count in sorted({*grid, fewest, fitting}):
+        if count > 0 and (count in (fewest, fitting) or (count > fewest and fit(count))):
+            yield with_recomputed(plan, count / layers)

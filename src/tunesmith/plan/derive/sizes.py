@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import replace
 from math import ceil, inf
 
 from tunesmith.config.values import format_size, megabytes
@@ -25,6 +24,7 @@ from tunesmith.plan.cost.passes import pass_tokens
 from tunesmith.plan.cost.price import price
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import MOST_RUNNING, USUAL_RUNNING, AnyPlan, C, Plan, Reasons
+from tunesmith.plan.replacing import replace
 
 UNKNOWN_MODEL_TOKENS = 4096
 SHORT = 128

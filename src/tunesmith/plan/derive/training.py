@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tunesmith.config.commands import OfflineDistillConfig, SampledDistillConfig
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.plan.facts.run import Facts
@@ -18,6 +16,7 @@ from tunesmith.plan.parts import (
     Training,
 )
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons
+from tunesmith.plan.replacing import replace
 
 SFT_LR = 2e-5
 SFT_SIZE = 1e8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from tunesmith.config.changing import with_values
@@ -18,6 +17,7 @@ from tunesmith.plan.layout.layouts import layouts
 from tunesmith.plan.layout.process_layout import KEYS
 from tunesmith.plan.layout.search import fastest, on_all_gpus
 from tunesmith.plan.plan import AnyPlan
+from tunesmith.plan.replacing import replace
 from tunesmith.plan.resolve import resolve
 from tunesmith.plan.said import reopened
 from tunesmith.records.toml import toml_value

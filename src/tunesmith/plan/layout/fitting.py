@@ -4,7 +4,6 @@ fits."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from math import ceil, log2
 from typing import Any
 
@@ -30,6 +29,7 @@ from tunesmith.plan.layout.longest import longest_that_fits
 from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout
 from tunesmith.plan.layout.search import fastest_layout
 from tunesmith.plan.plan import AnyPlan, C, Plan, plain
+from tunesmith.plan.replacing import replace
 from tunesmith.plan.rules.checks import contradictions, said_contradictions
 from tunesmith.plan.rules.notes import filled_gpu
 from tunesmith.plan.said import reopened, with_said

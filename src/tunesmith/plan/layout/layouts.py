@@ -8,7 +8,6 @@ GPUs it needs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import takewhile
 
 from tunesmith.config.system import SystemSection
@@ -16,6 +15,7 @@ from tunesmith.plan.facts.hardware import Gpu
 from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout, said_shape
 from tunesmith.plan.layout.ray import ray_shapes
 from tunesmith.plan.plan import AnyPlan
+from tunesmith.plan.replacing import replace
 
 SIZES = (1, 2, 4, 8)
 """Devices over which an engine or a sequence is split: at most those of one machine, which

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import replace
 
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.plan.cost.memory import LEAST_TOKENS
@@ -11,6 +10,7 @@ from tunesmith.plan.derive.savings import fits_somehow
 from tunesmith.plan.kind import sequences_of
 from tunesmith.plan.layout.layouts import layouts
 from tunesmith.plan.plan import AnyPlan
+from tunesmith.plan.replacing import replace
 from tunesmith.plan.rules.checks import contradictions
 
 MOST = 1 << 24

@@ -4,7 +4,6 @@ step."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import inf
 
 from tunesmith.config.values import format_size
@@ -18,6 +17,7 @@ from tunesmith.plan.devices import NOT_PLACED
 from tunesmith.plan.layout.layouts import gpus_of_run, layouts
 from tunesmith.plan.layout.process_layout import KEYS, ProcessLayout, said_shape
 from tunesmith.plan.plan import AnyPlan, C, Plan, Reasons, plain
+from tunesmith.plan.replacing import replace
 from tunesmith.plan.rules.checks import contradictions, raise_all
 
 NUMBERS = ("trainer_ranks", "zero_stage", "engines", "tensor")

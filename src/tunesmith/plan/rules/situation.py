@@ -4,7 +4,7 @@ None."""
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +25,7 @@ from tunesmith.plan.kind import RunKind, kind_of
 from tunesmith.plan.length import critic_steps, optimizer_steps
 from tunesmith.plan.parts import Lengths, Training
 from tunesmith.plan.plan import AnyPlan, Plan, gpu_of
+from tunesmith.plan.replacing import replace
 from tunesmith.plan.said import devices_said, lengths_said, open_plan, training_said
 from tunesmith.records.redact import redact_values
 from tunesmith.records.toml import toml_value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -18,6 +17,7 @@ from tunesmith.plan.cost.memory import kv_bytes_per_token
 from tunesmith.plan.cost.passes import pass_tokens
 from tunesmith.plan.facts.model import ModelFacts
 from tunesmith.plan.plan import C, Plan, Reasons
+from tunesmith.plan.replacing import replace
 from tunesmith.plan.rules.rule import rule
 from tunesmith.plan.rules.situation import ENGINE, Situation, more
 from tunesmith.records.toml import table_beside, toml_value
