@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ("mode", "seed", "steps", "share"),
     [
         ("on_policy", 0, 300, 0.5),
-        ("sampled", 1, 100, 0.25),
+        again("sampled", 1, 100, 0.25),
         ("offline", 2, 100, 0.1),
         again("on_policy", 1, 300, 0.5),
         again("sampled", 2, 100, 0.25),

@@ -84,7 +84,7 @@ def gradients(made: TorchBackend[CausalLM]) -> dict[str, Tensor]:
     ("family", "shape", "options"),
     [
         again("qwen3", {"head_dim": 8}, {}),
-        ("gemma2", {"head_dim": 8, "sliding_window": 6}, {"gradient_checkpointing": 0.5}),
+        again("gemma2", {"head_dim": 8, "sliding_window": 6}, {"gradient_checkpointing": 0.5}),
         ("qwen2", {}, {"lora": True, "gradient_checkpointing": 1}),
         again("llama", {}, {"dtype": torch.bfloat16}),
     ],

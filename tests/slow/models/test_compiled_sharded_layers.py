@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support import training
+from tests.support.long import again
 from tests.support.sharded_ranks import Ranks
 from tests.support.tiny import save_model
 from tunesmith.learn.algorithms.objective import SFTObjective
@@ -56,10 +57,10 @@ def packing() -> Packing:
 @pytest.mark.parametrize(
     ("stage", "options"),
     [
-        (1, {}),
-        (2, {"gradient_checkpointing": 0.5}),
+        again(1, {}),
+        again(2, {"gradient_checkpointing": 0.5}),
         (3, {"gradient_checkpointing": True, "sequence": 2}),
-        (3, {"adapter": 4, "gradient_checkpointing": True}),
+        again(3, {"adapter": 4, "gradient_checkpointing": True}),
         (3, {"streams": True, "offload": True, "offload_activations": True}),
     ],
     ids=str,

@@ -35,7 +35,13 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {
 
 
 ON_OTHER_SEEDS = {1: ("ray", "one step behind"), 2: ("ray", "one step behind, partial")}
-LONG = ("ray", "two engines, gloo", "taking turns", "one step behind, partial")
+LONG = (
+    "ray",
+    "two engines, gloo",
+    "taking turns",
+    "one step behind, partial",
+    "over-generation on shared weights",
+)
 """Modes whose runs other slow tests compare with one process, step by step."""
 CASES = [
     pytest.param(
