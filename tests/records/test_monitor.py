@@ -54,7 +54,7 @@ def steps(path: Path) -> list[int]:
 
 def test_each_step_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as metrics:
+    with MetricsLog(path).begin() as metrics:
         metrics.write(1, {"reward": 0.5})
         assert read_metrics(path)[0]["reward"] == 0.5
         metrics.write(2, {"reward": 0.75, "loss": math.nan, "kl": math.inf})
@@ -75,16 +75,16 @@ def test_a_damaged_line_is_no_line_less(tmp_path: Path) -> None:
 
 def test_resuming_drops_later_and_torn_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as metrics:
+    with MetricsLog(path).begin() as metrics:
         for step in (1, 2, 2, 3, 4):
             metrics.write(step, {})
     with path.open("a") as file:
         file.write('{"step": 5, "rew')
-    with MetricsLog(path, resume_step=2) as metrics:
+    with MetricsLog(path).begin(2) as metrics:
         metrics.write(3, {"reward": 1.0})
     assert steps(path) == [1, 2, 2, 3]
     assert read_metrics(path)[-1]["reward"] == 1.0
-    with MetricsLog(path) as metrics:
+    with MetricsLog(path).begin() as metrics:
         assert steps(path) == [], "a new run starts a new file"
 
 
@@ -134,7 +134,7 @@ def test_sinks_get_every_nth_step_and_what_must_not_be_missed(tmp_path: Path) ->
     sink = Recorder()
     with MetricsLog(
         tmp_path / "m.jsonl", [Background("recorder", sink, print)], every=3
-    ) as metrics:
+    ).begin() as metrics:
         for step in range(1, 8):
             metrics.write(step, {}, always=step == 7)
     assert sink.steps == [3, 6, 7, -1]
@@ -158,7 +158,7 @@ def test_a_run_is_never_overwritten(folder: Path) -> None:
     with open_run_dir(path, "", False) as run:
         (run.path / "config.toml").write_text("")
     with open_run_dir(path, "", False) as run:
-        MetricsLog(run.metrics).write(1, {})
+        MetricsLog(run.metrics).begin().write(1, {})
     with pytest.raises(
         ConfigError, match=r"already holds a run\. Continue it with checkpoint\.resume=true"
     ):
@@ -545,6 +545,46 @@ def test_the_least_seconds_of_a_step_are_summed_and_a_run_faster_than_them_leave
     assert [line["attainable_seconds"] for line in lines] == pytest.approx([4e-9, 1e9, 4e-9])
     assert ["limit_share" in line for line in lines] == [True, False, False]
     assert capsys.readouterr().out.count("limit_share is left out") == 1
+
+
+@pytest.mark.parametrize("broken", ["load", "rehearse"])
+def test_a_run_that_cannot_go_on_keeps_the_lines_after_its_checkpoint(
+    tmp_path: Path, broken: str
+) -> None:
+    from tests.run.loop.test_rollout_log import log
+    from tunesmith.config.schema import CheckpointSection, EvalSection
+    from tunesmith.plan.parts import Intervals
+    from tunesmith.run.loop.recorder import Recorder
+    from tunesmith.run.loop.session import Best, Session
+
+    class Parts(SimpleNamespace):
+        epoch = 0
+        state = take = load = staticmethod(lambda *_: {})
+        rehearse = staticmethod(lambda *_: [])
+
+    def fails(*_: object) -> None:
+        raise StorageError("no")
+
+    state = {"step": 2, "total_tokens": 0, "best": {}}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    files = [tmp_path / "metrics.jsonl", tmp_path / "rollouts.jsonl"]
+    for file in files:
+        file.write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 5)))
+
+    def start(parts: Parts) -> None:
+        with MetricsLog(files[0]) as metrics:
+            recorder = Recorder(metrics, Progress(9), log(files[1]))
+            checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+            best = Best("eval/loss")
+            settings = Intervals(), EvalSection(), CheckpointSection()
+            session = Session(9, *settings, recorder, checkpoints, best, tmp_path)
+            session.start(cast("Any", parts))
+
+    with pytest.raises(StorageError):
+        start(Parts(**{broken: fails}))
+    assert [steps(file) for file in files] == [[1, 2, 3, 4]] * 2
+    start(Parts())
+    assert [steps(file) for file in files] == [[1, 2]] * 2
 
 
 def test_the_newest_run_has_a_link_and_a_name_is_no_path(folder: Path) -> None:

@@ -65,27 +65,26 @@ class JsonLines:
 
 
 class MetricsLog:
-    """Writes the numbers of a run to a file and to sinks. Use as a context manager.
+    """Writes the numbers of a run to a file and to sinks. Use as a context manager; ``begin`` comes
+    before the first line.
 
     Args:
         path: the ``metrics.jsonl`` to append to.
         sinks: written every ``every`` steps.
-        resume_step: lines after this step are dropped, so that no step appears twice; None starts a
-            new file.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        sinks: Sequence[Background] = (),
-        every: int = 1,
-        resume_step: int | None = None,
-    ) -> None:
+    def __init__(self, path: Path, sinks: Sequence[Background] = (), every: int = 1) -> None:
         self.path = path
-        drop_after(path, -1 if resume_step is None else resume_step)
-        self._lines = JsonLines(path)
+        self._lines: JsonLines | None = None
         self._sinks = tuple(sinks)
         self._every = every
+
+    def begin(self, resume_step: int | None = None) -> Self:
+        """Open the file without the lines after ``resume_step``, so that no step appears twice;
+        None starts a new file."""
+        drop_after(self.path, -1 if resume_step is None else resume_step)
+        self._lines = JsonLines(self.path)
+        return self
 
     def write(self, step: int, metrics: Mapping[str, float], *, always: bool = False) -> None:
         """Record a step. Values that are not finite become ``null`` in the file.
@@ -93,6 +92,7 @@ class MetricsLog:
         Args:
             always: the sinks get them regardless of ``every``; for evaluations and the last step.
         """
+        assert self._lines is not None, "the log has begun"
         self._lines.write({"step": step, "time": round(time.time(), 3), **metrics})
         if always or step % self._every == 0:
             for sink in self._sinks:
@@ -106,7 +106,8 @@ class MetricsLog:
 
     def close(self, failed: bool = False) -> None:
         with ExitStack() as stack:
-            stack.callback(self._lines.close)
+            if self._lines is not None:
+                stack.callback(self._lines.close)
             for sink in self._sinks:
                 stack.callback(sink.close, failed)
 

@@ -24,8 +24,8 @@ def text(ids: Sequence[int]) -> str:
     return "".join(chr(96 + i) for i in ids)
 
 
-def log(path: Path, groups: int = 1, most: int = 10**9, resume: int | None = None) -> RolloutLog:
-    return RolloutLog(path, groups, most, text, lambda ids: f"<{text(ids)}>", resume_step=resume)
+def log(path: Path, groups: int = 1, most: int = 10**9) -> RolloutLog:
+    return RolloutLog(path, groups, most, text, lambda ids: f"<{text(ids)}>")
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def test_groups_are_whole_with_what_stood_beside_the_prompt(tmp_path: Path) -> N
     path = tmp_path / "rollouts.jsonl"
     broken = group(8, 0.0, None)
     broken.rollouts[1].fail(Status.REWARD_FAILED, "no")
-    made = log(path)
+    made = log(path).begin()
     made.write(
         1, [group(7, 1.0, 0.0, answer="bc", day=datetime.date(2024, 1, 2), long="x" * 9999), broken]
     )
@@ -81,7 +81,7 @@ def test_parts_say_who_wrote_what_and_what_was_trained(tmp_path: Path) -> None:
     one.observe([1, 2, 3])
     one.act(Completion([7], [0.0], [4], "stop"))
     one.by_token = {"advantage": [0.0, 0.5, 0.25, 0.25]}
-    made = log(tmp_path / "rollouts.jsonl")
+    made = log(tmp_path / "rollouts.jsonl").begin()
     [line] = made.write(1, [RolloutGroup(one.task, [one])])
     made.close()
     assert [(p["record"], p["by"], p["text"], p["trained"]) for p in line["parts"]] == [
@@ -100,7 +100,7 @@ def by_token(
 ) -> dict[str, Any]:
     rollout = played(Task("t", "a", (1,)), 1.0, *ids)
     rollout.by_token = columns
-    made = RolloutLog(path / "rollouts.jsonl", 1, 10**9, render, render)
+    made = RolloutLog(path / "rollouts.jsonl", 1, 10**9, render, render).begin()
     [line] = made.write(1, [RolloutGroup(rollout.task, [rollout])])
     made.close()
     return line["by_token"]
@@ -136,8 +136,8 @@ def test_a_forked_rollout_has_the_tokens_of_all_records_and_none_of_the_environm
     one.records.append(Record())
     one.observe([1, 2])
     one.act(Completion([7], [-2.0], [5], "stop"))
-    made = RolloutLog(tmp_path / "rollouts.jsonl", 1, 10**9, text, text)
-    off = RolloutLog(tmp_path / "off.jsonl", 1, 10**9, text, text, tokens=False)
+    made = RolloutLog(tmp_path / "rollouts.jsonl", 1, 10**9, text, text).begin()
+    off = RolloutLog(tmp_path / "off.jsonl", 1, 10**9, text, text, tokens=False).begin()
     [line], [without] = (log.write(1, [RolloutGroup(one.task, [one])]) for log in (made, off))
     assert line["by_token"] == {
         "text": ["b", "c", "e", "g"],
@@ -153,18 +153,18 @@ def test_a_forked_rollout_has_the_tokens_of_all_records_and_none_of_the_environm
 def test_the_two_files_stay_below_their_size_and_keep_the_newest(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     most = 20_000
-    made = log(path, most=most)
+    made = log(path, most=most).begin()
     for step in range(1, 101):
         made.write(step, [group(step, 1.0, 0.0)])
         assert sum(file.stat().st_size for file in rotated(path) if file.exists()) < most + 2_000
     made.close()
     kept = [line["step"] for line in read_rollouts(path)]
     assert kept == sorted(kept) and kept[-1] == 100 and kept[0] > 1
-    log(path, most=most, resume=kept[2]).close()
+    log(path, most=most).begin(kept[2]).close()
     assert {line["step"] for line in read_rollouts(path)} == set(kept[:3]), (
         "what came after a checkpoint is dropped"
     )
-    log(path).close()
+    log(path).begin().close()
     assert read_rollouts(path) == [], "and a new run begins empty"
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import filterfalse
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +15,9 @@ from tunesmith.config.doors import Door
 from tunesmith.config.reading.files import ADAPTER_CONFIG
 from tunesmith.config.schema import RunConfig
 from tunesmith.errors import ConfigError, NoEngineError, StorageError, TrainerLostError
-from tunesmith.records.facts import RunFacts, write_facts
+from tunesmith.records.facts import write_facts
 from tunesmith.records.interrupts import handled, held, keeping
-from tunesmith.records.metrics import MetricsLog, is_evaluation, numbers, read_metrics
+from tunesmith.records.metrics import MetricsLog, is_evaluation, read_metrics
 from tunesmith.records.progress import open_progress
 from tunesmith.records.run_dir import RunDir, how_to_continue
 from tunesmith.records.text import EvalExample, shown_path
@@ -29,7 +28,7 @@ from tunesmith.run.assembly.opening import OpenRun
 from tunesmith.run.assembly.sinks import open_sinks
 from tunesmith.run.loop.checkpoint import Checkpoints, read_state
 from tunesmith.run.loop.profiling import StepProfiler
-from tunesmith.run.loop.recorder import JUDGES, Recorder, RunJudge
+from tunesmith.run.loop.recorder import JUDGES, Recorder
 from tunesmith.run.loop.rollout_log import RolloutLog, examples, read_evaluated
 from tunesmith.run.loop.session import Best, Publisher, Session
 
@@ -146,10 +145,10 @@ def open_session(
         sinks = open_sinks(
             config.monitor, plan.settings, run_dir, run.base_dir, step, progress.note
         )
-        metrics = MetricsLog(run_dir.metrics, sinks, every, step)
+        metrics = MetricsLog(run_dir.metrics, sinks, every)
         monitor = config.monitor
-        open_log = partial(RolloutLog.of, run_dir.rollouts, monitor, run.tokenizer)
-        rollouts = open_log(monitor.samples, step) if plan.kind.rl else None
+        make_log = partial(RolloutLog.of, run_dir.rollouts, monitor, run.tokenizer)
+        rollouts = make_log(monitor.samples) if plan.kind.rl else None
         if rollouts:
             stack.callback(rollouts.close)
         profiler = StepProfiler(run_dir.path / "profile", config.monitor.profile_steps)
@@ -168,7 +167,7 @@ def open_session(
                 stack.enter_context(metrics),
                 progress,
                 rollouts,
-                judges=_judges(facts, run_dir.metrics),
+                judges=[judge(facts) for judge in JUDGES.rooms],
                 timeline=timeline,
                 profiler=profiler,
             ),
@@ -177,15 +176,6 @@ def open_session(
             callbacks=run.caller.callbacks,
             resume_from=checkpoint,
         )
-
-
-def _judges(facts: RunFacts, metrics: Path) -> list[RunJudge]:
-    """What judges the run; a run that is continued is judged from its first step on."""
-    judges = [judge(facts) for judge in JUDGES.rooms]
-    for line in filterfalse(is_evaluation, read_metrics(metrics)):
-        for judge in judges:
-            judge.step(numbers(line))
-    return judges
 
 
 @contextmanager

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from typing import Protocol
 
 from tunesmith.config.doors import Door
 from tunesmith.records.clock import Clock
 from tunesmith.records.facts import RunFacts
 from tunesmith.records.memory import memory_metrics
-from tunesmith.records.metrics import MetricsLog
+from tunesmith.records.metrics import MetricsLog, is_evaluation, numbers, read_metrics
 from tunesmith.records.other_programs import OtherPrograms
 from tunesmith.records.progress import Progress, each_once
 from tunesmith.records.text import answers_shown, shown_path
@@ -56,6 +57,17 @@ class Recorder:
     """Sum of the metric ``tokens`` over all steps."""
     limit_is_known: bool = field(default=True, init=False)
     """Whether the measured speed limit of the device can be trusted."""
+
+    def begin(self, resume_step: int | None) -> None:
+        """Open the files for what comes after a step, once it is known that the run goes on from
+        there; None: from the beginning."""
+        self.metrics.begin(resume_step)
+        if self.rollout_log:
+            self.rollout_log.begin(resume_step)
+        # A run that is continued is judged from its first step on.
+        for line in filterfalse(is_evaluation, read_metrics(self.metrics.path)):
+            for judge in self.judges:
+                judge.step(numbers(line))
 
     @contextmanager
     def phase(self, name: str, step: int) -> Generator[None]:

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain, compress, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tunesmith.config.schema import MonitorSection
 from tunesmith.config.values import parse_size
@@ -38,7 +38,7 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 class RolloutLog:
     """Two files of at most ``most`` bytes in total: when the newer one exceeds half of that, it
-    replaces the older one.
+    replaces the older one. ``begin`` comes before the first line.
 
     Args:
         path: the newer file; the name of the older one ends in ``-older``.
@@ -47,7 +47,6 @@ class RolloutLog:
         decode: decodes tokens to readable text.
         render: decodes tokens to text with the template's special tokens.
         tokens: also log each token's text and values.
-        resume_step: lines after this step are dropped; None drops all.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class RolloutLog:
         render: Decode,
         *,
         tokens: bool = True,
-        resume_step: int | None = None,
     ) -> None:
         self._path = path
         self._groups = groups
@@ -68,24 +66,24 @@ class RolloutLog:
         self._render = render
         self._tokens = tokens
         self._texts: dict[int, str] = {}
-        for file in rotated(path):
-            drop_after(file, -1 if resume_step is None else resume_step)
-        self._lines = JsonLines(path, private=True)
+        self._lines: JsonLines | None = None
 
     @classmethod
     def of(
-        cls,
-        path: Path,
-        monitor: MonitorSection,
-        tokenizer: Tokenizer,
-        groups: int,
-        step: int | None,
+        cls, path: Path, monitor: MonitorSection, tokenizer: Tokenizer, groups: int
     ) -> RolloutLog:
-        """The log of a run that goes on after ``step``."""
+        """The log of a run."""
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         most = parse_size(monitor.rollouts_size)
         render = tokenizer.decode
-        return cls(path, groups, most, decode, render, tokens=monitor.tokens, resume_step=step)
+        return cls(path, groups, most, decode, render, tokens=monitor.tokens)
+
+    def begin(self, resume_step: int | None = None) -> Self:
+        """Open the files without the lines after ``resume_step``; None drops all."""
+        for file in rotated(self._path):
+            drop_after(file, -1 if resume_step is None else resume_step)
+        self._lines = JsonLines(self._path, private=True)
+        return self
 
     def write(
         self, step: int, groups: Sequence[RolloutGroup], kind: str = "train", first: int = 0
@@ -99,6 +97,7 @@ class RolloutLog:
         Raises:
             StorageError: the disk is full.
         """
+        assert self._lines is not None, "the log has begun"
         kept = self._groups if kind == "train" else self._groups * EVALUATED
         lines = [
             {"step": step, "kind": kind, "group": first + number, **self._line(rollout, kind)}
@@ -116,7 +115,8 @@ class RolloutLog:
         return lines
 
     def close(self) -> None:
-        self._lines.close()
+        if self._lines is not None:
+            self._lines.close()
 
     def _line(self, rollout: Rollout, kind: str) -> Json:
         task = rollout.task

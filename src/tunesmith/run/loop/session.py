@@ -175,6 +175,8 @@ class Session:
         self._saved = Saved(self.step, whole, self._epoch, self.recorder.clock.now())
         if self.running:
             self.checkpoints.rehearse(self._state, self._rehearse)
+        # Last, because it drops the lines after the checkpoint.
+        self.recorder.begin(None if self.resume_from is None else self.step)
 
     def _rehearse(self, directory: Path) -> None:
         """Write a checkpoint without weights and optimizer: a run that cannot save must not

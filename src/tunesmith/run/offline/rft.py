@@ -339,7 +339,7 @@ class _Run:
         step = self.count()[0]
         metrics["round"] = float(this.number)
         if not any(metrics.items() <= line.items() for line in newest_objects(file, 1 << 16)):
-            with MetricsLog(file, resume_step=step) as log:
+            with MetricsLog(file).begin(step) as log:
                 log.write(step, metrics)
 
     def _sample(

@@ -61,7 +61,7 @@ class JobWatch:
     judge: Callable[[Json], Judged] | None = None
     stats: Callable[[], EngineStats] = EngineStats
     live: bool | None = None
-    open_rollouts: Callable[[int], RolloutLog] | None = None
+    make_rollouts: Callable[[], RolloutLog] | None = None
     """Opens the log of rollouts, which keeps those up to a step."""
     now: Callable[[], float] = time.monotonic
     _progress: Progress = field(init=False)
@@ -99,7 +99,7 @@ class JobWatch:
         self.samples = samples
         self.longest = config.sampling.max_new_tokens if config.sampling_settings else 0
         file = self.run_dir / "rollouts.jsonl"
-        self.open_rollouts = partial(RolloutLog.of, file, config.monitor, tokenizer, 1)
+        self.make_rollouts = partial(RolloutLog.of, file, config.monitor, tokenizer, 1)
 
     def begin(self, path: Path, finished: int, unfinished: Unfinished) -> None:
         """``finished`` lines of ``path`` are known, from earlier calls."""
@@ -107,10 +107,11 @@ class JobWatch:
         self._unfinished = unfinished
         step = self.before + finished
         metrics = self.run_dir / "metrics.jsonl"
-        self._metrics = MetricsLog(metrics, resume_step=step)
-        if self.open_rollouts:
+        self._metrics = MetricsLog(metrics).begin(step)
+        if self.make_rollouts:
             all_of_them = self.before + self.prompts
-            self._rollouts = self.open_rollouts(all_of_them if self.evaluates else step)
+            kept = all_of_them if self.evaluates else step
+            self._rollouts = self.make_rollouts().begin(kept)
         lines = newest_objects(metrics, _TAIL)
         last = [line["total_tokens"] for line in lines if "total_tokens" in line]
         self._total_tokens = float(last[-1]) if last else 0.0
