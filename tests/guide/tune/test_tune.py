@@ -375,9 +375,12 @@ class FakeArm:
     running: ClassVar[list[FakeArm]] = []
     dead: ClassVar[set[int]] = set()
 
-    def __init__(self, config: SFTConfig, *_: Any, ends: float = math.inf) -> None:
+    def __init__(
+        self, config: SFTConfig, *_: Any, ends: float = math.inf, start_seconds: float = 0.0
+    ) -> None:
         self.threads = config.system.threads
         self.ends = ends
+        self.start_seconds = start_seconds
 
     def start(self) -> None:
         if self in self.running:
@@ -388,7 +391,7 @@ class FakeArm:
             raise TrialEnded("died", "was ended by SIGKILL")
         self.running.append(self)
 
-    def step(self, _: float = 0.0) -> float:
+    def step(self, _: float | None = None) -> float:
         assert self.running == [self]
         return self.threads * random.uniform(1, 1.01)
 
@@ -548,6 +551,34 @@ def test_a_first_step_that_outlasts_the_limit_is_refused_with_a_longer_one(
         pytest.fail("nothing was measured")
     assert "nothing was measured" in str(refused.value)
     assert limits == [30.0] and "30" in lines[0]
+
+
+@pytest.mark.parametrize(("starting", "limit"), [(5.0, 900.0), (1200.0, 4800.0)])
+def test_trials_may_take_as_long_to_start_as_the_first_run_did(
+    starting: float, limit: float, tuning: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large model's start takes longer than the usual limit."""
+    tuning.bench.close()
+
+    class First(FakeArm):
+        metrics: ClassVar[dict[str, Any]] = {}
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.starting = starting
+
+    monkeypatch.setattr("tunesmith.guide.tune.tuning.Arm", First)
+    monkeypatch.setattr(
+        "tunesmith.guide.tune.tuning.facts_of_run", lambda _: Facts(machine(), MODEL)
+    )
+    values = ({"system.threads": 2}, {})
+    monkeypatch.setattr("tunesmith.guide.tune.tuning.tuned_values", Mock(return_value=values))
+    monkeypatch.setattr("tunesmith.guide.tune.tuning.shape_of", Mock(return_value=tuning.shape))
+    (tmp_path / "run.toml").write_text('[model]\npath = "org/model"\n[data]\ntrain = "org/data"\n')
+    with open_tuning(tmp_path / "run.toml", ["system.threads=2"], 600.0, lambda _: None) as found:
+        outcome = found.bench.compare({"system.threads": 2}, {"system.threads": 4})
+        other = found.bench._arm({"system.threads": 4})  # pyright: ignore[reportPrivateUsage]
+    assert outcome.status == "measured" and other.start_seconds == limit
 
 
 @pytest.mark.parametrize("pinned", [(), ("system.threads",)])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tunesmith.learn.data.preference import Comparison
+from tunesmith.models.vision.rows import FIRST_ROW
 from tunesmith.run.assembly.learning import content_of
 from tunesmith.types import Sample, Task
 
@@ -16,6 +19,10 @@ def items(question: int) -> tuple[object, ...]:
     return Task("t", "", tuple(ids)), sample, Comparison((sample, sample))
 
 
-def test_items_that_differ_between_long_instructions_are_no_duplicates() -> None:
-    for one, same, other in zip(items(500), items(500), items(501), strict=True):
-        assert content_of(one) == content_of(same) != content_of(other)
+@pytest.mark.parametrize(("one", "other"), [(500, 501), (FIRST_ROW, FIRST_ROW + 1)])
+def test_items_that_differ_between_long_instructions_are_no_duplicates(
+    one: int, other: int
+) -> None:
+    """In a token, or in a row of an image."""
+    for first, same, second in zip(items(one), items(one), items(other), strict=True):
+        assert content_of(first) == content_of(same) != content_of(second)

@@ -23,7 +23,8 @@ from tunesmith.records.storage import read_json
 from tunesmith.records.timeline import OUTSIDE_STEPS
 
 START_SECONDS = 900.0
-"""Time limit for a run's first step, including loading data and model."""
+"""Time limit for a run's first step, including loading data and model, if others have not taken
+longer."""
 SLICE = 1.0
 """Seconds per wait; a pause of this process itself then counts as one wait at most."""
 _TRIAL = "from tunesmith.guide.tune.trial import main; main()"
@@ -54,7 +55,7 @@ class Arm:
     ends: float = inf
     """When its last step has to have ended (``time.monotonic``)."""
     start_seconds: float = START_SECONDS
-    """Time limit for its first step."""
+    """Time limit for its first step, and for a step of which nothing else is known."""
     metrics: dict[str, Any] = field(default_factory=dict[str, Any])
     """Metrics of its last step."""
     run_dir: Path = field(init=False)
@@ -62,18 +63,18 @@ class Arm:
     """Seconds until its first step ended."""
     _process: Process | None = field(default=None, init=False)
 
-    def step(self, patience: float = START_SECONDS) -> float:
+    def step(self, patience: float | None = None) -> float:
         """Take a step and return its seconds per token.
 
         Args:
-            patience: time limit in seconds.
+            patience: time limit in seconds; None: that of the first step.
 
         Raises:
             TrialEnded: the step failed or took too long.
         """
         process = self.start()
         self._tell(process, goes_on=True)
-        self._await_step(process, patience)
+        self._await_step(process, patience or self.start_seconds)
         phases = {name: s for name, s in self.metrics.items() if name.startswith("seconds/")}
         busy = sum(s for name, s in phases.items() if name.removeprefix("seconds/") not in OTHER)
         return busy / max(1.0, float(self.metrics.get("tokens") or 0.0))
@@ -108,7 +109,7 @@ class Arm:
         process = self.start()
         self._tell(process, goes_on=False)
         with suppress(subprocess.TimeoutExpired):
-            process.popen.wait(START_SECONDS)
+            process.popen.wait(self.start_seconds)
         if process.popen.poll() != 0:
             raise self._ended(process)
         self.end()
@@ -138,7 +139,7 @@ class Arm:
             self.end()
             if left < patience:
                 raise TrialEnded("late", "--minutes are over")
-            status: Status = "slow" if patience < START_SECONDS else "hung"
+            status: Status = "slow" if patience < self.start_seconds else "hung"
             raise TrialEnded(status, f"no step ended within {patience:.0f} s")
         try:
             answer: dict[str, Any] | Ended = process.connection.recv()

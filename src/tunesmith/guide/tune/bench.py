@@ -36,6 +36,8 @@ class Bench:
     folder: Path
     ends: float
     """When the time is up (``time.monotonic``)."""
+    start_seconds: float = START_SECONDS
+    """Time limit for the first step of each run."""
     config_of: Callable[[Values], RunConfig] = field(init=False)
     """Returns the run's configuration with given settings."""
     fits: Callable[[Values], bool] = field(init=False)
@@ -79,7 +81,8 @@ class Bench:
 
     def _arm(self, values: Values) -> Arm:
         ends = inf if self.concludes else self.ends
-        return Arm(self.config_of(values), self.path, self.folder, ends=ends)
+        config = self.config_of(values)
+        return Arm(config, self.path, self.folder, ends=ends, start_seconds=self.start_seconds)
 
     @property
     def is_over(self) -> bool:
@@ -119,7 +122,7 @@ class Bench:
             times: dict[bool, list[float]] = {}
             for arm in (known, other) if len(ratios) // block % 2 == 0 else (other, known):
                 began = time.monotonic()
-                patience = START_SECONDS
+                patience = None
                 if arm is other and slowest:
                     patience = max(LEAST_PATIENCE, SLOW * slowest)
                 try:

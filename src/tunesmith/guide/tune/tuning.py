@@ -17,8 +17,8 @@ from tunesmith.config.resolved import settings
 from tunesmith.config.schema import RLConfig, RunConfig
 from tunesmith.costs import chunk_rows
 from tunesmith.errors import CapacityError, ConfigError
-from tunesmith.guide.tune.arms import Arm, TrialEnded
-from tunesmith.guide.tune.bench import Bench
+from tunesmith.guide.tune.arms import START_SECONDS, Arm, TrialEnded
+from tunesmith.guide.tune.bench import SLOW, Bench
 from tunesmith.guide.tune.intervals import Interval
 from tunesmith.guide.tune.knobs import (
     KV,
@@ -224,7 +224,9 @@ class Tuning:
 
     def _take(self, config: RunConfig) -> None:
         """Compare the run file's settings with the derived ones."""
-        arm = Arm(config, self.path, self.bench.folder, ends=self.bench.ends)
+        bench = self.bench
+        limit = bench.start_seconds
+        arm = Arm(config, self.path, bench.folder, ends=bench.ends, start_seconds=limit)
         # Settings derived from the free memory must be those of a run alone on the machine.
         self.bench.close()
         try:
@@ -270,7 +272,9 @@ class Tuning:
         rollouts = file if self.config.rl else None
         checkpoints: list[Path] = []
         for each in (self.derived, values):
-            arm = Arm(proof_config(self.config_of(each)), self.path, self.bench.folder, rollouts)
+            config = proof_config(self.config_of(each))
+            limit = self.bench.start_seconds
+            arm = Arm(config, self.path, self.bench.folder, rollouts, start_seconds=limit)
             try:
                 checkpoints.append(arm.finish())
             finally:
@@ -368,7 +372,8 @@ def open_tuning(
         shape = shape_of(base, facts, first)
         derived, usual = tuned_values(first.resolved())
         late = min(LATE * first.starting, 30 * minutes)
-        bench = Bench(path, Path(folder), ends - late)
+        limit = max(START_SECONDS, SLOW * first.starting)
+        bench = Bench(path, Path(folder), ends - late, limit)
         first.ends = bench.ends
         stack.callback(bench.close)
         bench.hold(first, derived)

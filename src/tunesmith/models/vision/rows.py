@@ -187,12 +187,6 @@ class UnsentImages:
         return new
 
 
-def image_of(token_ids: Sequence[int]) -> int:
-    """What tells prompts apart that differ only in their images; 0 without images."""
-    last = max(token_ids, default=0)
-    return last if last >= FIRST_ROW else 0
-
-
 def rows_in(token_ids: Sequence[int]) -> bool:
     """Whether there are rows of images among the tokens of a prompt."""
     return max(token_ids, default=0) >= FIRST_ROW

@@ -11,7 +11,7 @@ from tunesmith.config.schema import RewardSection
 from tunesmith.learn.data.preference import Comparison
 from tunesmith.learn.data.reading import Prepared
 from tunesmith.models.vision.processing import image_rows
-from tunesmith.models.vision.rows import FIRST_ROW, image_of
+from tunesmith.models.vision.rows import FIRST_ROW
 from tunesmith.plan.facts.hardware import usable_cpus
 from tunesmith.plan.length import optimizer_steps
 from tunesmith.plan.plan import AnyPlan
@@ -88,12 +88,12 @@ def image_facts(tokenizer: object, items: Sequence[object]) -> dict[str, float]:
 
 def content_of(item: Any) -> int:
     """A hash that is equal for equal items. It reads every token: many prompts begin and end with
-    the same instructions."""
+    the same instructions, and the rows of each image have ids of their own."""
     if isinstance(item, Task):
         rest = "" if item.environment == "single_turn" else repr(item.columns)
-        return hash((rest, item.prompt_ids, image_of(item.prompt_ids)))
+        return hash((rest, item.prompt_ids))
     samples = item.samples if isinstance(item, Comparison) else (item,)
-    return hash(tuple((tuple(s.token_ids), image_of(s.token_ids)) for s in samples))
+    return hash(tuple(tuple(s.token_ids) for s in samples))
 
 
 def _tokens(item: Any) -> Sequence[int]:
