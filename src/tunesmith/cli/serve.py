@@ -24,8 +24,6 @@ def serve(
 
     Example: tunesmith serve runs/run-1/model sampling.max_new_tokens=1024
     """
-    from tunesmith.config.reading.files import find_model
     from tunesmith.run.assembly.serve import serve_model
 
-    path = find_model(model, [Path.cwd()], with_adapter=True)
-    serve_model(path, overrides or (), host, port, token_file)
+    serve_model(model, overrides or (), host, port, token_file)

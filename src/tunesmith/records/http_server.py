@@ -30,6 +30,8 @@ SHUTDOWN_SECONDS = 10.0
 """Time for requests in progress to finish when the server is stopped."""
 REFUSAL_SECONDS = 5.0
 """Time to send a client the answer that its request arrived too late."""
+BODY = "body"
+"""Where a request keeps its body."""
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 quiet = logging.getLogger("tunesmith.http")
@@ -144,7 +146,9 @@ def guarded(
         {"error": problem}, status=status
     ),
     hosts: Callable[[str], bool] | None = None,
-    admitted: Callable[[web.Request], AbstractContextManager[None]] = lambda _: nullcontext(),
+    admitted: Callable[[web.Request], AbstractContextManager[Callable[[int], None]]] = (
+        lambda _: nullcontext(lambda _: None)
+    ),
 ) -> Any:
     """Middleware that checks host, token and time limit of a request, and answers errors with
     ``refusal``.
@@ -152,7 +156,9 @@ def guarded(
     Only the host names ``hosts`` are served; without a token, these are the loopback names unless
     others are named, so that a web page whose name was rebound to 127.0.0.1 has no access. With a
     token, requests need it as ``Authorization: Bearer``, except on ``open_paths``. ``admitted`` is
-    entered before a request's body is read, and may refuse it (``web.HTTPException``).
+    entered before a request's body is read, and gives a function that is called with the bytes that
+    have come so far; both may refuse the request (``web.HTTPException``). Handlers get the body
+    from ``body_of``.
     """
 
     if hosts is None and token is None:
@@ -167,10 +173,10 @@ def guarded(
             if needed is not None and not is_token(bearer_of(request), needed):
                 how = "send the server's token, as Authorization: Bearer TOKEN"
                 raise web.HTTPUnauthorized(text=how)
-            with admitted(request):
+            with admitted(request) as coming:
                 close_after = _closing_after(request)
                 close_after(limits.body_seconds + REFUSAL_SECONDS)
-                await _read(request, limits.body_seconds)
+                await _read(request, limits.body_seconds, coming)
                 close_after(None)
                 try:
                     return await handler(request)
@@ -178,6 +184,8 @@ def guarded(
                     close_after(limits.idle_seconds)
         except web.HTTPException as error:
             answer = refusal(error.status, error.text or error.reason)
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                answer.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -190,11 +198,17 @@ def guarded(
     return middleware
 
 
-async def _read(request: web.Request, seconds: float) -> None:
-    """The body, which stays on the request. Raises HTTPException: it is late, or cannot be read."""
+async def _read(request: web.Request, seconds: float, coming: Callable[[int], None]) -> None:
+    """Read the body for ``body_of``. Raises HTTPException: it is late or too large, or cannot be
+    read."""
+    body = bytearray()
     try:
         async with asyncio.timeout(seconds):
-            await request.read()
+            async for piece in request.content.iter_any():
+                body += piece
+                if len(body) > request.client_max_size:
+                    raise web.HTTPRequestEntityTooLarge(request.client_max_size, len(body))
+                coming(len(body))
     except TimeoutError:
         late = f"the request did not arrive within {seconds:g} s"
         raise web.HTTPRequestTimeout(text=late) from None
@@ -202,6 +216,12 @@ async def _read(request: web.Request, seconds: float) -> None:
         raise
     except Exception as error:  # such as a broken encoding
         raise web.HTTPBadRequest(text=f"the request's body cannot be read: {error!a}") from None
+    request[BODY] = bytes(body)
+
+
+def body_of(request: web.Request) -> bytes:
+    """The body of a request that ``guarded`` let through."""
+    return request[BODY]
 
 
 def _closing_after(request: web.Request) -> Callable[[float | None], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from contextlib import ExitStack, closing, suppress
@@ -14,12 +15,12 @@ import pytest
 
 from tests.support.episodes import check_tokens, load, made_task, ok, play
 from tunesmith.errors import ConfigError
-from tunesmith.learn.endpoint.server import LARGEST_BODY, Endpoint
+from tunesmith.learn.endpoint.server import COUNT, INTERFACES, LARGEST_BODY, Endpoint
 from tunesmith.records.addresses import is_served_name
 from tunesmith.records.http_server import Limits
 from tunesmith.types import Status
 
-POLICY: Any = SimpleNamespace(model="m")
+POLICY: Any = SimpleNamespace(model="m", available=True)
 ASYNC = """
 import aiohttp, json
 
@@ -225,6 +226,52 @@ def test_one_policy_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) ->
         first, second, apart = ask("k"), ask("k"), ask("o")
         assert sorted([status(first), status(second)]) == [408, 429]
         assert status(apart) == 408 == status(ask("k")), "what ended is no longer counted"
+
+
+def test_bodies_count_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those without a length have none before, and compressed ones are larger than theirs."""
+    monkeypatch.setattr("tunesmith.learn.endpoint.server.LARGEST_TOGETHER", 100)
+    head = b"POST /k/v1/messages HTTP/1.1\r\nHost: localhost\r\n"
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
+    packed = gzip.compress(b" " * 1000)
+    compressed = head + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
+    assert len(packed) < 40
+
+    def ask(sent: bytes) -> socket.socket:
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", endpoint.port)))
+        connection.sendall(sent)
+        return connection
+
+    def status(connection: socket.socket) -> int:
+        answer = HTTPResponse(connection)
+        answer.begin()
+        return answer.status
+
+    limits = Limits(body_seconds=0.2)
+    with closing(Endpoint(limits)) as endpoint, endpoint.open(POLICY, "k"), ExitStack() as stack:
+        small = [ask(chunked + b"14\r\n" + b" " * 20) for _ in range(3)]
+        assert status(ask(compressed + packed)) == 429
+        assert status(ask(chunked + b"65\r\n" + b" " * 101)) == 429
+        assert [*map(status, small)] == [408] * 3
+
+
+def test_what_is_not_served_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(method: str, path: str) -> tuple[int, str | None, Any]:
+        with closing(HTTPConnection("127.0.0.1", endpoint.port)) as connection:
+            connection.request(method, path)
+            answer = connection.getresponse()
+            return answer.status, answer.headers["Allow"], json.loads(answer.read())
+
+    with closing(Endpoint()) as endpoint, endpoint.open(POLICY, "k"):
+        for path in (*INTERFACES, COUNT):
+            assert ask("GET", f"/v1/{path}")[:2] == (405, "POST")
+        for path in ("/k/v1/models", "/v1/models/m", "/health"):
+            assert ask("POST", path)[:2] == (405, "GET, HEAD")
+        status, allowed, body = ask("GET", "/v1/embeddings")
+        assert (status, allowed) == (404, None) and "/v1/responses" in body["error"]["message"]
+        assert ask("GET", "/health") == (200, None, {"status": "ok"}), "it needs no key"
+        monkeypatch.setattr(POLICY, "available", False)
+        assert ask("GET", "/health")[0] == 503
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, RemoteDisconnected
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,19 @@ def test_concurrent_requests_become_one_batch() -> None:
         "completions": 15,
         "batches": 2,
     }
+
+
+def test_another_method_says_which_are_allowed() -> None:
+    with service(function_of(lengths)) as url:
+        parts = urlsplit(url)
+        with closing(HTTPConnection(parts.hostname or "", parts.port)) as connection:
+            for method, path, allowed in (
+                ("GET", "/reward", "POST"),
+                ("POST", "/health", "GET, HEAD"),
+            ):
+                connection.request(method, path)
+                answer = connection.getresponse()
+                assert (answer.status, answer.headers["Allow"]) == (405, allowed) and answer.read()
 
 
 def test_a_request_that_makes_the_function_raise_leaves_others_alone() -> None:

@@ -68,7 +68,7 @@ def test_a_served_model_sees_the_images_of_requests(tmp_path: Path) -> None:
         ]
         said = [{"role": "user", "content": parts}]
         return client.chat.completions.create(
-            model="m", messages=said, temperature=0, logprobs=True
+            model="model", messages=said, temperature=0, logprobs=True
         )
 
     with serving(path) as address:
@@ -89,20 +89,20 @@ def test_a_served_model_answers_clients(model: Path) -> None:
         assert client.models.list().data[0].id == "model"
         ids = tiny.tokenizer()("hello world")["input_ids"]
         scored = client.completions.create(
-            model="m", prompt=[ids], max_tokens=1, logprobs=1, echo=True, temperature=0
+            model="model", prompt=[ids], max_tokens=1, logprobs=1, echo=True, temperature=0
         )
         found: Any = scored.choices[0].logprobs
         assert found.token_logprobs[0] is None and len(found.tokens) == len(ids) + 1
         assert found.token_logprobs[1:-1] == pytest.approx(own_scores(model, ids), abs=1e-4)
         numbered = client.completions.create(
-            model="m", prompt=[ids], max_tokens=1, logprobs=3, echo=True,
+            model="model", prompt=[ids], max_tokens=1, logprobs=3, echo=True,
             extra_body={"return_tokens_as_token_ids": True},
         )  # fmt: skip
         named: Any = numbered.choices[0].logprobs
         assert named.tokens[:-1] == [f"token_id:{token}" for token in ids]
         assert all(len({*ranked}) == 3 for ranked in named.top_logprobs[1:-1])
         said: Any = [{"role": "user", "content": "hello"}]
-        asked: Any = {"model": "m", "messages": said, "temperature": 0}
+        asked: Any = {"model": "model", "messages": said, "temperature": 0}
         whole = client.chat.completions.create(**asked).choices[0].message.content
         pieces = client.chat.completions.create(**asked, stream=True)
         assert "".join(p.choices[0].delta.content or "" for p in pieces) == whole
@@ -116,11 +116,11 @@ def test_a_served_model_answers_clients(model: Path) -> None:
         said_apart = [p.choices[0].logprobs for p in pieces if p.choices[0].logprobs]
         assert [one for each in said_apart for one in each.content] == found
         text = client.completions.create(
-            model="m", prompt=[ids], max_tokens=2, logprobs=2, temperature=0,
+            model="model", prompt=[ids], max_tokens=2, logprobs=2, temperature=0,
             extra_body={"return_tokens_as_token_ids": True},
         )  # fmt: skip
         assert [len(each) for each in text.choices[0].logprobs.top_logprobs] == [2, 2]
-        several: Any = {"model": "m", "prompt": ["one", [*ids], "two"], "max_tokens": 4}
+        several: Any = {"model": "model", "prompt": ["one", [*ids], "two"], "max_tokens": 4}
         several |= {"temperature": 0, "echo": True}
         together = [each.text for each in client.completions.create(**several).choices]
         assert together == [

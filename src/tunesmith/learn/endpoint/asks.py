@@ -88,6 +88,10 @@ class BadRequest(EpisodeError):
         self.param = param
 
 
+class UnknownModel(BadRequest):
+    """A request names a model that is not served."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What a client asks of the policy."""
@@ -282,8 +286,8 @@ class TextRequest(Request):
 
     def as_ask(self, request: Fields) -> Ask:
         """Raises BadRequest: as for a chat request, or nothing is asked."""
-        if self.limit == 0 and (not self.echo or request.get("stream")):
-            how = "set 'echo' and 'logprobs', and leave 'stream' out"
+        if self.limit == 0 and not self.echo:
+            how = "set 'echo' and 'logprobs'"
             raise BadRequest(f"'max_tokens' = 0 scores the prompt alone: {how}", "max_tokens")
         return Ask(
             prompts=self.prompt,

@@ -20,18 +20,32 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from tunesmith.errors import ConfigError, EpisodeError, TunesmithError, boundary
-from tunesmith.learn.endpoint.asks import BadRequest, Fields, Json
+from tunesmith.errors import (
+    ConfigError,
+    EngineLostError,
+    EpisodeError,
+    NoEngineError,
+    TunesmithError,
+    boundary,
+)
+from tunesmith.learn.endpoint.asks import BadRequest, Fields, Json, UnknownModel
 from tunesmith.learn.endpoint.chat import ChatExchange
 from tunesmith.learn.endpoint.messages import MessagesExchange
 from tunesmith.learn.endpoint.responses import ResponseExchange
 from tunesmith.learn.endpoint.text import TextExchange
-from tunesmith.learn.endpoint.turns import Answer, Event, Exchange, Policy, Spoken
+from tunesmith.learn.endpoint.turns import Answer, Event, Exchange, Policy, Spoken, check_name
 from tunesmith.learn.environments.base import Growing
 from tunesmith.learn.environments.conversation import OutOfRoom
 from tunesmith.records.addresses import is_served_name
 from tunesmith.records.foreign import parse_json
-from tunesmith.records.http_server import Limits, bearer_of, guarded, listening, url_of
+from tunesmith.records.http_server import (
+    Limits,
+    bearer_of,
+    body_of,
+    guarded,
+    listening,
+    url_of,
+)
 
 T = TypeVar("T")
 
@@ -56,7 +70,9 @@ INTERFACES: dict[str, Read] = {
 }
 """By path below ``/v1``."""
 COUNT = "messages/count_tokens"
-SERVED = f"GET /v1/models, POST {', '.join(f'/v1/{path}' for path in (*INTERFACES, COUNT))}"
+HEALTH = "/health"
+POSTED = ", ".join(f"/v1/{path}" for path in (*INTERFACES, COUNT))
+SERVED = f"GET {HEALTH}, /v1/models, POST {POSTED}"
 
 
 class Endpoint:
@@ -130,31 +146,38 @@ class Endpoint:
             app.router.add_post(f"{prefix}/{COUNT}", self._count)
             for path, read in INTERFACES.items():
                 app.router.add_post(f"{prefix}/{path}", partial(self._serve, read))
-        app.router.add_route("*", "/{path:.*}", _not_served)
+        app.router.add_get(HEALTH, self._health)
         return app
 
     @contextmanager
-    def _admitted(self, request: web.Request) -> Generator[None]:
+    def _admitted(self, request: web.Request) -> Generator[Callable[[int], None]]:
         """Before a body is read: only those who have a key may send one, and only so much at once.
 
         Raises:
             HTTPException: the request is refused.
         """
-        if request.match_info.handler is _not_served:
-            here = f"{request.method} {request.path}"
-            raise web.HTTPNotFound(text=f"{here} is not served; valid: {SERVED}")
-        policy = id(self._policy(request))
-        size = request.content_length
-        if size is None:
-            size = LARGEST_BODY if request.can_read_body else 0
-        if self._held[policy] + size > LARGEST_TOGETHER and size <= LARGEST_BODY:
-            gib = LARGEST_TOGETHER >> 30
-            raise web.HTTPTooManyRequests(text=f"requests in progress have {gib} GiB; wait")
-        self._held[policy] += size
+        _check_route(request)
+        policy = 0 if request.path == HEALTH else id(self._policy(request))
+        declared = request.content_length or 0
+        if declared > LARGEST_BODY:
+            raise web.HTTPRequestEntityTooLarge(LARGEST_BODY, declared)
+        held = 0
+
+        def hold(size: int) -> None:
+            """Count the body as ``size`` bytes; one in chunks, or compressed, grows as it comes."""
+            nonlocal held
+            more = max(0, size - held)
+            if self._held[policy] + more > LARGEST_TOGETHER:
+                gib = LARGEST_TOGETHER >> 30
+                raise web.HTTPTooManyRequests(text=f"requests in progress have {gib} GiB; wait")
+            held += more
+            self._held[policy] += more
+
         try:
-            yield
+            hold(declared)
+            yield hold
         finally:
-            self._held[policy] -= size
+            self._held[policy] -= held
             if not self._held[policy]:
                 del self._held[policy]
 
@@ -166,9 +189,20 @@ class Endpoint:
             raise web.HTTPUnauthorized(text="no episode or model in service has this key")
         return policy
 
+    async def _health(self, _: web.Request) -> web.Response:
+        """Whether all that is served can be answered now."""
+        if all(policy.available for policy in list(self._policies.values())):
+            return web.json_response({"status": "ok"})
+        return _error(503, "no engine is running")
+
     async def _models(self, request: web.Request) -> web.Response:
         """The list of models, which has one entry, or that model."""
-        name = self._policy(request).model
+        policy = self._policy(request)
+        try:
+            check_name(request.match_info.get("model"), policy)
+        except UnknownModel as error:
+            return _refusal(error)
+        name = policy.model
         model = {"id": name, "object": "model", "created": 0, "owned_by": "tunesmith"}
         model |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
         alone = "model" in request.match_info
@@ -177,9 +211,10 @@ class Endpoint:
 
     async def _count(self, request: web.Request) -> web.Response:
         policy = self._policy(request)
-        body = _body(await request.read())
+        body = _body(body_of(request))
 
         async def count() -> int:
+            check_name(body.get("model"), policy)
             return policy.count(MessagesExchange(body, policy).ask)
 
         try:
@@ -189,8 +224,9 @@ class Endpoint:
 
     async def _serve(self, read: Read, request: web.Request) -> web.StreamResponse:
         policy = self._policy(request)
-        body = _body(await request.read())
+        body = _body(body_of(request))
         try:
+            check_name(body.get("model"), policy)
             exchange = read(body, policy)
             if exchange.streamed:
                 return await _Stream(request, exchange, policy).run()
@@ -267,6 +303,18 @@ async def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> 
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
 
+def _check_route(request: web.Request) -> None:
+    """Raises HTTPNotFound, HTTPMethodNotAllowed: the path, or its method, is not served."""
+    missing = request.match_info.http_exception
+    here = f"{request.method} {request.path} is not served; valid:"
+    if isinstance(missing, web.HTTPMethodNotAllowed):
+        allowed = missing.allowed_methods
+        text = f"{here} {', '.join(sorted(allowed))}"
+        raise web.HTTPMethodNotAllowed(request.method, allowed, text=text)
+    if missing is not None:
+        raise web.HTTPNotFound(text=f"{here} {SERVED}")
+
+
 def _body(raw: bytes) -> Fields:
     """Raises HTTPBadRequest: it is no JSON object."""
     try:
@@ -285,10 +333,6 @@ async def _close_connection(_: web.Request, response: web.StreamResponse) -> Non
     response.headers["Connection"] = "close"
 
 
-async def _not_served(request: web.Request) -> web.Response:
-    raise AssertionError(f"{request.path} was refused before")
-
-
 def _refusal(error: Exception) -> web.Response:
     status, body = _problem(error)
     return web.json_response(body, status=status)
@@ -296,12 +340,15 @@ def _refusal(error: Exception) -> web.Response:
 
 def _problem(error: Exception) -> tuple[int, Json]:
     """The status of an answer that says an error, and the answer."""
+    if isinstance(error, UnknownModel):
+        return 404, _said(404, str(error), "model_not_found", error.param)
     if isinstance(error, EpisodeError):
         code = "context_length_exceeded" if isinstance(error, OutOfRoom) else None
         param = error.param if isinstance(error, BadRequest) else None
         return 400, _said(400, str(error), code, param)
+    status = 503 if isinstance(error, EngineLostError | NoEngineError) else 500
     known = isinstance(error, TunesmithError)
-    return 500, _said(500, str(error) if known else f"{type(error).__name__}: {error}")
+    return status, _said(status, str(error) if known else f"{type(error).__name__}: {error}")
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from tunesmith.learn.endpoint.asks import BadRequest, Fields, Json, TextRequest, parse
 from tunesmith.learn.endpoint.chat import CompletionExchange, finish_reason
-from tunesmith.learn.endpoint.turns import Event, Policy, TextPiece, TokenText, tokens_of
+from tunesmith.learn.endpoint.turns import Answer, Event, Policy, TextPiece, TokenText, tokens_of
 from tunesmith.learn.environments.conversation import Reply
 
 NUMBERED = "return_tokens_as_token_ids"
@@ -30,7 +30,7 @@ class TextExchange(CompletionExchange):
         prompts = [self.ask.prompt(choice) for choice in range(self.ask.choices)]
         shown = self.ask.echo
         self._echoes = [text if shown and isinstance(text, str) else "" for text in prompts]
-        self._written = [*map(len, self._echoes)]
+        self._written = [0] * self.ask.choices
         """Characters of the tokens that each choice has streamed."""
 
     def begin(self) -> Iterator[Event]:
@@ -39,30 +39,39 @@ class TextExchange(CompletionExchange):
                 yield self._chunk(index, {"text": echo})
 
     def add(self, piece: TextPiece) -> Iterator[Event]:
-        if piece.text or piece.tokens:
+        tokens = () if self.ask.echo else piece.tokens  # those of the prompt come before them
+        if piece.text or tokens:
             logprobs = None
-            if piece.tokens:
-                logprobs = _logprobs(piece.tokens, self._written[piece.index])
-                self._written[piece.index] += sum(len(one.text) for one in piece.tokens)
+            if tokens:
+                logprobs = _logprobs(tokens, self._written[piece.index])
+                self._written[piece.index] += sum(len(one.text) for one in tokens)
             yield self._chunk(piece.index, {"text": piece.text}, logprobs)
 
+    def end(self, answer: Answer) -> Iterator[Event]:
+        if self.ask.echo and self.ask.logprobs is not None:
+            for index, reply in enumerate(answer.replies):
+                yield self._chunk(index, self.nothing, self._scored(index, reply))
+        yield from super().end(answer)
+
     def _choice(self, index: int, reply: Reply) -> Json:
-        logprobs = None
-        if self.ask.logprobs is not None:
-            logprobs = _logprobs(tokens_of(reply, self._decode), len(self._echoes[index]))
-        if logprobs and reply.prompt_ids:
+        return {
+            "index": index,
+            "text": self._echoes[index] + reply.text,
+            "finish_reason": finish_reason(reply),
+            "logprobs": None if self.ask.logprobs is None else self._scored(index, reply),
+        }
+
+    def _scored(self, index: int, reply: Reply) -> Json:
+        """The log-probabilities of a choice, with those of its prompt if they are known."""
+        logprobs = _logprobs(tokens_of(reply, self._decode), len(self._echoes[index]))
+        if reply.prompt_ids:
             texts = [self._decode([token]) for token in reply.prompt_ids]
             own = [None, *(logprob for logprob, _ in reply.prompt_scores)]
             logprobs["tokens"] = texts + logprobs["tokens"]
             logprobs["token_logprobs"] = own + logprobs["token_logprobs"]
             logprobs["top_logprobs"] = [None, *self._alternatives(reply)] + logprobs["top_logprobs"]
             logprobs["text_offset"] = list(accumulate(map(len, logprobs["tokens"]), initial=0))[:-1]
-        return {
-            "index": index,
-            "text": self._echoes[index] + reply.text,
-            "finish_reason": finish_reason(reply),
-            "logprobs": logprobs,
-        }
+        return logprobs
 
     def _alternatives(self, reply: Reply) -> list[Json]:
         return [

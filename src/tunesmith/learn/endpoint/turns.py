@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any, ClassVar, Protocol
 
-from tunesmith.errors import EpisodeError
-from tunesmith.learn.endpoint.asks import Ask, Json
+from tunesmith.errors import EpisodeError, shortened
+from tunesmith.learn.endpoint.asks import Ask, Json, UnknownModel
 from tunesmith.learn.endpoint.checks import Unmet, problems_of
 from tunesmith.learn.environments.base import Growing
 from tunesmith.learn.environments.conversation import EpisodeSettings, Reply, before_stop
@@ -92,6 +92,8 @@ class Policy(ABC):
 
     what: ClassVar[str]
     """What it is to its clients, for messages."""
+    names: tuple[str, ...] = ()
+    """What requests may call its model; empty: anything."""
     ranks = False
     """Whether it says the likeliest tokens beside those that it wrote, when it has written all."""
 
@@ -104,6 +106,11 @@ class Policy(ABC):
         self.responses: dict[str, list[Message]] = {}
         """By the id of a ``responses`` answer: the conversation up to and including it."""
         self.numbers = count(1)
+
+    @property
+    def available(self) -> bool:
+        """Whether it can answer now."""
+        return True
 
     @abstractmethod
     async def answer(self, ask: Ask, follow: Follow | None = None) -> Answer:
@@ -136,6 +143,14 @@ class Exchange(Protocol):
     def end(self, answer: Answer) -> Iterator[Event]:
         """The events after the last piece."""
         ...
+
+
+def check_name(asked: object, policy: Policy) -> None:
+    """Raises UnknownModel: a request asks for another model; one that names none may."""
+    if asked and policy.names and asked not in policy.names:
+        valid = f"valid: {', '.join(policy.names)}"
+        why = f"'model' = {shortened(repr(asked))} is not served; {valid}"
+        raise UnknownModel(why, "model")
 
 
 def head_of(policy: Policy) -> AnswerHead:

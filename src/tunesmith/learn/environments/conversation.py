@@ -252,7 +252,7 @@ class Conversation:
             raise OutOfRoom(f"the episode has reached {turns}")
         limit = self.setting.max_tokens
         room = limit - len(record.token_ids)
-        if room < 1:
+        if room < (0 if max_new_tokens == 0 else 1):
             full = f"the conversation has {len(record.token_ids)} tokens"
             limits = f"the limit is {limit} (environment.max_tokens)"
             raise OutOfRoom(f"{full} and leaves no room for a turn: {limits}")

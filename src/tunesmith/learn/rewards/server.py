@@ -19,7 +19,7 @@ from tunesmith.errors import EpisodeError
 from tunesmith.learn.rewards.batching import Batcher
 from tunesmith.learn.rewards.function import NOT_COLUMNS, text_of
 from tunesmith.learn.rewards.reward_set import RewardSet
-from tunesmith.records.http_server import LIMITS, Limits, bearer_of, guarded, is_token
+from tunesmith.records.http_server import LIMITS, Limits, bearer_of, body_of, guarded, is_token
 from tunesmith.types import Prompt, Rollout, Status, Task, text_of_content
 
 
@@ -97,7 +97,7 @@ class RewardService:
         if request.content_type != "application/json":
             raise web.HTTPUnsupportedMediaType(text="send JSON as Content-Type: application/json")
         try:
-            body = RewardRequest.model_validate_json(await request.read())
+            body = RewardRequest.model_validate_json(body_of(request))
         except ValidationError as error:
             problem = error.errors()[0]
             place = ".".join(map(str, problem["loc"]))

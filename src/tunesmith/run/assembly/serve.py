@@ -6,16 +6,17 @@ import asyncio
 import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
+from tunesmith.config.reading.files import find_model
 from tunesmith.config.schema import EnvironmentSection
-from tunesmith.errors import EpisodeError, UserError, boundary
+from tunesmith.errors import EngineLostError, EpisodeError, NoEngineError, UserError, boundary
 from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.endpoint.asks import Ask, BadRequest
 from tunesmith.learn.endpoint.checks import check_schema
@@ -37,6 +38,7 @@ from tunesmith.run.assembly.seeing import see_requests
 from tunesmith.run.assembly.serve_reward import token_for
 from tunesmith.run.engines.base import PromptScorer, RolloutEngine, check_sampling
 from tunesmith.run.engines.partial import FOLLOWER
+from tunesmith.run.engines.pool import EnginePool
 from tunesmith.run.placement.choosing import on_this_machine
 from tunesmith.run.specs.engines import make_sampling
 from tunesmith.run.specs.from_plan import engine_spec, frozen_source, load_tokenizer
@@ -67,6 +69,8 @@ class ServedModel:
     sampling: Sampling
     constrains: bool = False
     """Whether the engine keeps to a JSON schema while it writes."""
+    names: tuple[str, ...] = ()
+    """What requests may call it; empty: anything."""
 
 
 class ServedPolicy(Policy):
@@ -76,11 +80,21 @@ class ServedPolicy(Policy):
 
     def __init__(self, served: ServedModel) -> None:
         super().__init__(served.name, served.setting)
+        self.names = served.names
         self.ranks = isinstance(served.engine, PromptScorer)
+        self.lost: asyncio.Future[NoReturn] = self.loop.create_future()
+        """Raises the error with which the last engine was lost for good."""
         self._served = served
         longest = max(map(len, self.renderer.tokenizer.get_vocab()), default=1)
         self._most = served.setting.max_tokens * longest
         """Characters that a prompt can have."""
+
+    @property
+    def available(self) -> bool:
+        """See ``Policy``. While lost engines are replaced, requests wait."""
+        engine = self._served.engine
+        runs = not isinstance(engine, EnginePool) or bool(engine.members)
+        return runs and not self.lost.done()
 
     async def answer(self, ask: Ask, follow: Follow | None = None) -> Answer:
         """See ``Policy``. Raises BadRequest: it asks for what a served model does not do."""
@@ -112,7 +126,12 @@ class ServedPolicy(Policy):
                 replied = replace(replied, prompt_ids=ids[:start], prompt_scores=before)
             return replied
 
-        return await all_replies(ask, reply)
+        try:
+            return await all_replies(ask, reply)
+        except (EngineLostError, NoEngineError) as error:
+            if not self.lost.done():
+                self.lost.set_exception(error)
+            raise
 
     def count(self, ask: Ask) -> int:
         """See ``Policy``."""
@@ -221,30 +240,43 @@ def open_model(path: str, overrides: Sequence[str], longest: int | None = None) 
 
 
 def serve_model(
-    path: str, overrides: Sequence[str], host: str, port: int, token_file: Path | None
+    model: str, overrides: Sequence[str], host: str, port: int, token_file: Path | None
 ) -> None:
-    """Serve a model until SIGTERM or Ctrl-C.
+    """Serve a model's or a run's directory, or a hub name, until SIGTERM or Ctrl-C.
 
     Raises:
         UserError: as ``open_model``, or the address cannot be used.
+        EngineError: the engines cannot start, or all are lost.
     """
-    token = token_for(host, token_file, TOKEN_ENV)
     check_address(host, port)
-    asyncio.run(_serve(open_model(path, overrides), host, port, token))
+    path = find_model(model, [Path.cwd()], with_adapter=True)
+    token = token_for(host, token_file, TOKEN_ENV)
+    served = open_model(path, overrides)
+    names = dict.fromkeys([served.name, model, path])
+    asyncio.run(_serve(replace(served, names=tuple(names)), host, port, token))
 
 
 async def _serve(served: ServedModel, host: str, port: int, token: str | None) -> None:
-    stopped = asyncio.Event()
+    work = asyncio.ensure_future(_answer(served, host, port, token))
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    policy = ServedPolicy(served)
+        asyncio.get_running_loop().add_signal_handler(number, work.cancel)
     try:
-        with (
-            closing(Endpoint(host=host, port=port)) as endpoint,
-            endpoint.open(policy, token, for_all=token is None),
-        ):
-            address = f"{url_of(host, endpoint.port)}/v1"
-            print(f"serving {served.name} at {address}; Ctrl-C stops it", flush=True)
-            await stopped.wait()
+        with suppress(asyncio.CancelledError):
+            await work
     finally:
         await served.engine.close()
+
+
+async def _answer(served: ServedModel, host: str, port: int, token: str | None) -> None:
+    """Raises TunesmithError: the engines cannot start, or all are lost."""
+    if isinstance(served.engine, EnginePool):
+        await served.engine.roster.opened()
+    policy = ServedPolicy(served)
+    endpoint = Endpoint(host=host, port=port)
+    with endpoint.open(policy, token, for_all=token is None):
+        address = f"{url_of(host, endpoint.port)}/v1"
+        print(f"serving {served.name} at {address}; Ctrl-C stops it", flush=True)
+        try:
+            await policy.lost
+        finally:  # meanwhile the requests in progress get their answers from this loop
+            await asyncio.to_thread(endpoint.close)

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from aiohttp import web
 from pydantic import Field
 
+from tunesmith.records.http_server import body_of
 from tunesmith.run.tinker.requests import KeepFor, TinkerRequest, parse
 from tunesmith.run.tinker.service import TinkerService, UnknownNameError
 from tunesmith.run.tinker.store import SCHEME, Kind, StoredWeights
@@ -67,7 +68,7 @@ class ListRoutes:
         return web.Response(status=204)
 
     async def keep(self, request: web.Request) -> web.Response:
-        ask = parse(KeepFor, await request.read())
+        ask = parse(KeepFor, body_of(request))
         self._service.store.keep(_address(request), ask.ttl_seconds)
         return web.Response(status=204)
 

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from tunesmith.errors import UserError
 from tunesmith.records.addresses import is_loopback, is_served_name
-from tunesmith.records.http_server import LIMITS, Handler, bearer_of, guarded, is_token
+from tunesmith.records.http_server import LIMITS, Handler, bearer_of, body_of, guarded, is_token
 from tunesmith.run.tinker.listing import listing_routes
 from tunesmith.run.tinker.messages import ForwardRequest
 from tunesmith.run.tinker.requests import (
@@ -138,17 +138,17 @@ class Routes:
         return web.json_response({})
 
     async def create_model(self, request: web.Request) -> web.Response:
-        return _promise(self._service.create_model(parse(CreateModel, await request.read())))
+        return _promise(self._service.create_model(parse(CreateModel, body_of(request))))
 
     async def load(self, request: web.Request) -> web.Response:
-        body = await request.read()
+        body = body_of(request)
         return await self._in_turn(request, lambda: self._service.load(parse(Load, body)))
 
     async def forward(self, request: web.Request) -> web.Response:
-        return _promise(self._service.forward(ForwardRequest.read(await request.read())))
+        return _promise(self._service.forward(ForwardRequest.read(body_of(request))))
 
     async def step(self, request: web.Request) -> web.Response:
-        body = await request.read()
+        body = body_of(request)
 
         def submit() -> str:
             ask = parse(OptimStep, body)
@@ -157,20 +157,20 @@ class Routes:
         return await self._in_turn(request, submit)
 
     async def save(self, request: web.Request) -> web.Response:
-        body = await request.read()
+        body = body_of(request)
         return await self._in_turn(request, lambda: self._service.save(parse(Save, body)))
 
     async def save_for_sampler(self, request: web.Request) -> web.Response:
-        body = await request.read()
+        body = body_of(request)
         save = self._service.save_for_sampler
         return await self._in_turn(request, lambda: save(parse(SaveForSampler, body)))
 
     async def create_sampler(self, request: web.Request) -> web.Response:
-        name = self._service.create_sampler(parse(CreateSampler, await request.read()))
+        name = self._service.create_sampler(parse(CreateSampler, body_of(request)))
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": name})
 
     async def sample(self, request: web.Request) -> web.Response:
-        ask = parse(SampleAsk, await request.read())
+        ask = parse(SampleAsk, body_of(request))
         name = self._service.sample(ask)
         sequences = [f"{name}:{index}" for index in range(ask.num_samples)]
         return web.json_response({"request_id": name, "sample_sequence_ids": sequences})
@@ -221,7 +221,7 @@ class Routes:
         except UnknownNameError:
             raise
         except UserError as error:
-            said = parse_object(await request.read())
+            said = parse_object(body_of(request))
             name = said.get("model_id")
             number = said.get("seq_id")
             if not isinstance(name, str) or not isinstance(number, int):
@@ -235,7 +235,7 @@ def _promise(name: str) -> web.Response:
 
 async def _said(request: web.Request, name: str) -> str:
     """A text of the request's JSON object."""
-    value = parse_object(await request.read()).get(name)
+    value = parse_object(body_of(request)).get(name)
     if not isinstance(value, str):
         raise UserError(f"'{name}' = {value!r} is not text")
     return value
