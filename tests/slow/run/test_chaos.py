@@ -158,12 +158,10 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 """Settings, and how often what is killed."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "place",
-    [
-        "processes, playing ahead",
-        pytest.param("ray", marks=[pytest.mark.xdist_group("ray"), pytest.mark.long]),
-    ],
+    ["processes, playing ahead", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))],
 )
 def test_whatever_is_killed_the_run_ends_as_it_should(start: tuple[Path, Path], place: str) -> None:
     folder, model = start
