@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from tunesmith.config.commands import KINDS, DistillConfig, all_keys, distill_kind
 from tunesmith.config.reading.answers import answers
-from tunesmith.config.reading.describe import choices_at, describe_at, show
+from tunesmith.config.reading.describe import choices_at, describe_at, meant_at, show
 from tunesmith.config.reading.files import locate_files
 from tunesmith.config.reading.overriding import Override, apply_overrides
 from tunesmith.config.reading.problems import (
@@ -187,6 +187,9 @@ def _problems_of(
 
 def _wrong_value(kind: type[Section], path: KeyPath, value: object, inner: KeyPath = ()) -> str:
     """Args: inner: the path within ``kind``, if ``kind`` is only part of the configuration."""
+    meant = meant_at(path, value)
+    if meant:
+        return f"{dotted(path)} is {show(value)}, and it is a table of settings: write {meant}."
     hint = ""
     inner = inner or path
     if isinstance(value, dict) and "type" in value:

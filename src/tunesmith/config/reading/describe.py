@@ -17,6 +17,7 @@ from tunesmith.config.reading.problems import KeyPath
 from tunesmith.config.section import OneOf
 from tunesmith.errors import shortened
 from tunesmith.records.redact import redact_values
+from tunesmith.records.toml import toml_value
 
 _WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -31,6 +32,25 @@ _BOUNDS = (
     (Lt, "lt", "below"),
     (Le, "le", "of at most"),
 )
+
+
+_MEANT: dict[tuple[str, type], str] = {
+    ("algorithm", str): "name",
+    ("critic", str): "path",
+    ("data", str): "train",
+    ("dpo", float): "beta",
+    ("environment", str): "path",
+    ("eval", int): "every",
+    ("kto", float): "beta",
+    ("lora", int): "rank",
+    ("lora", str): "path",
+    ("model", str): "path",
+    ("monitor", str): "sinks",
+    ("reward", str): "functions",
+    ("system", str): "profile",
+    ("teacher", str): "path",
+}
+"""The key of a section that a value in the section's place is meant for."""
 
 
 def describe(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
@@ -94,6 +114,13 @@ def describe_at(model: type[BaseModel], path: KeyPath) -> str:
     return describe(
         items[0] if items and isinstance(path[-1], int) else Annotated[field.annotation, field]
     )
+
+
+def meant_at(path: KeyPath, value: object) -> str:
+    """The setting that a value in a section's place is meant for, as a run file and a command line
+    take it: ``algorithm="grpo"`` → ``algorithm.name="grpo"``; empty if unknown."""
+    key = _MEANT.get((str(path[0]), type(value))) if len(path) == 1 else None
+    return f"{path[0]}.{key}={toml_value(redact_values(value))}" if key else ""
 
 
 def choices_at(model: type[BaseModel], path: KeyPath, *, closed: bool = False) -> list[str]:

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tunesmith.config.commands import KINDS
-from tunesmith.config.reading.describe import choices_at, field_at, names_of, show, tables_of
+from tunesmith.config.reading.describe import (
+    choices_at,
+    field_at,
+    meant_at,
+    names_of,
+    show,
+    tables_of,
+)
 from tunesmith.config.reading.problems import FileProblem, KeyPath, Origins, Tree, dotted
 from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, shortened
@@ -141,7 +148,10 @@ def _put(data: Tree, keys: tuple[str, ...], value: object) -> str:
         if not isinstance(inner, dict):
             table = _opened(keys[:depth], inner)
             if table is None:
-                return f"{dotted(keys[:depth])} is {show(inner)}, so it has no key {keys[depth]}"
+                meant = meant_at(keys[:depth], inner)
+                instead = f"; write {meant}" if meant else ""
+                what = f"{dotted(keys[:depth])} is {show(inner)}"
+                return f"{what}, so it has no key {keys[depth]}{instead}"
             inner = node[key] = table
         node = inner
     node[keys[-1]] = value
