@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from tests.support.data_tokenizers import byte_level, template
-from tests.support.tiny import tokenizer
+from tests.support.tiny import CHATML, tokenizer
 from tests.support.tiny_runs import write_lines
 from tunesmith.config.schema import DataSection
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.data.preference import load_judged, load_pairs, load_steps
+from tunesmith.learn.rewards.model import RewardModel
 from tunesmith.types import Sample
 
 TOKENIZER: Any = tokenizer()
@@ -359,6 +362,45 @@ def test_limits(tmp_path: Path) -> None:
     data = section(tmp_path, same, chat=False, max_tokens=4, too_long="truncate_right")
     with pytest.raises(DataError, match="the same once they are tokenized and cut"):
         load_pairs(data, data.train, TOKENIZER)
+
+
+@pytest.mark.parametrize("head", ["", "<bos>"])
+@pytest.mark.parametrize(
+    ("answers", "cut"),
+    [
+        (("a" * 8, "bb"), ("6789" + "a" * 8, "6789bb")),
+        (("aa", "b" * 8), ("6789aa", "6789" + "b" * 8)),
+        (("a" * 14, "bb"), ("a" * 12, "bb")),
+    ],
+)
+def test_a_cut_on_the_left_leaves_both_answers_the_same_prompt(
+    tmp_path: Path, answers: tuple[str, str], cut: tuple[str, str], head: str
+) -> None:
+    cutting: Any = tokenizer(None)
+    if head:
+        bos = ("<bos>", cutting.bos_token_id)
+        cutting.backend_tokenizer.post_processor = TemplateProcessing("<bos> $A", None, [bos])
+    lines = [{"prompt": "0123456789", "chosen": answers[0], "rejected": answers[1]}]
+    data = section(tmp_path, lines, max_tokens=13 + bool(head), too_long="truncate_left")
+    (item,) = load_pairs(data, data.train, cutting).items
+    found = [cutting.decode(sample.token_ids) for sample in item.samples]
+    assert found == [f"{head}{text}<eos>" for text in cut]
+
+
+@pytest.mark.parametrize(
+    ("chat", "prompt", "answer"), [(False, "2+2=a", "a4"), (True, "?", "\n\n4")]
+)
+def test_a_reward_model_scores_the_tokens_that_it_was_trained_on(
+    tmp_path: Path, chat: bool, prompt: str, answer: str
+) -> None:
+    """Also where a token would cross the border between prompt and answer."""
+    joining: Any = tokenizer(CHATML if chat else None, [("a", "a"), ("Ċ", "Ċ")])
+    data = section(tmp_path, [{"prompt": prompt, "chosen": answer, "rejected": "5"}])
+    (item,) = load_pairs(data, data.train, joining).items
+    model = RewardModel(lambda _: [], joining, None, ChatTemplate.of(joining) if chat else None)
+    trained = item.samples[0].token_ids
+    assert model.encode(prompt, answer) == trained
+    assert joining(joining.decode(trained), add_special_tokens=False)["input_ids"] != trained
 
 
 @pytest.mark.parametrize(("goal", "settings", "key"), [

@@ -172,7 +172,8 @@ def _answers(reading: Reading) -> list[tuple[Example, list[Sample]]]:
     for example, texts in reading.tokenize(reading.each(render)):
         with reading.report.line(example.where):
             samples = [reading.sample(example, *each, ended=True) for each in texts]
-            answered.append((example, samples))
+            longest = max(len(sample.token_ids) for sample in samples)
+            answered.append((example, [reading.fit_sample(s, longest) for s in samples]))
     return answered
 
 

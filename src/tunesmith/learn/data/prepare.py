@@ -150,7 +150,8 @@ def load_samples(section: DataSection, source: Sources, tokenizer: Tokenizer) ->
     for example, texts in reading.tokenize(_not_far_too_long(reading, rendered)):
         for text, joint in texts:
             with report.line(example.where):
-                samples.append((example.source, reading.sample(example, text, joint)))
+                sample = reading.fit_sample(reading.sample(example, text, joint))
+                samples.append((example.source, sample))
     return reading.prepare(samples)
 
 

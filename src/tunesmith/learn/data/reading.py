@@ -214,7 +214,7 @@ class Reading:
     def sample(
         self, example: Example, text: Rendered, joint: Encoded, *, ended: bool = False
     ) -> Sample:
-        """Tokens and mask of a text within the limit; DataError if it is unusable.
+        """Tokens and mask of a whole text; DataError if nothing in it is learned.
 
         Plain text gets the tokenizer's BOS and EOS. With ``ended`` the sample ends at the last
         learned token.
@@ -231,10 +231,14 @@ class Reading:
         if not any(mask):
             raise DataError("nothing to learn: no token is predicted in the loss")
         stop = len(mask) - mask[::-1].index(True) if ended else len(ids)
-        return self.fit_sample(Sample(ids[:stop], mask[:stop]))
+        return Sample(ids[:stop], mask[:stop])
 
-    def fit_sample(self, sample: Sample) -> Sample:
+    def fit_sample(self, sample: Sample, longest: int = 0) -> Sample:
         """The sample cut to ``data.max_tokens``.
+
+        Args:
+            longest: tokens of the longest answer to the same prompt. A cut on the left takes as
+                much of the prompt of each.
 
         Raises:
             DataError: it may not be cut, nothing is left to learn, or a token has no row in the
@@ -243,18 +247,25 @@ class Reading:
         limit = self.section.max_tokens
         ids = sample.token_ids
         self._check_rows(ids)
-        if limit is None or len(ids) <= limit:
+        if limit is None:
             return sample
-        reason = f"{len(ids)} tokens, the limit is {limit} (data.max_tokens)"
-        self._check_may_cut(reason)
         left = self.section.too_long == "truncate_left"
-        if splits_image(ids, len(ids) - limit + min(self._head(ids), limit) if left else limit):
+        head = min(self._head(ids), limit)
+        over = len(ids) - limit
+        if left and longest > len(ids):
+            over = max(over, min(longest - limit, sample.loss_mask.index(True) - head))
+        if over <= 0:
+            return sample
+        reason = f"{max(len(ids), longest)} tokens, the limit is {limit} (data.max_tokens)"
+        self._check_may_cut(reason)
+        room = len(ids) - over
+        if splits_image(ids, over + head if left else room):
             raise TooLong(f"{reason}, where it is in the middle of an image")
-        mask = [False, *self._cut(sample.loss_mask, ids, limit)[1:]]
+        mask = [False, *self._cut(sample.loss_mask, ids, room)[1:]]
         if not any(mask):
             raise DataError(f"{reason}, and truncated to it nothing is left to learn")
         self.report.truncated += 1
-        return Sample(self._cut(ids, ids, limit), mask)
+        return Sample(self._cut(ids, ids, room), mask)
 
     def fit_prompt(
         self, encoder: PromptEncoder, example: Example, ids: list[int]

@@ -4,13 +4,20 @@ rollouts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.errors import DataError
 from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.data.chat_defaults import own_part
-from tunesmith.learn.data.tokens import encode, leading_ids, with_leading
+from tunesmith.learn.data.tokens import (
+    encode,
+    encode_with_offsets,
+    leading_ids,
+    mask_spans,
+    with_leading,
+)
 from tunesmith.learn.rewards.batching import Batcher
 from tunesmith.learn.rewards.function import ItemFailure, Notes, RewardFunction, Score
 from tunesmith.learn.rewards.stats import RewardStats
@@ -64,14 +71,22 @@ class RewardModel:
         if self.template is not None:
             end = self.template.stop_marker if finished else ""
             asked = self.template.whole(as_messages(prompt), prompt=True)
-            return encode(self.tokenizer, [asked + completion + end])[0]
+            return self._tokens(asked, completion + end)
         if not isinstance(prompt, str):
             lacking = "the reward model's tokenizer has no chat template"
             raise DataError(f"the prompt is a conversation, and {lacking}")
-        [ids] = encode(self.tokenizer, [prompt + completion])
-        ids = with_leading(leading_ids(self.tokenizer), ids)
+        ids = with_leading(leading_ids(self.tokenizer), self._tokens(prompt, completion))
         eos: int | None = self.tokenizer.eos_token_id
         return [*ids, eos] if finished and eos is not None and ids[-1:] != [eos] else ids
+
+    def _tokens(self, asked: str, answer: str) -> list[int]:
+        """As in training: no token crosses the border of the answer, where it can be split."""
+        text = asked + answer
+        if getattr(self.tokenizer, "is_fast", False):
+            joint = next(encode_with_offsets(self.tokenizer, [text]))
+            with suppress(DataError):
+                return mask_spans(self.tokenizer, text, joint, [(len(asked), len(text))])[0]
+        return encode(self.tokenizer, [text])[0]
 
 
 def model_reward(
