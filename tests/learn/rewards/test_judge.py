@@ -20,7 +20,7 @@ import pytest
 from aiohttp import web
 
 from tests.support import tiny
-from tests.support.http_servers import running, unused_url
+from tests.support.http_servers import running
 from tests.support.tiny_runs import rl_settings
 from tunesmith.config.judges import Criterion, JudgeReward
 from tunesmith.config.load import load_config
@@ -37,6 +37,7 @@ from tunesmith.learn.rewards.judge_answers import (
 )
 from tunesmith.learn.rewards.judge_questions import JudgeQuestions, score_in, scores_in, winner_in
 from tunesmith.learn.rewards.loading import check_rewards, load_rewards
+from tunesmith.learn.rewards.metrics import check_failed
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.records.http_client import seconds_to_wait
 from tunesmith.records.metrics import read_metrics
@@ -166,6 +167,7 @@ def test_a_weight_that_is_no_number_fails_its_line_alone(weight: float) -> None:
         one = entry(server.url, criteria="points")
         played, _ = score(one, ["x", "y"], [rollout(str(n), points=p) for n, p in enumerate(lines)])
     assert [r.reward for r in played] == [None, 1.0]
+    assert played[0].status is Status.REWARD_FAILED
     assert "weight" in str(played[0].notes["judge/error"])
 
 
@@ -219,7 +221,7 @@ def test_criteria_may_be_those_of_the_data_line() -> None:
         )
         assert "says 4" in server.texts[0] and len(server.bodies) == 1
     assert played[0].reward == pytest.approx((2 - 1) / 3)
-    assert played[1].rewards == {"judge": None} and metrics["judge/judge/failed"] == 0.5
+    assert played[1].status is Status.REWARD_FAILED and metrics["judge/judge/failed"] == 0.5
 
 
 def test_votes_are_averaged_and_their_agreement_is_a_metric() -> None:
@@ -269,8 +271,9 @@ def test_a_pair_counts_only_with_both_verdicts_and_a_single_answer_is_not_compar
             ["a", "b", "bad", "alone"],
             [rollout(), rollout(), rollout(), rollout("u")],
         )
-    assert [r.rewards["judge"] for r in played] == [1.0, 0.0, None, None]
+    assert [r.reward for r in played] == [1.0, 0.0, None, None]
     assert played[2].status is Status.REWARD_FAILED and "judge/error" in played[2].notes
+    assert "judge" not in played[2].rewards and played[3].rewards == {"judge": None}
     assert metrics["judge/judge/failed"] == pytest.approx(1 / 3)
 
 
@@ -358,19 +361,24 @@ def test_what_a_judge_fails_in_has_no_reward(
     with judging(answer) as server:
         (played,), metrics = score(entry(server.url, token_env="JUDGE_KEY", **keys), ["x"])
         assert len(server.bodies) == metrics["judge/judge/requests"] == requests
-    assert played.rewards == {"judge": None} and metrics["judge/judge/failed"] == 1.0
+    assert played.status is Status.REWARD_FAILED and metrics["judge/judge/failed"] == 1.0
+    assert words in str(played.error) and "k-123" not in str(played.error)
     assert words in played.notes["judge/error"] and "k-123" not in played.notes["judge/error"]
 
 
-def test_a_judge_that_is_not_there_has_no_reward_and_others_count() -> None:
-    one = entry(unused_url(), retries=1)
-    played = [rollout(), rollout()]
-    rewards = RewardSet({"judge": 1.0}, 60.0)
-    rewards.add(judge_reward(one, ServedJudge(one, AnswerFile(None))))
-    played[0].reward = 2.0  # its environment's
-    asyncio.run(rewards.score(played, ["a", "b"]))
-    assert played[0].reward == 2.0 and played[0].status is Status.OK
-    assert played[1].status is Status.REWARD_FAILED
+def test_a_judge_that_fails_for_a_part_of_a_group_leaves_no_total_without_its_part() -> None:
+    with judging(lambda text, _: "?" if "bad" in text else "Score: 5") as server:
+        one = entry(server.url)
+        played = [rollout(), rollout()]
+        rewards = RewardSet({"judge": 1.0}, 60.0)
+        rewards.add(judge_reward(one, ServedJudge(one, AnswerFile(None))))
+        for each in played:
+            each.reward = 2.0  # its environment's
+        asyncio.run(rewards.score(played, ["good", "bad"]))
+    assert played[0].reward == 2.5
+    assert played[1].status is Status.REWARD_FAILED and "'judge'" in str(played[1].error)
+    with pytest.raises(RewardError, match="max_failed_share"):
+        check_failed(played, 0.4)
 
 
 def test_a_server_that_is_down_costs_later_questions_one_attempt_each() -> None:
@@ -446,7 +454,7 @@ def test_the_policy_can_judge() -> None:
     rewards.add(judge_reward(one, PolicyJudge(one, write)))
     asyncio.run(rewards.score(played, ["four", "bad"]))
     metrics = rewards.metrics(played)
-    assert played[0].reward == 0.4 and played[1].rewards == {"judge": None}
+    assert played[0].reward == 0.4 and played[1].status is Status.REWARD_FAILED
     assert metrics["judge/judge/prompt_tokens"] == 5 and metrics["judge/judge/requests"] == 2
 
 
@@ -526,15 +534,15 @@ def test_files_of_a_judge_are_found_beside_the_run_file(tmp_path: Path, model: P
 
 def test_a_run_with_a_judge_and_its_policy_as_another(tmp_path: Path, model: Path) -> None:
     with judging(lambda text, _: f"Score: {len(text) % 10}") as server:
-        judge = (
-            f'{{model="m", url="{server.url}"}}, {{model="policy", name="own", weight=0.0, '
-            "max_new_tokens=2}"
-        )
+        judge = f'{{model="m", url="{server.url}"}}'
         outcome = assembly.run_rl(None, judged_settings(tmp_path, model, judge))
         asked = len(server.bodies)
+        own = f'{judge}, {{model="policy", name="own", weight=0.0, max_new_tokens=2}}'
+        with pytest.raises(RewardError, match=r"max_failed_share(.|\n)*'own' has no verdict"):
+            assembly.run_rl(None, judged_settings(tmp_path, model, own, run_dir=f"{tmp_path}/own"))
     (line,) = read_metrics(outcome.run_dir / "metrics.jsonl")
     assert line["judge/judge/requests"] == asked > 0
-    assert line["reward/judge/applied"] == 1.0 and line["judge/own/failed"] == 1.0
+    assert line["reward/judge/applied"] == 1.0 and line["judge/judge/failed"] == 0.0
     kept = (outcome.run_dir / ANSWERS_FILE).read_text().splitlines()
     assert len(kept) == asked
 
@@ -546,11 +554,10 @@ def test_a_run_loads_its_judge(tmp_path: Path, model: Path) -> None:
     told = judged_settings(
         tmp_path, model, judge, reward__functions=[f"{tmp_path}/rewards.py:share"]
     )
-    outcome = assembly.run_rl(None, told)
-    (line,) = read_metrics(outcome.run_dir / "metrics.jsonl")
-    kept = (outcome.run_dir / ANSWERS_FILE).read_text().splitlines()
-    assert line["judge/judge/requests"] == len(kept) > 0
-    assert line["judge/judge/completion_tokens"] <= 3 * len(kept)
+    with pytest.raises(RewardError, match="'judge' has no verdict"):
+        assembly.run_rl(None, told)
+    kept = (tmp_path / "run" / ANSWERS_FILE).read_text().splitlines()
+    assert kept and all(json.loads(line)["judge"] == "judge" for line in kept)
 
 
 def test_questions_that_cannot_be_rendered_have_no_answer() -> None:
@@ -559,4 +566,4 @@ def test_questions_that_cannot_be_rendered_have_no_answer() -> None:
         one = entry(server.url, rubric="{{ answer.text }}")
         (played,), _ = score(one, ["x"], [rollout(answer="4")])
         assert not server.bodies
-    assert played.rewards == {"judge": None} and "template" in played.notes["judge/error"]
+    assert played.status is Status.REWARD_FAILED and "template" in played.notes["judge/error"]

@@ -1,7 +1,7 @@
 """Rewards from a judge: a score on a scale, scores for several criteria, or wins against the other
 completions of a group.
 
-Where the judge fails, the reward does not apply (None).
+Where the judge fails, the rollout fails: its total would lack a part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import fmean
 
 from tunesmith.config.judges import JudgeReward
 from tunesmith.errors import DeadlineExceeded, RewardError
-from tunesmith.learn.rewards.function import Notes, RewardFunction, Score
+from tunesmith.learn.rewards.function import ItemFailure, Notes, RewardFunction, Score
 from tunesmith.learn.rewards.judge_answers import Answer, Judge, JudgeQuestion, Tally, Unanswered
 from tunesmith.learn.rewards.judge_questions import (
     Asked,
@@ -28,7 +28,7 @@ from tunesmith.learn.rewards.judge_questions import (
     winner_in,
 )
 from tunesmith.learn.usercode.killable import Pool, UserProgram, WorkerError
-from tunesmith.types import Rollout, as_messages
+from tunesmith.types import Rollout, Status, as_messages
 
 PATTERN_SECONDS = 5.0
 SHOWN_CHARACTERS = 2000
@@ -120,7 +120,7 @@ class JudgeRewards:
             else:
                 own = [next(answers) for _ in votes]
                 verdicts, reason = await self._verdicts(own, one[1])
-            scores.append(fmean(v.reward for v in verdicts) if verdicts else None)
+            scores.append(fmean(v.reward for v in verdicts) if verdicts else _failed(reason))
             reasons.append(None if verdicts else reason)
             said.append(next((a[-SHOWN_CHARACTERS:] for a in own if isinstance(a, str)), None))
             gaps = [abs(a.reward - b.reward) for a, b in combinations(verdicts, 2)]
@@ -136,6 +136,7 @@ class JudgeRewards:
         self, rollouts: Sequence[Rollout], texts: Sequence[str], notes: Notes
     ) -> list[Score]:
         """The share of its comparisons that each completion of a group wins; a tie is half a win.
+        None for one that is compared with no other.
 
         Every pair is asked in both orders and counts only if both have a verdict.
         """
@@ -167,7 +168,8 @@ class JudgeRewards:
         failed = [reasons[n] if not wins[n] else None for n in range(len(rollouts))]
         self._note(notes, {"comparisons": [float(len(won)) for won in wins], "error": failed})
         self._count([failed[n] for n in sorted(compared)])
-        return [fmean(won) if won else None for won in wins]
+        scores: list[Score] = [_failed(reason) if reason else None for reason in failed]
+        return [fmean(won) if won else score for won, score in zip(wins, scores, strict=True)]
 
     def _asked(self, rollout: Rollout, text: str) -> tuple[str, list[Asked]] | Unanswered:
         try:
@@ -237,6 +239,10 @@ class JudgeRewards:
         for name, values in columns.items():
             if any(value is not None for value in values):
                 notes.log_extra(f"{self._entry.name}/{name}", values)
+
+
+def _failed(reason: str) -> ItemFailure:
+    return ItemFailure(Status.REWARD_FAILED, f"has no verdict: {reason}")
 
 
 def groups_of(rollouts: Sequence[Rollout]) -> Iterator[list[int]]:

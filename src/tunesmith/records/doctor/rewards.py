@@ -39,7 +39,7 @@ def judge_fails(run: Signs) -> Evidence:
     """The judge's server is down, slow or refuses, or its answers hold no verdict; the fields
     ending in /error in rollouts.jsonl say which.
 
-    Completions without a judgement get no reward from it: raise retries or deadline, lower
+    Rollouts without a judgement fail: raise retries or deadline, lower
     concurrency, or write a template that says how to end the answer.
     """
     shares = {name: run[f"judge/{name}/failed"].mean for name in run.names("judge/(.+)/failed")}
