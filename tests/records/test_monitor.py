@@ -551,10 +551,10 @@ def test_the_least_seconds_of_a_step_are_summed_and_a_run_faster_than_them_leave
 def test_a_run_that_cannot_go_on_keeps_the_lines_after_its_checkpoint(
     tmp_path: Path, broken: str
 ) -> None:
-    from tests.run.loop.test_rollout_log import log
     from tunesmith.config.schema import CheckpointSection, EvalSection
     from tunesmith.plan.parts import Intervals
     from tunesmith.run.loop.recorder import Recorder
+    from tunesmith.run.loop.rollout_log import RolloutLog
     from tunesmith.run.loop.session import Best, Session
 
     class Parts(SimpleNamespace):
@@ -573,7 +573,8 @@ def test_a_run_that_cannot_go_on_keeps_the_lines_after_its_checkpoint(
 
     def start(parts: Parts) -> None:
         with MetricsLog(files[0]) as metrics:
-            recorder = Recorder(metrics, Progress(9), log(files[1]))
+            rollouts = RolloutLog(files[1], 1, 10**9, str, str)
+            recorder = Recorder(metrics, Progress(9), rollouts)
             checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
             best = Best("eval/loss")
             settings = Intervals(), EvalSection(), CheckpointSection()
