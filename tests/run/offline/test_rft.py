@@ -482,7 +482,7 @@ def test_the_same_answers_are_trained_on_again_with_other_settings(
         )
 
 
-def test_answers_of_another_run_may_have_blank_lines(tmp_path: Path) -> None:
+def test_answers_of_another_run_are_those_of_its_questions(tmp_path: Path) -> None:
     asked = [{"prompt": p, "completion": "1", "reward": 1.0} for p in ("a", "b")]
     tasks = [Task(id=p, prompt=p, prompt_ids=(1,)) for p in ("a", "b")]
     answers = tmp_path / "answers.jsonl"
@@ -490,6 +490,11 @@ def test_answers_of_another_run_may_have_blank_lines(tmp_path: Path) -> None:
     this = RftRound(tmp_path / "round-1")
     with pytest.raises(DataError, match=r"answers\.jsonl:4 .* task c"):
         adopt_answers(answers, this, [tasks[0], replace(tasks[1], id="c", prompt="c")])
+    for line in ("[1]", "null", '{"prompt": "a"}'):
+        other = tmp_path / "other.jsonl"
+        other.write_text(f"{line}\n")
+        with pytest.raises(DataError, match=r"other\.jsonl:1 "):
+            adopt_answers(other, this, tasks[:1])
     adopt_answers(answers, this, tasks)
     assert list(read_lines(this.samples)) == asked
 

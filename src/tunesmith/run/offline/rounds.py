@@ -70,9 +70,9 @@ def adopt_answers(answers: Path, this: RftRound, tasks: Sequence[Task]) -> None:
     if len(lines) != len(tasks):
         raise DataError(f"{answers} answers {len(lines)} questions, data.train has {len(tasks)}")
     for (number, line), task in zip(lines.items(), tasks, strict=True):
-        records = records_of(line)
-        answered = all("completion" in record for record in records)
-        if line.get("prompt") != task.prompt or not answered:
+        same = isinstance(line, dict) and line.get("prompt") == task.prompt
+        records = records_of(line) if same else []
+        if not same or not all("completion" in record for record in records):
             raise DataError(f"{answers}:{number} does not answer the question of task {task.id}")
         if not all("reward" in record for record in records):
             raise DataError(
