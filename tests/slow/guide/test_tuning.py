@@ -79,7 +79,7 @@ def test_from_settings_that_die_to_faster_ones(folder: Path) -> None:
     run.write_text(
         "".join(f"[{name}]\n" + "\n".join(lines) + "\n" for name, lines in tables.items())
     )
-    done = CliRunner().invoke(app, ["tune", str(run), *PINNED, "--minutes", "5"])
+    done = CliRunner().invoke(app, ["tune", str(run), *PINNED, "--minutes", "30"])
     assert done.exit_code == 0, done.output
     found = json.loads((folder / "tuned.json").read_text())
     died, *others = found["trials"]
@@ -152,7 +152,7 @@ def test_ctrl_c_ends_the_search_and_the_same_command_goes_on(folder: Path) -> No
     pinned = [
         text for text in PINNED if text.startswith(left)
     ]  # so that gradient checkpointing is left to try
-    command = [sys.executable, "-m", "tunesmith", "tune", str(run), *pinned, "--minutes", "3"]
+    command = [sys.executable, "-m", "tunesmith", "tune", str(run), *pinned, "--minutes", "30"]
     with popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as process:
         assert process.stdout is not None
         tried = "system.max_tokens_per_microbatch = 24: "
