@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from tests.support import tiny
 from tests.support.forks import popen
+from tests.support.long import again
 from tests.support.tiny_preferences import preference_settings
 from tests.support.tiny_runs import rl_settings, sft_settings
 from tunesmith.cli.main import app
@@ -102,7 +103,7 @@ def test_from_settings_that_die_to_faster_ones(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("kind", "other"), [(SFTConfig, "sft"), (DPOConfig, "dpo")])
+@pytest.mark.parametrize(("kind", "other"), [(SFTConfig, "sft"), again(DPOConfig, "dpo")])
 def test_the_gradient_is_the_same_with_other_settings(
     kind: type[RunConfig], other: str, folder: Path
 ) -> None:

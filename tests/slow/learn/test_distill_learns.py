@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     [
         ("on_policy", 0, 300, 0.5),
         again("sampled", 1, 100, 0.25),
-        ("offline", 2, 100, 0.1),
+        again("offline", 2, 100, 0.1),
         again("on_policy", 1, 300, 0.5),
         again("sampled", 2, 100, 0.25),
         again("offline", 0, 100, 0.1),

@@ -40,7 +40,7 @@ def test_number_guessing_learns_over_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "rise"), [("grid_walk", 20, 0.25), again("calculator", 20, 0.1)]
+    ("name", "steps", "rise"), [again("grid_walk", 20, 0.25), again("calculator", 20, 0.1)]
 )
 def test_an_example_with_an_environment_learns(
     name: str, steps: int, rise: float, tmp_path: Path

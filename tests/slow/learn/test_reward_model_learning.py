@@ -22,7 +22,7 @@ from tunesmith.run.specs.scorers import ScorerSpec
 
 
 @pytest.mark.parametrize(
-    ("remote", "seed"), [(False, 0), (True, 1), again(False, 1), again(True, 2)]
+    ("remote", "seed"), [(False, 0), again(True, 1), again(False, 1), again(True, 2)]
 )
 def test_the_reward_rises_by_more_than_half_of_its_spread(
     tmp_path: Path, seed: int, remote: bool

@@ -59,7 +59,7 @@ def packing() -> Packing:
     [
         again(1, {}),
         again(2, {"gradient_checkpointing": 0.5}),
-        (3, {"gradient_checkpointing": True, "sequence": 2}),
+        again(3, {"gradient_checkpointing": True, "sequence": 2}),
         again(3, {"adapter": 4, "gradient_checkpointing": True}),
         (3, {"streams": True, "offload": True, "offload_activations": True}),
     ],

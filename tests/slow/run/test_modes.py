@@ -39,6 +39,7 @@ LONG = (
     "ray",
     "two engines, gloo",
     "taking turns",
+    "one step behind",
     "one step behind, partial",
     "over-generation on shared weights",
 )
