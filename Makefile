@@ -37,7 +37,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN)/pytest -n 3 --dist worksteal --ignore tests/slow -m "not slow"
 
-# Of the slow tests' cases at most so many of each test: CASES=3.
+# Of the slow tests' cases at most so many of each test: CASES=2.
 CASES ?=
 SOME := $(if $(CASES),--cases $(CASES))
 
