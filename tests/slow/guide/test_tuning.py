@@ -37,7 +37,7 @@ def slow(completions, **columns):
     opened = [Path(os.path.realpath(file)) for file in Path("/proc/self/fd").iterdir()]
     [here] = {file.parent for file in opened if file.name == run_dir.LOCK}
     settings = json.loads((here / "resolved.json").read_text())["settings"]
-    time.sleep(0.5 if settings["system.share_prompts"]["value"] else 0.0)
+    time.sleep(2.0 if settings["system.share_prompts"]["value"] else 0.0)
     if settings["system.max_running"]["value"] == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return [float(len(text) % 3) for text in completions]
