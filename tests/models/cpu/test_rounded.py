@@ -58,6 +58,7 @@ def test_products_are_those_of_rounded_weights(
             found = product(x)
             assert found.dtype == torch.float32
             assert ((found - wanted).abs() <= 1e-6 * sizes).all()
+            assert torch.equal(found[:1], product(x[:1])), "a row's sums are those of it alone"
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -8,6 +8,8 @@
 constexpr int64_t PANEL = 2 * W;
 constexpr int TALL = W == 16 ? 12 : 6;  // rows whose sums of a panel fit into the registers
 constexpr int64_t AHEAD = 2048;         // bytes of a panel that are asked for before they are used
+constexpr int BESIDE = 4;               // panels that one row reads at once
+template <class X> constexpr bool BESIDES = W == 8 && std::is_same_v<X, float>;
 template <class T> constexpr bool ASKS = W == 8 || sizeof(T) < sizeof(float);  // faster where a step computes more than it reads
 
 template <class T> constexpr int64_t FEW = W == 8 && sizeof(T) > 1 ? 8 : 4;  // blocks of rows that ask for the next panel
@@ -18,6 +20,10 @@ template <class X, class T> constexpr bool BALANCED = W == 8 && std::is_same_v<X
 template <class T> constexpr int64_t WIDENS = std::is_same_v<T, bfloat16> ? 2 * TALL : 48;
 
 struct Ends { const float *bias, *scale; };  // of the outputs, or null: x -> x scale + bias
+
+static inline Ends ends_from(Ends ends, int64_t output) {
+    return {ends.bias ? ends.bias + output : nullptr, ends.scale ? ends.scale + output : nullptr};
+}
 
 enum Asks { NOTHING, SOON, LATER };  // for what this panel needs next, or for the next panel
 struct Ahead { const char* from; int64_t step; };  // what is asked for first, and bytes to what the next input asks for
@@ -52,19 +58,37 @@ template <int R, Asks A> static inline void add_panel(Vec (&a)[R][2], const bflo
     }
 }
 
+// The sums of a panel's outputs before the first input, and what is stored of them after the last
+static inline void begin_panel(Vec (&a)[2], Ends ends) {
+    for (int h = 0; h < 2; h++) a[h] = ends.bias && !ends.scale ? load(ends.bias + h * W) : Vec{};
+}
+template <class Y> static inline void end_panel(Vec (&a)[2], Ends ends, Y* out, int64_t n) {
+    for (int h = 0; ends.scale && h < 2; h++) a[h] = fused(a[h], load(ends.scale + h * W), ends.bias ? load(ends.bias + h * W) : Vec{});
+    store(out, a[0], n);
+    if (n > W) store(out + W, a[1], n - W);
+}
+
 // out [R, n] of R rows x and a panel, of which n outputs are there
 template <int R, Asks A, class X, class T, class Y>
 static void multiply_panel(const X* x, int64_t K, const T* panel, Ahead ahead, Ends ends, Y* out, int64_t out_step, int64_t n) {
     Vec a[R][2];
-    for (int r = 0; r < R; r++)
-        for (int h = 0; h < 2; h++) a[r][h] = ends.bias && !ends.scale ? load(ends.bias + h * W) : Vec{};
+    for (int r = 0; r < R; r++) begin_panel(a[r], ends);
     add_panel<R, A>(a, x, K, panel, ahead);
-    for (int r = 0; ends.scale && r < R; r++)
-        for (int h = 0; h < 2; h++) a[r][h] = a[r][h] * load(ends.scale + h * W) + (ends.bias ? load(ends.bias + h * W) : Vec{});
-    for (int r = 0; r < R; r++) {
-        store(out + r * out_step, a[r][0], n);
-        if (n > W) store(out + r * out_step + W, a[r][1], n - W);
-    }
+    for (int r = 0; r < R; r++) end_panel(a[r], ends, out + r * out_step, n);
+}
+
+// The same of one row and several panels at once: memory answers several streams sooner than one.
+template <class T, class Y> static void multiply_beside(const float* x, int64_t K, const T* panels, Ends ends, Y* out, int64_t n) {
+    Vec a[BESIDE][2];
+    for (int p = 0; p < BESIDE; p++) begin_panel(a[p], ends_from(ends, p * PANEL));
+    for (int64_t k = 0; k < K; k++)
+        for (int p = 0; p < BESIDE; p++) {
+            const T* weights = panels + (p * K + k) * PANEL;
+            for (int64_t line = 0; line < PANEL * (int64_t)sizeof(T); line += 64) __builtin_prefetch((const char*)weights + AHEAD / BESIDE + line, 0, 3);
+            a[p][0] += x[k] * load(weights);
+            a[p][1] += x[k] * load(weights + W);
+        }
+    for (int p = 0; p < BESIDE; p++) end_panel(a[p], ends_from(ends, p * PANEL), out + p * PANEL, n - p * PANEL);
 }
 
 template <class X, class T, class Y> using PanelProduct = void (*)(const X*, int64_t, const T*, Ahead, Ends, Y*, int64_t, int64_t);
@@ -93,23 +117,36 @@ static void multiply_rows(int64_t rows, int64_t K, const T* panel, Ends ends, co
     }
 }
 
+// x [rows, K] times a panel, to n outputs of [rows, N]
+template <class X, class T, class Y>
+static void multiply_by_panel(int64_t rows, int64_t N, int64_t K, const T* panel, Ends ends, const X* x, Y* out, int64_t n) {
+    constexpr bool widens = std::is_same_v<X, float> && !std::is_same_v<T, float>;
+    if (widens && rows > WIDENS<T>) {
+        static thread_local std::vector<float> wide;
+        wide.resize(K * PANEL);
+        for (int64_t i = 0; i < K * PANEL; i += W) store(wide.data() + i, load(panel + i));
+        multiply_rows(rows, K, wide.data(), ends, (const float*)x, out, N, n);
+    } else
+        multiply_rows(rows, K, panel, ends, x, out, N, n);
+}
+
 // x [rows, K] times the weight, to [rows, N]; bias and scale are null or filled up to whole panels.
 template <class X, class T, class Y>
 static void multiply_panels(int64_t rows, int64_t N, int64_t K, const T* weight, Ends ends, const X* x, Y* out, int64_t threads) {
-    constexpr bool widens = std::is_same_v<X, float> && !std::is_same_v<T, float>;
     const int64_t panels = (N + PANEL - 1) / PANEL;
+    const bool several = BESIDES<X> && rows == 1 && panels >= 2 * BESIDE * threads;  // of one row
+    const int64_t together = several ? BESIDE : 1, parts = (panels + together - 1) / together;
 #pragma omp parallel for num_threads(threads) if (rows * N * K > ALONE)
-    for (int64_t p = 0; p < panels; p++) {
-        const int64_t from = p * PANEL, n = std::min(PANEL, N - from);
-        const T* panel = weight + from * K;
-        const Ends own = {ends.bias ? ends.bias + from : nullptr, ends.scale ? ends.scale + from : nullptr};
-        if (widens && rows > WIDENS<T>) {
-            static thread_local std::vector<float> wide;
-            wide.resize(K * PANEL);
-            for (int64_t i = 0; i < K * PANEL; i += W) store(wide.data() + i, load(panel + i));
-            multiply_rows(rows, K, wide.data(), own, (const float*)x, out + from, N, n);
-        } else
-            multiply_rows(rows, K, panel, own, x, out + from, N, n);
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t first = part * together, last = std::min(panels, first + together);
+        if constexpr (BESIDES<X>)
+            if (several && last - first == BESIDE) {
+                const int64_t from = first * PANEL;
+                multiply_beside(x, K, weight + from * K, ends_from(ends, from), out + from, N - from);
+                continue;
+            }
+        for (int64_t from = first * PANEL; from < last * PANEL; from += PANEL)
+            multiply_by_panel(rows, N, K, weight + from * K, ends_from(ends, from), x, out + from, std::min(PANEL, N - from));
     }
 }
 

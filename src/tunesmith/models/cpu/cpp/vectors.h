@@ -109,6 +109,14 @@ template <class T> static inline void store(T* p, Vec v, int64_t n) {
     store(part, v);
     std::memcpy(p, part, n * sizeof(T));
 }
+static inline Vec fused(Vec a, Vec b, Vec c) {  // a b + c, rounded alike whatever the compiler makes of the code around it
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    for (int i = 0; i < W; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
 static inline float as_float(float x) { return x; }
 static inline float as_float(bfloat16 x) {
     const uint32_t bits = (uint32_t)x.bits << 16;
