@@ -58,15 +58,21 @@ def sharing_options(plan: Plan[C], *, away: bool = False) -> Iterator[Plan[C]]:
     Args:
         away: the layers' rows are in host memory.
     """
-    sizes = shard_sizes(plan, away=away)
-    for size, turns, copy in product(sizes, turn_choices(plan), _copies(plan)):
-        yield plan.with_devices(shard_size=size, hybrid=turns, weight_copy=copy)
+    for way in product(*_ways(plan, away=away)):
+        yield _sharing(plan, *way)
 
 
 def leanest_sharing(plan: Plan[C], *, away: bool) -> Plan[C]:
     """The last of ``sharing_options``."""
-    ways = (shard_sizes(plan, away=away), turn_choices(plan), _copies(plan))
-    size, turns, copy = (each[-1] for each in ways)
+    sizes, turns, copies = _ways(plan, away=away)
+    return _sharing(plan, sizes[-1], turns[-1], copies[-1])
+
+
+def _ways(plan: AnyPlan, *, away: bool) -> tuple[list[int | None], list[bool], list[str | None]]:
+    return shard_sizes(plan, away=away), turn_choices(plan), _copies(plan)
+
+
+def _sharing(plan: Plan[C], size: int | None, turns: bool, copy: str | None) -> Plan[C]:
     return plan.with_devices(shard_size=size, hybrid=turns, weight_copy=copy)
 
 

@@ -6,12 +6,11 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from tunesmith.errors import ModelError, boundary
-from tunesmith.plan.replacing import replace
 from tunesmith.records.storage import open_file
 
 Value = str | int | float | bool | list["Value"]

@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -16,7 +17,6 @@ from tunesmith.plan.facts.llama_cpp import config_of
 from tunesmith.plan.facts.model import ModelFacts, facts_of, read_model_facts
 from tunesmith.plan.facts.model_files import INDEX, check_method, count_parameters, quantised_by
 from tunesmith.plan.facts.model_files import ONE as WEIGHTS
-from tunesmith.plan.replacing import replace
 from tunesmith.records.storage import read_json
 
 PATIENCE = 5.0

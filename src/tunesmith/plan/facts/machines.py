@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from tunesmith.errors import ConfigError, nearest, shortened
 from tunesmith.plan.facts.hardware import Gpu, Hardware, read_hardware
-from tunesmith.plan.replacing import replace
 from tunesmith.records.toml import table_beside
 
 THIS = "this"

@@ -4,7 +4,7 @@ files."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from tunesmith.plan.facts.layers import (
 from tunesmith.plan.facts.model_files import check_files, count_parameters
 from tunesmith.plan.facts.parameters import Sizes, count, global_key_width
 from tunesmith.plan.facts.towers import TowerSizes, tower_of
-from tunesmith.plan.replacing import replace
 from tunesmith.records.storage import read_json
 
 

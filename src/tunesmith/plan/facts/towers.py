@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tunesmith.plan.facts.families import family
 from tunesmith.plan.facts.layers import Written, first
-from tunesmith.plan.replacing import replace
 
 
 @dataclass(frozen=True, slots=True)

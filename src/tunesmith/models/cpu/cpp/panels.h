@@ -9,7 +9,7 @@ constexpr int64_t PANEL = 2 * W;
 constexpr int TALL = W == 16 ? 12 : 6;  // rows whose sums of a panel fit into the registers
 constexpr int64_t AHEAD = 2048;         // bytes of a panel that are asked for before they are used
 constexpr int BESIDE = 4;               // panels that one row reads at once
-template <class X> constexpr bool BESIDES = W == 8 && std::is_same_v<X, float>;
+template <class X> constexpr bool READS_BESIDE = W == 8 && std::is_same_v<X, float>;
 template <class T> constexpr bool ASKS = W == 8 || sizeof(T) < sizeof(float);  // faster where a step computes more than it reads
 
 template <class T> constexpr int64_t FEW = W == 8 && sizeof(T) > 1 ? 8 : 4;  // blocks of rows that ask for the next panel
@@ -134,12 +134,12 @@ static void multiply_by_panel(int64_t rows, int64_t N, int64_t K, const T* panel
 template <class X, class T, class Y>
 static void multiply_panels(int64_t rows, int64_t N, int64_t K, const T* weight, Ends ends, const X* x, Y* out, int64_t threads) {
     const int64_t panels = (N + PANEL - 1) / PANEL;
-    const bool several = BESIDES<X> && rows == 1 && panels >= 2 * BESIDE * threads;  // of one row
+    const bool several = READS_BESIDE<X> && rows == 1 && panels >= 2 * BESIDE * threads;  // of one row
     const int64_t together = several ? BESIDE : 1, parts = (panels + together - 1) / together;
 #pragma omp parallel for num_threads(threads) if (rows * N * K > ALONE)
     for (int64_t part = 0; part < parts; part++) {
         const int64_t first = part * together, last = std::min(panels, first + together);
-        if constexpr (BESIDES<X>)
+        if constexpr (READS_BESIDE<X>)
             if (several && last - first == BESIDE) {
                 const int64_t from = first * PANEL;
                 multiply_beside(x, K, weight + from * K, ends_from(ends, from), out + from, N - from);
