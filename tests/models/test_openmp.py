@@ -1,4 +1,5 @@
-"""Threads that hand over to each other leave no idle OpenMP workers behind."""
+"""Threads that hand over to each other leave no idle OpenMP workers behind, and workers sleep on
+cores that are taken."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tunesmith.models.openmp import SPINS, spin_briefly, to_thread
+from tunesmith.models import openmp
+from tunesmith.models.openmp import CALM, Crowding, to_thread
 
 TASKS = Path("/proc/self/task")
 PROGRAM = """
@@ -65,28 +68,91 @@ def test_what_work_raises_is_raised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "spins"),
-    [({}, str(SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ("waited", "crowded"),
+    [
+        ([0.04] * 20, False),
+        ([0.1] * 20, False),
+        ([0.04, 0.3], True),
+        ([0.3] + [0.04] * (CALM - 1), True),
+        ([0.3] + [0.04] * CALM, False),
+        ([0.3] + [0.04, 0.1] * 20, True),
+        ([0.3] + [0.04] * CALM + [0.1], False),
+    ],
 )
-def test_workers_spin_briefly_unless_the_environment_says_how_they_wait(
-    said: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", dict(said))
-    spin_briefly()
-    assert os.environ.get("GOMP_SPINCOUNT") == spins
+def test_cores_are_taken_while_threads_wait_for_them(waited: list[float], crowded: bool) -> None:
+    crowding = Crowding()
+    assert [crowding.update(each) for each in waited][-1] is crowded
 
 
-def test_the_command_sets_it_before_torch_is_loaded() -> None:
-    program = (
-        "import os, sys; sys.argv = ['tunesmith', '--version']; from tunesmith.cli.main import "
-        "main\n"
-        "try: main()\n"
-        "except SystemExit: print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
-    )
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    }
+WATCH = """
+import os, threading, time
+import torch
+from tunesmith.models import openmp
+
+torch.set_num_threads(2)
+numbers = torch.ones(1 << 20)
+
+def spins():  # seconds of the idle worker
+    seconds = 0
+    for _ in range(20):
+        numbers.add(1)
+        begin = time.process_time()
+        time.sleep(0.01)
+        seconds += time.process_time() - begin
+    return seconds
+
+def keeps_reserve(wanted):
+    until = time.monotonic() + 60
+    while ("reserve" in [each.name for each in threading.enumerate()]) is not wanted:
+        if time.monotonic() > until:
+            return not wanted
+        numbers.add(1)
+    return wanted
+
+usual = spins()
+openmp.watch_cores()
+one = {min(os.sched_getaffinity(0))}  # where both threads wait for each other
+for thread in os.listdir("/proc/self/task"):
+    os.sched_setaffinity(int(thread), one)
+found = [keeps_reserve(True), spins() < usual / 4]
+openmp._waits = dict
+found.append(keeps_reserve(False))
+print(found)
+"""
+
+
+def watched(**said: str) -> str:
+    usual = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", WATCH],
+        env=usual | said,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert done.stdout.splitlines()[-1] == f"{SPINS} False"
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TASKS.exists(), reason="Linux counts how long threads wait")
+def test_idle_workers_sleep_while_other_threads_take_the_cores() -> None:
+    assert watched() == "[True, True, False]"
+
+
+@pytest.mark.parametrize(
+    ("said", "watches"),
+    [({}, True), ({"GOMP_SPINCOUNT": "7"}, False), ({"OMP_WAIT_POLICY": "active"}, False)],
+)
+def test_the_environment_may_say_how_workers_wait(
+    said: dict[str, str], watches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", said)
+    monkeypatch.setattr(openmp, "_library", lambda: object())
+    started: list[str] = []
+    monkeypatch.setattr(
+        openmp,
+        "Thread",
+        lambda **thread: started.append(thread["name"]) or SimpleNamespace(start=lambda: None),
+    )
+    openmp.watch_cores.__wrapped__()
+    assert started == ["cores"] * watches

@@ -24,7 +24,6 @@ from tunesmith.cli.serve_training import serve_training
 from tunesmith.cli.standard_output import open_standard_streams
 from tunesmith.cli.train import distill, dpo, kto, prm, rl, rm, sft
 from tunesmith.config.doors import Door
-from tunesmith.models.openmp import spin_briefly
 from tunesmith.records.interrupts import own_process
 
 app = typer.Typer(
@@ -86,7 +85,6 @@ def main() -> None:
     """Entry point of the ``tunesmith`` script."""
     open_standard_streams()
     own_process()
-    spin_briefly()
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # nvidia-smi's
     if "RANK" in os.environ:  # started by torchrun or accelerate
         from tunesmith.run.processes.torchrun import join_launch

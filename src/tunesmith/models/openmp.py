@@ -1,14 +1,14 @@
 """Idle OpenMP workers: GNU OpenMP gives each thread that computes a team, which spins while it has
 nothing to do.
 
-By default a worker spins for some milliseconds before it sleeps. While other programs use the
-cores, it takes the time of those it waits for: training with two threads on two busy cores then
-takes many times as long as with one.
+By default a worker spins for some milliseconds before it sleeps, which is longer than the pauses
+between the operations of a step. While other programs use the cores, it takes the time of those it
+waits for: training with two threads on two busy cores then takes many times as long as with one.
 
 While a process has more OpenMP threads than there are cores, libgomp no longer spins at the end of
-a parallel region but sleeps, and a small operation takes two to four times as long. So a thread
-that hands over to another ends its team; a new one is made in about 0.1 ms when the thread computes
-again.
+a parallel region but sleeps at once, which takes a fifth longer on idle cores. So a thread that
+hands over to another ends its team; a new one is made in about 0.1 ms when the thread computes
+again. While threads wait for cores, :func:`watch_cores` keeps such threads in reserve.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ import asyncio
 import ctypes
 import os
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -27,19 +31,89 @@ SOFT = 1
 """``omp_pause_soft``: keep the settings, such as the number of threads."""
 
 
-SPINS = 1000
-"""Some 50 µs: longer than the pauses between the operations of a step, shorter than a scheduler's
-time slice."""
+TASKS = Path("/proc/self/task")
+INTERVAL = 0.5
+"""Seconds between two readings of how long threads waited for cores; a reading takes 0.5 ms."""
+CROWDED = 0.15
+"""Seconds per second that all threads together were ready and had no core. On idle cores there are
+less than 0.05, beside one busy program on each core more than 0.25."""
+FREE = 0.05
+CALM = 6
+"""Readings below ``FREE`` in a row after which cores count as free again."""
 
 
-def spin_briefly() -> None:
-    """Let workers sleep soon, in this process and its children, unless the environment says how
-    they wait.
+@dataclass(slots=True)
+class Crowding:
+    """Whether threads wait for cores, by what each reading says."""
 
-    GNU OpenMP reads it when it is loaded: call this before torch is imported.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
+    crowded: bool = False
+    _calm: int = 0
+
+    def update(self, waited: float) -> bool:
+        """Args: waited: seconds per second, of all threads together."""
+        if waited > CROWDED:
+            self.crowded = True
+        self._calm = self._calm + 1 if waited < FREE else 0
+        if self._calm >= CALM:
+            self.crowded = False
+        return self.crowded
+
+
+@cache
+def watch_cores() -> None:
+    """From now on idle workers sleep at once while other programs take the cores of this process,
+    unless the environment says how they wait. Does nothing where Linux or GNU OpenMP is missing."""
+    said = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
+    if not said and TASKS.exists() and (library := _library()) is not None:
+        Thread(target=_watch, args=(library,), name="cores", daemon=True).start()
+
+
+def _watch(library: Any) -> None:
+    crowding, reserve = Crowding(), None
+    before, since = _waits(), time.monotonic()
+    while True:
+        time.sleep(INTERVAL)
+        now, at = _waits(), time.monotonic()
+        waited = sum(now[thread] - before.get(thread, now[thread]) for thread in now)
+        crowded = crowding.update(waited / 1e9 / (at - since))
+        before, since = now, at
+        if crowded and reserve is None:
+            reserve = _Reserve(library)
+        elif not crowded and reserve is not None:
+            reserve.end()
+            reserve = None
+
+
+def _waits() -> dict[str, int]:
+    """Nanoseconds that each thread was ready and had no core."""
+    waits: dict[str, int] = {}
+    for thread in os.listdir(TASKS):
+        with suppress(OSError, IndexError):  # it has ended; the kernel keeps no such statistics
+            waits[thread] = int((TASKS / thread / "schedstat").read_text().split()[1])
+    return waits
+
+
+class _Reserve:
+    """More OpenMP threads than there are cores, which do nothing."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._ended = Event()
+        self._thread = Thread(target=self._keep, name="reserve", daemon=True)
+        self._thread.start()
+
+    def _keep(self) -> None:
+        self._library.GOMP_parallel(_nothing, None, len(os.sched_getaffinity(0)) + 1, 0)
+        self._ended.wait()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()  # libgomp ends a thread's team with it
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _nothing(_: object) -> None:
+    """What threads of the reserve do."""
 
 
 def end_team() -> None:

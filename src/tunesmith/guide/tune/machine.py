@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tunesmith.config.values import format_size
 from tunesmith.errors import CapacityError
 from tunesmith.guide.tune.probes import Probe
+from tunesmith.models.openmp import watch_cores
 from tunesmith.plan.cost.seconds import phase_seconds
 from tunesmith.plan.cost.work import Work, amounts
 from tunesmith.plan.facts.hardware import Hardware, memory
@@ -160,6 +161,7 @@ def measure_machine(machine: Hardware, say: Callable[[str], None]) -> dict[str, 
         StorageError: they cannot be stored.
     """
     torch.set_num_threads(machine.cores)
+    watch_cores()
     file, subject = rates_file(machine)
     measured = probes(0, SHAPES)
     take_turns(measured, ROUNDS, say)

@@ -18,6 +18,7 @@ from tunesmith.errors import StorageError, about, boundary
 from tunesmith.learn.data.chat import HERMES
 from tunesmith.learn.data.chat_checks import check_chatml
 from tunesmith.models.embedding_rows import check_end, set_rows
+from tunesmith.models.openmp import watch_cores
 from tunesmith.plan.facts.experts import ExpertsImplementation
 from tunesmith.plan.facts.hub import known_model_facts
 from tunesmith.records.garbage import collect_as_usual
@@ -137,6 +138,7 @@ class ModelSpec:
             functions.allow(self.compile is True)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
+            watch_cores()
         if self.lora is not None:
             from tunesmith.models.adapters import check_targets
 

@@ -8,8 +8,8 @@
 constexpr int64_t PANEL = 2 * W;
 constexpr int TALL = W == 16 ? 12 : 6;  // rows whose sums of a panel fit into the registers
 constexpr int64_t AHEAD = 2048;         // bytes of a panel that are asked for before they are used
-constexpr int BESIDE = 4;               // panels that one row reads at once
-template <class X> constexpr bool READS_BESIDE = W == 8 && std::is_same_v<X, float>;
+template <class X> constexpr int READS_BESIDE = W == 8 && std::is_same_v<X, float> ? 2 : 0;  // rows that may read several panels at once
+template <int R> constexpr int BESIDE = R == 1 ? 4 : 3;  // panels that R rows read, whose sums fit into the registers
 template <class T> constexpr bool ASKS = W == 8 || sizeof(T) < sizeof(float);  // faster where a step computes more than it reads
 
 template <class T> constexpr int64_t FEW = W == 8 && sizeof(T) > 1 ? 8 : 4;  // blocks of rows that ask for the next panel
@@ -77,18 +77,26 @@ static void multiply_panel(const X* x, int64_t K, const T* panel, Ahead ahead, E
     for (int r = 0; r < R; r++) end_panel(a[r], ends, out + r * out_step, n);
 }
 
-// The same of one row and several panels at once: memory answers several streams sooner than one.
-template <class T, class Y> static void multiply_beside(const float* x, int64_t K, const T* panels, Ends ends, Y* out, int64_t n) {
-    Vec a[BESIDE][2];
-    for (int p = 0; p < BESIDE; p++) begin_panel(a[p], ends_from(ends, p * PANEL));
+// The same of several panels at once: memory answers several streams sooner than one, and sums wait less for the ones before.
+template <int R, class T, class Y>
+static void multiply_beside(const float* x, int64_t K, const T* panels, Ends ends, Y* out, int64_t out_step, int64_t n) {
+    constexpr int P = BESIDE<R>;
+    Vec a[R][P][2];
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++) begin_panel(a[r][p], ends_from(ends, p * PANEL));
     for (int64_t k = 0; k < K; k++)
-        for (int p = 0; p < BESIDE; p++) {
+        for (int p = 0; p < P; p++) {
             const T* weights = panels + (p * K + k) * PANEL;
-            for (int64_t line = 0; line < PANEL * (int64_t)sizeof(T); line += 64) __builtin_prefetch((const char*)weights + AHEAD / BESIDE + line, 0, 3);
-            a[p][0] += x[k] * load(weights);
-            a[p][1] += x[k] * load(weights + W);
+            for (int64_t line = 0; line < PANEL * (int64_t)sizeof(T); line += 64) __builtin_prefetch((const char*)weights + AHEAD / P + line, 0, 3);
+            Vec low = load(weights), high = load(weights + W);
+            in_registers(low, high);
+            for (int r = 0; r < R; r++) {
+                a[r][p][0] += x[r * K + k] * low;
+                a[r][p][1] += x[r * K + k] * high;
+            }
         }
-    for (int p = 0; p < BESIDE; p++) end_panel(a[p], ends_from(ends, p * PANEL), out + p * PANEL, n - p * PANEL);
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++) end_panel(a[r][p], ends_from(ends, p * PANEL), out + r * out_step + p * PANEL, n - p * PANEL);
 }
 
 template <class X, class T, class Y> using PanelProduct = void (*)(const X*, int64_t, const T*, Ahead, Ends, Y*, int64_t, int64_t);
@@ -134,19 +142,19 @@ static void multiply_by_panel(int64_t rows, int64_t N, int64_t K, const T* panel
 template <class X, class T, class Y>
 static void multiply_panels(int64_t rows, int64_t N, int64_t K, const T* weight, Ends ends, const X* x, Y* out, int64_t threads) {
     const int64_t panels = (N + PANEL - 1) / PANEL;
-    const bool several = READS_BESIDE<X> && rows == 1 && panels >= 2 * BESIDE * threads;  // of one row
-    const int64_t together = several ? BESIDE : 1, parts = (panels + together - 1) / together;
+    const int64_t beside = rows > READS_BESIDE<X> ? 1 : rows == 1 ? BESIDE<1> : BESIDE<2>;
+    const int64_t together = panels >= 2 * beside * threads ? beside : 1, parts = (panels + together - 1) / together;
 #pragma omp parallel for num_threads(threads) if (rows * N * K > ALONE)
     for (int64_t part = 0; part < parts; part++) {
-        const int64_t first = part * together, last = std::min(panels, first + together);
-        if constexpr (READS_BESIDE<X>)
-            if (several && last - first == BESIDE) {
-                const int64_t from = first * PANEL;
-                multiply_beside(x, K, weight + from * K, ends_from(ends, from), out + from, N - from);
+        const int64_t first = part * together, last = std::min(panels, first + together), from = first * PANEL;
+        if constexpr (READS_BESIDE<X> > 0)
+            if (together > 1 && last - first == together) {
+                const auto product = rows == 1 ? multiply_beside<1, T, Y> : multiply_beside<2, T, Y>;
+                product(x, K, weight + from * K, ends_from(ends, from), out + from, N, N - from);
                 continue;
             }
-        for (int64_t from = first * PANEL; from < last * PANEL; from += PANEL)
-            multiply_by_panel(rows, N, K, weight + from * K, ends_from(ends, from), x, out + from, std::min(PANEL, N - from));
+        for (int64_t at = from; at < last * PANEL; at += PANEL)
+            multiply_by_panel(rows, N, K, weight + at * K, ends_from(ends, at), x, out + at, std::min(PANEL, N - at));
     }
 }
 

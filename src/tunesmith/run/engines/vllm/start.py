@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from tunesmith.config.engines import BLOCK_TOKENS
 from tunesmith.errors import EngineError, ModelError, UserError, boundary
 from tunesmith.models.kernels.quantised import Quantize
+from tunesmith.models.openmp import watch_cores
 from tunesmith.models.source import directory_of, readable
 from tunesmith.plan.facts.model_files import is_packed
 from tunesmith.plan.rules.vllm import extra_problem, version_problem
@@ -240,6 +241,7 @@ def kept_settings() -> Generator[None]:
     finally:
         torch.set_num_threads = set_count
         torch.set_num_threads(count)
+        watch_cores()
         torch.set_float32_matmul_precision(precision)
 
 
