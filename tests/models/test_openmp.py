@@ -80,8 +80,13 @@ def test_what_work_raises_is_raised() -> None:
     ],
 )
 def test_cores_are_taken_while_threads_wait_for_them(waited: list[float], crowded: bool) -> None:
-    crowding = Crowding()
+    crowding = Crowding(threads=2)
     assert [crowding.update(each) for each in waited][-1] is crowded
+
+
+@pytest.mark.parametrize(("waited", "crowded"), [(1.5, False), (2, True)])
+def test_many_threads_wait_more_on_free_cores(waited: float, crowded: bool) -> None:
+    assert Crowding(threads=64).update(waited) is crowded
 
 
 WATCH = """
@@ -149,10 +154,10 @@ def test_the_environment_may_say_how_workers_wait(
     monkeypatch.setattr(os, "environ", said)
     monkeypatch.setattr(openmp, "_library", lambda: object())
     started: list[str] = []
-    monkeypatch.setattr(
-        openmp,
-        "Thread",
-        lambda **thread: started.append(thread["name"]) or SimpleNamespace(start=lambda: None),
-    )
+
+    def thread(*, name: str, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda: started.append(name))
+
+    monkeypatch.setattr(openmp, "Thread", thread)
     openmp.watch_cores.__wrapped__()
     assert started == ["cores"] * watches

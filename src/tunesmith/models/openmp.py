@@ -18,7 +18,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -34,26 +34,33 @@ SOFT = 1
 TASKS = Path("/proc/self/task")
 INTERVAL = 0.5
 """Seconds between two readings of how long threads waited for cores; a reading takes 0.5 ms."""
-CROWDED = 0.15
-"""Seconds per second that all threads together were ready and had no core. On idle cores there are
-less than 0.05, beside one busy program on each core more than 0.25."""
-FREE = 0.05
+FREE = 0.025
+"""Seconds per second that each thread of a team is ready and has no core: on idle cores at most so
+many; beside one busy program on each core 0.1 to 0.5."""
+CROWDED = 0.1
+"""What all threads together wait beyond that, where cores are taken."""
 CALM = 6
-"""Readings below ``FREE`` in a row after which cores count as free again."""
+"""Readings in a row, none above ``FREE``, after which cores count as free again."""
 
 
 @dataclass(slots=True)
 class Crowding:
-    """Whether threads wait for cores, by what each reading says."""
+    """Whether threads wait for cores, by what each reading says.
 
+    Args:
+        threads: of a team.
+    """
+
+    threads: int
     crowded: bool = False
     _calm: int = 0
 
     def update(self, waited: float) -> bool:
         """Args: waited: seconds per second, of all threads together."""
-        if waited > CROWDED:
+        free = FREE * self.threads
+        if waited > free + CROWDED:
             self.crowded = True
-        self._calm = self._calm + 1 if waited < FREE else 0
+        self._calm = self._calm + 1 if waited < free else 0
         if self._calm >= CALM:
             self.crowded = False
         return self.crowded
@@ -68,15 +75,15 @@ def watch_cores() -> None:
         Thread(target=_watch, args=(library,), name="cores", daemon=True).start()
 
 
-def _watch(library: Any) -> None:
-    crowding, reserve = Crowding(), None
-    before, since = _waits(), time.monotonic()
+def _watch(library: ctypes.CDLL) -> None:
+    crowding = Crowding(sys.modules["torch"].get_num_threads())
+    reserve: _Reserve | None = None
+    last = _Reading.now()
     while True:
         time.sleep(INTERVAL)
-        now, at = _waits(), time.monotonic()
-        waited = sum(now[thread] - before.get(thread, now[thread]) for thread in now)
-        crowded = crowding.update(waited / 1e9 / (at - since))
-        before, since = now, at
+        now = _Reading.now()
+        crowded = crowding.update(now.waited_since(last))
+        last = now
         if crowded and reserve is None:
             reserve = _Reserve(library)
         elif not crowded and reserve is not None:
@@ -84,19 +91,34 @@ def _watch(library: Any) -> None:
             reserve = None
 
 
-def _waits() -> dict[str, int]:
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    at: float
+    waits: Mapping[str, int]
     """Nanoseconds that each thread was ready and had no core."""
+
+    @classmethod
+    def now(cls) -> _Reading:
+        return cls(time.monotonic(), _waits())
+
+    def waited_since(self, last: _Reading) -> float:
+        """Seconds per second, of all threads together that were there before."""
+        waited = sum(ns - last.waits.get(thread, ns) for thread, ns in self.waits.items())
+        return waited / 1e9 / (self.at - last.at)
+
+
+def _waits() -> dict[str, int]:
     waits: dict[str, int] = {}
     for thread in os.listdir(TASKS):
         with suppress(OSError, IndexError):  # it has ended; the kernel keeps no such statistics
-            waits[thread] = int((TASKS / thread / "schedstat").read_text().split()[1])
+            waits[thread] = int((TASKS / thread / "schedstat").read_bytes().split()[1])
     return waits
 
 
 class _Reserve:
     """More OpenMP threads than there are cores, which do nothing."""
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._ended = Event()
         self._thread = Thread(target=self._keep, name="reserve", daemon=True)
@@ -135,7 +157,7 @@ async def to_thread(work: Callable[..., T], *args: Any) -> T:
 
 
 @cache
-def _library() -> Any:
+def _library() -> ctypes.CDLL | None:
     """The libgomp of PyTorch's build; None if it has another OpenMP, or one without this call
     (before 5.0)."""
     file = sys.modules["torch"].__file__
