@@ -126,22 +126,14 @@ print(found)
 """
 
 
-def watched(**said: str) -> str:
-    usual = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run(
-        [sys.executable, "-c", WATCH],
-        env=usual | said,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not TASKS.exists(), reason="Linux counts how long threads wait")
 def test_idle_workers_sleep_while_other_threads_take_the_cores() -> None:
-    assert watched() == "[True, True, False]"
+    usual = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH], env=usual, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[True, True, False]"
 
 
 @pytest.mark.parametrize(
@@ -159,5 +151,5 @@ def test_the_environment_may_say_how_workers_wait(
         return SimpleNamespace(start=lambda: started.append(name))
 
     monkeypatch.setattr(openmp, "Thread", thread)
-    openmp.watch_cores.__wrapped__()
+    openmp.start_watch.__wrapped__()
     assert started == ["cores"] * watches

@@ -6,8 +6,8 @@ between the operations of a step. While other programs use the cores, it takes t
 waits for: training with two threads on two busy cores then takes many times as long as with one.
 
 While a process has more OpenMP threads than there are cores, libgomp no longer spins at the end of
-a parallel region but sleeps at once, which takes a fifth longer on idle cores. So a thread that
-hands over to another ends its team; a new one is made in about 0.1 ms when the thread computes
+a parallel region but sleeps at once, which takes up to a fifth longer on idle cores. So a thread
+that hands over to another ends its team; a new one is made in about 0.1 ms when the thread computes
 again. While threads wait for cores, :func:`watch_cores` keeps such threads in reserve.
 """
 
@@ -33,7 +33,7 @@ SOFT = 1
 
 TASKS = Path("/proc/self/task")
 INTERVAL = 0.5
-"""Seconds between two readings of how long threads waited for cores; a reading takes 0.5 ms."""
+"""Seconds between two readings of how long threads waited for cores; one takes 0.7 ms."""
 FREE = 0.025
 """Seconds per second that each thread of a team is ready and has no core: on idle cores at most so
 many; beside one busy program on each core 0.1 to 0.5."""
@@ -66,10 +66,18 @@ class Crowding:
         return self.crowded
 
 
-@cache
 def watch_cores() -> None:
     """From now on idle workers sleep at once while other programs take the cores of this process,
-    unless the environment says how they wait. Does nothing where Linux or GNU OpenMP is missing."""
+    unless the environment says how they wait.
+
+    Does nothing where PyTorch computes with one thread, or Linux or GNU OpenMP is missing.
+    """
+    if sys.modules["torch"].get_num_threads() > 1:
+        start_watch()
+
+
+@cache
+def start_watch() -> None:
     said = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
     if not said and TASKS.exists() and (library := _library()) is not None:
         Thread(target=_watch, args=(library,), name="cores", daemon=True).start()

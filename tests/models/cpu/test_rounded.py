@@ -51,7 +51,7 @@ def test_products_are_those_of_rounded_weights(
     exact = rounded(weight, to)
     for bias in biases:
         product = ROUNDED[to].prepare(weight, bias)
-        for rows in (*range(1, 18), 25, 49, 70):
+        for rows in (*range(18), 25, 49, 70):
             x = torch.randn(rows, inputs)
             wanted = x.double() @ exact.T + (0 if bias is None else bias.double())
             sizes = x.double().abs() @ exact.abs().T + (0 if bias is None else bias.double().abs())

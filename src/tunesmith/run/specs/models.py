@@ -138,7 +138,8 @@ class ModelSpec:
             functions.allow(self.compile is True)
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-            watch_cores()
+            if self.device == "cpu":
+                watch_cores()
         if self.lora is not None:
             from tunesmith.models.adapters import check_targets
 

@@ -8,7 +8,7 @@
 constexpr int64_t PANEL = 2 * W;
 constexpr int TALL = W == 16 ? 12 : 6;  // rows whose sums of a panel fit into the registers
 constexpr int64_t AHEAD = 2048;         // bytes of a panel that are asked for before they are used
-template <class X> constexpr int READS_BESIDE = W == 8 && std::is_same_v<X, float> ? 2 : 0;  // rows that may read several panels at once
+template <class X> constexpr bool READS_BESIDE = W == 8 && std::is_same_v<X, float>;
 template <int R> constexpr int BESIDE = R == 1 ? 4 : 3;  // panels that R rows read, whose sums fit into the registers
 template <class T> constexpr bool ASKS = W == 8 || sizeof(T) < sizeof(float);  // faster where a step computes more than it reads
 
@@ -142,12 +142,12 @@ static void multiply_by_panel(int64_t rows, int64_t N, int64_t K, const T* panel
 template <class X, class T, class Y>
 static void multiply_panels(int64_t rows, int64_t N, int64_t K, const T* weight, Ends ends, const X* x, Y* out, int64_t threads) {
     const int64_t panels = (N + PANEL - 1) / PANEL;
-    const int64_t beside = rows > READS_BESIDE<X> ? 1 : rows == 1 ? BESIDE<1> : BESIDE<2>;
+    const int64_t beside = !READS_BESIDE<X> ? 1 : rows == 1 ? BESIDE<1> : rows == 2 ? BESIDE<2> : 1;
     const int64_t together = panels >= 2 * beside * threads ? beside : 1, parts = (panels + together - 1) / together;
 #pragma omp parallel for num_threads(threads) if (rows * N * K > ALONE)
     for (int64_t part = 0; part < parts; part++) {
         const int64_t first = part * together, last = std::min(panels, first + together), from = first * PANEL;
-        if constexpr (READS_BESIDE<X> > 0)
+        if constexpr (READS_BESIDE<X>)
             if (together > 1 && last - first == together) {
                 const auto product = rows == 1 ? multiply_beside<1, T, Y> : multiply_beside<2, T, Y>;
                 product(x, K, weight + from * K, ends_from(ends, from), out + from, N, N - from);

@@ -117,6 +117,8 @@ def start(settings: VllmSettings) -> tuple[Any, int]:
             if settings.pipeline_parallel_size > 1 and current_platform.is_cpu():
                 # Allocate the buffers between stages, which the CPU build skips.
                 engine.collective_rpc("execute_dummy_batch")
+        if current_platform.is_cpu():
+            watch_cores()
         return engine, context
 
 
@@ -241,7 +243,6 @@ def kept_settings() -> Generator[None]:
     finally:
         torch.set_num_threads = set_count
         torch.set_num_threads(count)
-        watch_cores()
         torch.set_float32_matmul_precision(precision)
 
 
