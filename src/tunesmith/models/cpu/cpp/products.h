@@ -9,22 +9,36 @@ constexpr int64_t DEEP = 384, LONG = 192;  // inputs, and rows of a gradient, wh
 constexpr int64_t WIDE = 512, HIGH = 96;   // outputs and rows of a block
 constexpr int64_t BLOCK_NUMBERS = DEEP * WIDE + LONG * HIGH;
 
-// out [R, n] = or += the products of R rows and a panel [K, PANEL]. Strips: the rows lie input by input [K, R].
+// out [R, n] = or += the products of R rows and a panel [K, PANEL], K > 0. Strips: the rows lie input by input [K, R].
 template <int R, bool Strips>
 static void multiply_tile(int64_t K, const float* x, int64_t x_step, const float* panel, float* out, int64_t out_step, int64_t n, bool add) {
-    Vec a[R][2] = {};
-    for (int64_t k = 0; k < K; k++) {
-        Vec low = load(panel + k * PANEL), high = load(panel + k * PANEL + W);
+    for (int r = 0; r < R; r++) __builtin_prefetch(out + r * out_step, 1);  // there when the sums are
+    // Sums begin with the first products: zeros would be written to memory first.
+    Vec a[R][2], low = load(panel), high = load(panel + W);
+    for (int r = 0; r < R; r++) {
+        const float number = x[Strips ? r : r * x_step];
+        a[r][0] = number * low;
+        a[r][1] = number * high;
+    }
+    for (int64_t k = 1; k < K; k++) {
+        low = load(panel + k * PANEL), high = load(panel + k * PANEL + W);
         in_registers(low, high);
         for (int r = 0; r < R; r++) {
-            const float number = Strips ? x[k * R + r] : x[r * x_step + k];
+            const float number = x[Strips ? k * R + r : r * x_step + k];
             a[r][0] += number * low;
             a[r][1] += number * high;
         }
     }
-    for (int r = 0; r < R; r++, out += out_step)
-        for (int64_t h = 0; h < 2 && n > h * W; h++)
-            store(out + h * W, add ? load(out + h * W, n - h * W) + a[r][h] : a[r][h], n - h * W);
+    if (n < PANEL) {
+        for (int r = 0; r < R; r++, out += out_step)
+            for (int64_t h = 0; h < 2 && n > h * W; h++)
+                store(out + h * W, add ? load(out + h * W, n - h * W) + a[r][h] : a[r][h], n - h * W);
+        return;
+    }
+    for (int r = 0; add && r < R; r++)
+        for (int h = 0; h < 2; h++) a[r][h] += load(out + r * out_step + h * W);
+    for (int r = 0; r < R; r++)
+        for (int h = 0; h < 2; h++) store(out + r * out_step + h * W, a[r][h]);
 }
 
 using TileProduct = void (*)(int64_t, const float*, int64_t, const float*, float*, int64_t, int64_t, bool);
@@ -111,13 +125,14 @@ static void gradient_of_weight(int64_t T, int64_t N, int64_t K, const float* gra
                 panels_of_columns(x + r * x_step + k, x_step, deep, wide, panels);
                 for (int64_t n = rows.from; n < rows.to; n += HIGH) {
                     const int64_t high = std::min(HIGH, rows.to - n);
-                    by_strips(high, [&](int64_t from, int64_t count) {
-                        const float* place = grad + r * grad_step + n + from;
-                        float* strip = strips + from * deep;
-                        for (int64_t i = 0; i < deep; i++, place += grad_step, strip += count)
-                            if (count == TALL) std::memcpy(strip, place, TALL * sizeof(float));
-                            else std::copy_n(place, count, strip);
-                    });
+                    for (int64_t i = 0; i < deep; i++) {
+                        const float* row = grad + (r + i) * grad_step + n;
+                        by_strips(high, [&](int64_t from, int64_t count) {
+                            float* strip = strips + from * deep + i * count;
+                            if (count == TALL) std::memcpy(strip, row + from, TALL * sizeof(float));
+                            else std::copy_n(row + from, count, strip);
+                        });
+                    }
                     multiply_strips<true>(high, wide, deep, strips, 0, panels, sum + n * K + k, K, adds || r);
                 }
             }
