@@ -395,6 +395,26 @@ def test_text_is_utf_8_in_every_locale() -> None:
     assert not found, "name the encoding, utf-8:\n" + "\n".join(found)
 
 
+COUNTS_CPUS = {
+    "plan/facts/hardware.py": "usable_cpus, within scheduler and quota",
+    "records/other_programs.py": "measures each core",
+    "models/openmp.py": "as libgomp counts them",
+}
+
+
+def test_cpus_are_counted_in_one_place() -> None:
+    """A count without the container's quota starts a hundred programs on two cores."""
+    found = [
+        f"{relative(path)}:{node.lineno} {node.func.attr}"
+        for path in modules()
+        for node in ast.walk(parsed(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if node.func.attr in ("cpu_count", "sched_getaffinity")
+        if relative(path) not in COUNTS_CPUS
+    ]
+    assert not found, "call usable_cpus:\n" + "\n".join(found)
+
+
 def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A house with one of each fault."""
     files = {
@@ -409,6 +429,7 @@ def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.Mo
         ),
         "models/parallel/up.py": "from tunesmith.models import decoder\n",
         "run/door.py": "from tunesmith.records.doctor import findings\n",
+        "run/count.py": "import os\nos.cpu_count()\n",
         "models/long.py": "def f():\n" + "    pass\n" * 401,
         "records/text.py": (
             "path.read_text()\npath.write_text(x)\nopen(path)\nos.fdopen(1, 'w')\n"
@@ -439,6 +460,7 @@ def test_the_checks_see_what_they_are_for(tmp_path: Path, monkeypatch: pytest.Mo
         (test_low_floors_load_neither_torch_nor_transformers, ["plan/heavy.py:2 imports torch.nn"]),
         (test_files_are_short, ["models/long.py"]),
         (test_text_is_utf_8_in_every_locale, [f"records/text.py:{n} " for n in range(1, 6)]),
+        (test_cpus_are_counted_in_one_place, ["run/count.py:2 cpu_count"]),
         (test_functions_are_short, ["models/long.py:1 f: 402 lines"]),
     ):
         with pytest.raises(AssertionError) as caught:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import operator
-import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
@@ -29,6 +28,7 @@ from tunesmith.learn.rewards.function import (
 )
 from tunesmith.learn.rewards.numeric import equal, last_number
 from tunesmith.learn.usercode.killable import Pool, UserProgram, WorkerError
+from tunesmith.plan.facts.hardware import usable_cpus
 from tunesmith.types import Rollout, Status
 
 ITEM_SECONDS = 5.0
@@ -135,7 +135,7 @@ def _regex_format(section: RewardSection) -> RewardFunction:
 
 def _math(section: RewardSection) -> RewardFunction:
     """1 where math-verify judges the completion's answer equal to the answer column's."""
-    workers = max(1, min(4, (os.cpu_count() or 1) // 2))
+    workers = max(1, min(4, usable_cpus() // 2))
     pool = _pool("math_program.py", "judge", section, workers)
 
     def verdict(judged: dict[str, bool] | ItemFailure, gold: str) -> Verdict:

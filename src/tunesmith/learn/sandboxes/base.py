@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from tunesmith.config.sandboxes import LocalSandbox, Sandbox
 from tunesmith.config.values import parse_size
 from tunesmith.errors import ConfigError, TunesmithError
+from tunesmith.plan.facts.hardware import usable_cpus
 
 
 def refused(why: str) -> ConfigError:
@@ -115,7 +116,7 @@ MOST_OPEN = 4096
 
 def at_once(section: Sandbox) -> int:
     """Programs that run concurrently."""
-    return section.concurrency or max(1, os.cpu_count() or 1)
+    return section.concurrency or usable_cpus()
 
 
 def message_of(job: SandboxJob, section: LocalSandbox) -> dict[str, object]:

@@ -7,7 +7,6 @@ checksum is the table's.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from tunesmith.errors import CheckpointError, StorageError, boundary
+from tunesmith.plan.facts.hardware import usable_cpus
 from tunesmith.records.foreign import parse_json
 
 MANIFEST_FILE = "manifest.json"
@@ -29,7 +29,7 @@ def write_manifest(checkpoint: Path) -> None:
     """Record every file below a directory."""
     names = sorted(_files(checkpoint))
     files = [checkpoint / name for name in names]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(8, usable_cpus())) as threads:
         sums = zip(names, files, threads.map(_crc32, files), strict=True)
         table: Table = {n: {"bytes": f.stat().st_size, "crc32": crc} for n, f, crc in sums}
     text = json.dumps({"files": table, "crc32": _table_crc32(table)}, indent=1)
@@ -51,7 +51,7 @@ def damages(checkpoint: Path) -> list[str]:
         added = [name for name in sorted(files - table.keys()) if name.endswith(_ALWAYS_READ)]
         problems += [f"{name} was not written with the others" for name in added]
         names = sorted(table.keys() & files)
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        with ThreadPoolExecutor(min(8, usable_cpus())) as threads:
             problems += filter(None, threads.map(partial(_damage, checkpoint, table), names))
     return problems
 

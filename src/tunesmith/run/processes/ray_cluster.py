@@ -24,7 +24,7 @@ from tunesmith.errors import (
 )
 from tunesmith.learn.usercode.far import PATIENCE, Lost
 from tunesmith.plan.cluster import ACCELERATOR, NAMES, Bundle, missing
-from tunesmith.plan.facts.hardware import Hardware, read_hardware
+from tunesmith.plan.facts.hardware import Hardware, read_hardware, usable_cpus
 from tunesmith.run.processes.local import Placed, Starter
 
 PLACING = 120.0
@@ -342,7 +342,7 @@ def _open(system: SystemSection, processes: int, address: str | None) -> bool:
             init(address=address)
         return True
     # Processes may share cores, so that a small machine is large enough.
-    cores = max(len(os.sched_getaffinity(0)), processes)
+    cores = max(usable_cpus(), processes)
     with boundary(ClusterError, "cannot start Ray on this machine", Exception):
         init(
             address="local",
