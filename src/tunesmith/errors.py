@@ -201,6 +201,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return untyped and any(phrase in words for phrase in _OUT_OF_MEMORY)
 
 
+def is_device_lost(error: BaseException) -> bool:
+    """Whether a GPU has failed: every later call of this process fails, too."""
+    return type(error).__name__ == "AcceleratorError"
+
+
 @contextmanager
 def about(key: str) -> Generator[None]:
     """Name the setting at fault in errors from inside the context, which know its value only."""

@@ -186,6 +186,8 @@ def guarded(
             answer = refusal(error.status, error.text or error.reason)
             if isinstance(error, web.HTTPMethodNotAllowed):
                 answer.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
+            if isinstance(error, web.HTTPUnauthorized):
+                answer.headers["WWW-Authenticate"] = "Bearer"
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception as error:

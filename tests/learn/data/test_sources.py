@@ -76,6 +76,9 @@ def test_blank_lines_are_no_rows_and_count_in_the_places(tmp_path: Path) -> None
     for found, places in ((objects, "25"), (table, "46")):
         assert columns(found) == [{"a": "1"}, {"a": "2"}]
         assert [row.where.rsplit(":", 1)[1] for row in found] == list(places)
+    wide = lines(tmp_path / "c.csv", "a,b\n,\n1,\n , \n,,,\n")
+    assert columns(wide) == [{"a": "1", "b": ""}], "spreadsheets write commas for empty rows"
+    assert columns(lines(tmp_path / "d.csv", 'a\n""\n')) == [{"a": ""}]
     with pytest.raises(DataError, match=r"b\.csv:3: the column 'a'"):
         lines(tmp_path / "b.csv", "\n\na,a\n")
 

@@ -398,6 +398,8 @@ def test_beyond_loopback_a_token_is_asked_for(
             headers = {"Content-Type": "application/json", "Authorization": f"Bearer {given}"}
             connection.request("POST", "/reward", json.dumps(body), headers)
             response = connection.getresponse()
+            asked_for = {"Bearer"} if status == 401 else {None}
+            assert {response.getheader("WWW-Authenticate")} == asked_for
             assert (response.status, bool(response.read())) == (status, True)
 
 

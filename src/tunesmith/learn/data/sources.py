@@ -275,8 +275,8 @@ def read_json(path: Path) -> Rows:
 
 
 def read_csv(path: Path) -> Rows:
-    """Comma-separated values with column names on the first line; every value is text. Blank lines
-    are skipped."""
+    """Comma-separated values with column names on the first line; every value is text. Lines
+    without any value are skipped: spreadsheets write commas for empty rows."""
     reader = csv.reader(io.StringIO(_decode_file(path), newline=""), strict=True)
     csv.field_size_limit(1 << 30)
     with boundary(DataError, f"{path}:1: not CSV", csv.Error):
@@ -299,7 +299,7 @@ def read_csv(path: Path) -> Rows:
         except csv.Error as error:
             reason = f"not CSV: {error}"
         else:
-            if not fields:
+            if len(fields) != 1 and not any(map(str.strip, fields)):
                 continue
             if len(fields) == len(header):
                 columns = dict(zip(header, fields, strict=True))

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.families import SPECIAL
 from tests.support.tiny import save_model
 from tunesmith.costs import PeakRates
-from tunesmith.errors import EngineError, UserError
+from tunesmith.errors import EngineError, EngineLostError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.kernels.decoding import DECODING, KVSpan
 from tunesmith.run.engines.local import decode_model
@@ -352,6 +352,19 @@ def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(
         assert "out of luck" in str(failed) and isinstance(failed.__cause__, RuntimeError)
     assert isinstance(third, Completion) and isinstance(fourth, Completion)
     assert run(make(llama), (prompt, free(8, 2)))[0].token_ids == third.token_ids
+
+
+def test_the_engine_of_a_failed_gpu_is_lost(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other call of its process works, so a pool starts another, and a server ends."""
+
+    def broken(*_: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Runner, "draw", broken)
+    with pytest.raises(EngineLostError, match="illegal memory access"):
+        run(make(llama), (prompts(1)[0], free(8)))
 
 
 class held_at:

@@ -18,7 +18,7 @@ import torch
 
 from tunesmith.config.engines import BLOCK_TOKENS, ROUNDED_BYTES, EngineWeights
 from tunesmith.costs import PeakRates
-from tunesmith.errors import EngineError, UserError
+from tunesmith.errors import EngineError, EngineLostError, UserError, is_device_lost
 from tunesmith.learn.data.tokens import decode
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.host_weights import HostWeights
@@ -320,7 +320,8 @@ def _deliver(ended: dict[LocalRequest, FinishReason]) -> None:
 
 def _fail(requests: Iterable[LocalRequest], cause: Exception) -> None:
     for request in requests:
-        error = EngineError(f"generation failed: {type(cause).__name__}: {cause}")
+        kind = EngineLostError if is_device_lost(cause) else EngineError
+        error = kind(f"generation failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         request.done.set_exception(error)
 
