@@ -5,7 +5,7 @@ Both take 16 sequences in one batch, llama.cpp by its C interface. Models have r
 shapes of published ones; llama.cpp reads the file that ``tunesmith export`` writes of the same model.
 A round takes every arm once, in turn, each in a process of its own. A ratio is llama.cpp's seconds
 over the engine's in the same round: above 1 the engine is faster. With ``--threads 1`` they are the
-CPU's seconds, which other programs disturb least.
+CPU's seconds, which other programs disturb least. ``--kind`` writes the record of CPUs of that kind.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from statistics import median
 from time import gmtime, strftime
 from typing import Any
 
-from benchmarks.report import write_between
+from benchmarks.limits import KINDS
+from benchmarks.report import README, write_between
 from benchmarks.run import machine
 from tunesmith.config.engines import EngineWeights
 
-RESULTS = Path(__file__).with_name("results") / "llama-cpp.json"
-PAGE = Path(__file__).with_name("README.md")
-BEGIN = "<!-- llama-cpp.json -->\n"
-END = "<!-- end of llama-cpp.json -->"
+RESULTS = Path(__file__).with_name("results")
+END = "<!-- end of llama.cpp -->"
 SEQUENCES = 16
 PROMPT = 16
 FIRST_TOKEN = 261
@@ -233,9 +232,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--build", action="store_true", help="only make the models")
+    parser.add_argument("--kind", choices=KINDS, help="of this CPU: write its record")
     parser.add_argument("--add", action="store_true", help="keep the rounds on record")
     parser.add_argument("--arm", help="only print the seconds of this number format")
     given = parser.parse_args(arguments)
+    if given.add and not given.kind:
+        parser.error("--add adds to the record of --kind")
     if given.arm:
         print(json.dumps(arm(given.shapes[0], given.arm, given.folder, given.threads)))
         return
@@ -243,7 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         build(name, given.folder)
     if given.build:
         return
-    rounds = json.loads(RESULTS.read_text())["rounds"] if given.add else {}
+    record = RESULTS / f"llama-cpp-{given.kind}.json"
+    rounds = json.loads(record.read_text())["rounds"] if given.add else {}
     for name in given.shapes * given.rounds:
         rounds.setdefault(name, []).append(measured(name, given.folder, given.threads))
     results = {
@@ -253,9 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "date": strftime("%Y-%m-%d", gmtime()),
         "rounds": rounds,
     }
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    write_between(PAGE, BEGIN, END, table(results))
     print(table(results))
+    if given.kind:
+        record.write_text(json.dumps(results, indent=1) + "\n")
+        write_between(README, f"<!-- llama.cpp: {given.kind} -->\n", END, table(results))
 
 
 if __name__ == "__main__":
