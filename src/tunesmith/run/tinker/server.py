@@ -82,7 +82,9 @@ def _checking(token: str | None) -> Callable[..., Awaitable[web.StreamResponse]]
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         sent = request.headers.get("X-API-Key") or bearer_of(request)
         if token is not None and not is_token(sent, token):
-            return web.json_response({"error": "send the server's token: api_key"}, status=401)
+            scheme = {"WWW-Authenticate": "Bearer"}
+            told = {"error": "send the server's token: api_key"}
+            return web.json_response(told, status=401, headers=scheme)
         return await handler(request)
 
     return middleware
