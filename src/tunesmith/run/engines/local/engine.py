@@ -319,8 +319,8 @@ def _deliver(ended: dict[LocalRequest, FinishReason]) -> None:
 
 
 def _fail(requests: Iterable[LocalRequest], cause: Exception) -> None:
+    kind = EngineLostError if is_device_lost(cause) else EngineError
     for request in requests:
-        kind = EngineLostError if is_device_lost(cause) else EngineError
         error = kind(f"generation failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         request.done.set_exception(error)
