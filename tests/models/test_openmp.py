@@ -136,6 +136,31 @@ def test_idle_workers_sleep_while_other_threads_take_the_cores() -> None:
     assert done.stdout.strip() == "[True, True, False]"
 
 
+LIMITED = """
+import os, resource, threading, time
+import torch
+from tunesmith.models import openmp
+
+room = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + (256 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (room, room))
+os.sched_getaffinity = lambda _: range(200)
+before = len(os.listdir("/proc/self/task"))
+reserve = openmp._Reserve(openmp._library())
+time.sleep(0.5)
+print(len(os.listdir("/proc/self/task")) - before)
+reserve.end()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TASKS.exists(), reason="threads are counted in /proc")
+def test_a_limit_on_memory_leaves_no_reserve_and_the_process_alive() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "1"  # the thread that would keep it
+
+
 @pytest.mark.parametrize(
     ("said", "watches"),
     [({}, True), ({"GOMP_SPINCOUNT": "7"}, False), ({"OMP_WAIT_POLICY": "active"}, False)],

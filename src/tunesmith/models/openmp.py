@@ -124,7 +124,8 @@ def _waits() -> dict[str, int]:
 
 
 class _Reserve:
-    """More OpenMP threads than there are cores, which do nothing."""
+    """More OpenMP threads than there are cores, which do nothing; none where a limit on threads or
+    memory leaves no room for them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -133,12 +134,32 @@ class _Reserve:
         self._thread.start()
 
     def _keep(self) -> None:
-        self._library.GOMP_parallel(_nothing, None, len(os.sched_getaffinity(0)) + 1, 0)
+        threads = len(os.sched_getaffinity(0)) + 1
+        if _can_start(threads):  # libgomp ends the process if it cannot
+            self._library.GOMP_parallel(_nothing, None, threads, 0)
         self._ended.wait()
 
     def end(self) -> None:
         self._ended.set()
         self._thread.join()  # libgomp ends a thread's team with it
+
+
+def _can_start(threads: int) -> bool:
+    """Whether so many more threads can start, by starting and ending them."""
+    end = Event()
+    started: list[Thread] = []
+    try:
+        for _ in range(threads):
+            thread = Thread(target=end.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except (RuntimeError, MemoryError):
+        return False
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+    return True
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)

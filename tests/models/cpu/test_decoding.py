@@ -10,9 +10,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -385,16 +387,37 @@ def test_processes_that_compile_at_once_keep_one_library(tmp_path: Path) -> None
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library that is compiled at once, for ``load.__wrapped__("small")``, and where it is
-    kept."""
+    """A library that is compiled at once, for ``loads``, and where it is kept."""
     (tmp_path / "small.cpp").write_text("int seven() { return 7; }")
     monkeypatch.setattr(native, "SOURCES", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tunesmith" / "native"
 
 
+@needs_compiler
+@pytest.mark.usefixtures("small")
+def test_threads_that_load_at_once_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    together = Barrier(2)
+
+    def counted(what: str) -> AbstractContextManager[None]:
+        waits.append(what)
+        return nullcontext()
+
+    def load_together() -> bool:
+        together.wait()
+        return load("once")
+
+    (native.SOURCES / "once.cpp").write_text("int seven() { return 7; }")
+    monkeypatch.setattr(native, "long_wait", counted)
+    with ThreadPoolExecutor() as threads:
+        loaded = [threads.submit(load_together) for _ in range(2)]
+    assert [each.result() for each in loaded] == [True, True]
+    assert len(waits) == 1
+
+
 def loads() -> bool:
-    return load.__wrapped__("small")
+    return native.load_now.__wrapped__("small")
 
 
 @needs_compiler
@@ -471,7 +494,7 @@ def test_without_a_library_pytorchs_operations_run(
         compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(decoding, "compiled", lambda: load.__wrapped__("decode"))
+    monkeypatch.setattr(decoding, "compiled", lambda: native.load_now.__wrapped__("decode"))
     monkeypatch.setattr(products, "compiled", lambda: False)
     model = CausalLM.load(save_model(tmp_path / "model"))
     sampled = completions(model)

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -36,12 +37,21 @@ SECONDS = 300
 """Time limit of the compiler."""
 OPERATIONS: Any = torch.ops.tunesmith
 """The operations of the libraries that were loaded."""
+_loading = Lock()
+"""Operations that are registered twice end the process."""
 
 
 @cache
 def load(name: str) -> bool:
     """Register the operations of ``name``.cpp of ``SOURCES``; False, with a warning, if it cannot
-    be compiled or loaded here."""
+    be compiled or loaded here. Threads may call it at the same time."""
+    with _loading:
+        return load_now(name)
+
+
+@cache
+def load_now(name: str) -> bool:
+    """``load`` for one thread at a time."""
     compiler = find_compiler()
     if compiler is None:
         return _refuse(name, f"there is no C++ compiler ({compilers()})")
