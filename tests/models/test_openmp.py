@@ -144,10 +144,24 @@ from tunesmith.models import openmp
 room = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + (256 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (room, room))
 os.sched_getaffinity = lambda _: range(200)
-before = len(os.listdir("/proc/self/task"))
+threads = lambda: len(os.listdir("/proc/self/task"))
+before = threads()
+tried = threading.Event()
+can_start = openmp._can_start
+
+def counted(many):
+    try:
+        return can_start(many)
+    finally:
+        tried.set()
+
+openmp._can_start = counted
 reserve = openmp._Reserve(openmp._library())
-time.sleep(0.5)
-print(len(os.listdir("/proc/self/task")) - before)
+tried.wait()
+until = time.monotonic() + 60  # threads end a little after they are joined
+while threads() - before != 1 and time.monotonic() < until:
+    time.sleep(0.01)
+print(threads() - before)
 reserve.end()
 """
 

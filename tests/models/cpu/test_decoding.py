@@ -394,6 +394,10 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "tunesmith" / "native"
 
 
+def loads() -> bool:
+    return native.load_now.__wrapped__("small")
+
+
 @needs_compiler
 @pytest.mark.usefixtures("small")
 def test_threads_that_load_at_once_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,10 +418,6 @@ def test_threads_that_load_at_once_compile_once(monkeypatch: pytest.MonkeyPatch)
         loaded = [threads.submit(load_together) for _ in range(2)]
     assert [each.result() for each in loaded] == [True, True]
     assert len(waits) == 1
-
-
-def loads() -> bool:
-    return native.load_now.__wrapped__("small")
 
 
 @needs_compiler

@@ -51,7 +51,7 @@ def load(name: str) -> bool:
 
 @cache
 def load_now(name: str) -> bool:
-    """``load`` for one thread at a time."""
+    """``load`` for one thread at a time; cached for those that waited meanwhile."""
     compiler = find_compiler()
     if compiler is None:
         return _refuse(name, f"there is no C++ compiler ({compilers()})")
