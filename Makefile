@@ -35,15 +35,16 @@ demo: $(INSTALLED)
 # Each worker has a third of the files, so that what a file's tests share is made once; who is done takes from the others.
 # Three workers on two cores: some tests wait for processes and deadlines.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN)/pytest -n 3 --dist worksteal --ignore tests/slow -m "not slow"
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 3 --dist worksteal --ignore tests/slow -m "not slow and not more"
 
 # Of the slow tests' cases at most so many of each test: CASES=2.
 CASES ?=
 SOME := $(if $(CASES),--cases $(CASES))
+NOT_MORE := $(if $(CASES), and not more)
 
 # Four workers on two cores: these tests often wait for processes that start or end.
 test-slow: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN)/pytest -n 4 --dist loadgroup -m "slow and not long" --durations 25 $(SOME)
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n 4 --dist loadgroup -m "(slow or more) and not long" --durations 25 $(SOME)
 
 # Learning on further seeds, and runs of minutes: before a release, and after a change of the mathematics.
 test-long: $(INSTALLED) $(VLLM_INSTALLED)
@@ -118,7 +119,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt
 # The real vLLM (its build for CPUs), which pins a stack of its own; with it comes Triton, whose interpreter runs
 # the kernels for GPUs.
 test-vllm: $(VLLM_INSTALLED)
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 3 --dist loadgroup -m "not long" $(SOME) tests/vllm_engine tests/models/cuda
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -n 3 --dist loadgroup -m "not long$(NOT_MORE)" $(SOME) tests/vllm_engine tests/models/cuda
 
 lint: $(INSTALLED)
 	$(RUN)/ruff format --check src tests examples benchmarks

@@ -20,6 +20,9 @@ from hypothesis import HealthCheck, settings
 from tests.support import forks, late_compiling
 
 SLOW = Path(__file__).parent / "slow"
+SAMPLED = tuple(f"tests/{room}/" for room in ("learn", "models", "plan", "run"))
+FAST_CASES = 2
+"""Of fast tests that compute, further cases are ``more``, which run with the slow ones."""
 gc.disable()  # until all is imported: what modules make is not garbage
 late_compiling.install()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client
@@ -40,7 +43,7 @@ settings.load_profile("steady")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", type=int, help="the most cases that are run of each test")
+    parser.addoption("--cases", type=int, help="the most cases of each slow test")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -53,10 +56,15 @@ def pytest_collection_modifyitems(
     for item in items:
         if SLOW in item.path.parents:
             item.add_marker(pytest.mark.slow)
+    fast = [item for item in items if item.get_closest_marker("slow") is None]
+    for cases in cases_by_test([item for item in fast if item.nodeid.startswith(SAMPLED)]):
+        for item in cases[FAST_CASES:]:
+            item.add_marker(pytest.mark.more)
     yield  # those of other marks are left out
     most = config.getoption("cases")
     if most is not None:
         kept = {item for cases in cases_by_test(items) for item in cases[:most]}
+        kept |= {item for item in items if item.get_closest_marker("more")}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 

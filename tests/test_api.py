@@ -110,6 +110,7 @@ def test_settings_are_nested_or_dotted(name: str, model: Path) -> None:
     assert not any(Path("runs").glob("rl-*"))
 
 
+@pytest.mark.more
 def test_a_run_goes_on_where_it_was_stopped(model: Path, here: Path) -> None:
     """Also from rows, a lambda and inside a running event loop."""
     seen: list[tuple[str, int]] = []
@@ -146,6 +147,7 @@ def test_a_run_goes_on_where_it_was_stopped(model: Path, here: Path) -> None:
         run(resume=True, train=sums(5))
 
 
+@pytest.mark.more
 def test_evaluations_and_checkpoints_stop_a_run_too(model: Path) -> None:
     steps = SFT | {"train__steps": 6, "checkpoint__every": 2}
     stopped = tunesmith.sft(
@@ -182,6 +184,7 @@ def test_preferences_and_steps_from_rows(command: str, model: Path) -> None:
     assert (command == "rm") == ("SequenceClassification" in type(trained).__name__)
 
 
+@pytest.mark.more
 def test_distillation_and_rejection_sampling(model: Path) -> None:
     distilled = tunesmith.distill(model, sums(6), teacher=model, **{**SMALL, "train__steps": 1})
     assert "teacher_kl" in distilled.metrics[0]
@@ -359,6 +362,7 @@ def test_a_reward_that_raises_is_told_with_its_traceback(model: Path) -> None:
         tunesmith.rl(model, sums(2), reward=broken, **SMALL)
 
 
+@pytest.mark.more
 def test_importable_functions_keep_a_process_of_their_own(
     here: Path, model: Path, monkeypatch: Any
 ) -> None:

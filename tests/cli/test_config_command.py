@@ -80,6 +80,7 @@ def refusal(*overrides: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.more
 def test_what_the_run_would_do_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_config(Path("run.toml"), [])
     assert "rollout.group_size" in capsys.readouterr().out
@@ -233,6 +234,7 @@ def test_places_are_those_of_the_keys_and_never_of_words_in_the_text(folder: Pat
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.more
 def test_one_value_where_a_list_is_meant_is_a_list_of_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -173,6 +173,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("changed", "edit", "key"), SFT)
+@pytest.mark.more
 def test_what_the_checkpoint_does_not_go_with_is_refused_before_a_model_is_loaded(
     begun: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -19,6 +19,7 @@ from tunesmith.config.schema import SFTConfig
 from tunesmith.errors import ConfigError, DataError, ModelError, UserError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.embedding_rows import set_rows
+from tunesmith.models.source import load_tokenizer
 from tunesmith.run import assembly
 from tunesmith.run.assembly.checking import check_run
 from tunesmith.run.offline.generate import run_generate
@@ -143,6 +144,16 @@ def test_the_texts_around_every_line_are_named(tmp_path: Path, model: Path) -> N
     template.write_text(tiny.CHATML.replace("<|im_start|>", NEW))
     message = refusal(lambda: assembly.run_sft(None, [*chat, f"model.chat_template={template}"]))
     assert "in the chat template" in message and NEW in message and "train.jsonl:1" in message
+
+
+def test_a_template_file_is_read_as_every_editor_writes_it(tmp_path: Path, model: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text(tiny.CHATML, encoding="utf-8-sig")
+    assert load_tokenizer(model, chat_template=template).chat_template == tiny.CHATML
+    template.write_text("\n")
+    with pytest.raises(ConfigError, match=r"own\.jinja is empty") as caught:
+        load_tokenizer(model, chat_template=template)
+    assert caught.value.keys == ("model.chat_template",)
 
 
 def test_worked_examples_are_checked_with_their_line(tmp_path: Path, model: Path) -> None:

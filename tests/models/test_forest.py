@@ -189,10 +189,12 @@ def batches(draw: st.DrawFn) -> list[Sample]:
 
 @settings(max_examples=300, deadline=None)
 @given(batches(), st.booleans())
+@pytest.mark.more
 def test_every_forest_holds_its_samples(samples: list[Sample], share: bool) -> None:
     check_invariants(build_forest(Batch.of(samples), share=share), samples, share)
 
 
+@pytest.mark.more
 def test_a_deep_trie_does_not_exhaust_the_stack() -> None:
     samples = [
         sample([*range(n), 5000], "." * n + "x") for n in range(1, 1200)

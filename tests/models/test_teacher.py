@@ -319,6 +319,7 @@ def test_a_run_on_the_students_samples(
     assert "ref_kl" not in lines[0]
 
 
+@pytest.mark.more
 def test_a_run_on_given_answers_evaluates_and_resumes(
     tmp_path: Path, models: tuple[Path, Path]
 ) -> None:

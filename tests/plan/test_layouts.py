@@ -107,6 +107,7 @@ def test_where_both_go_on_at_once_each_has_the_share_with_the_fastest_step(plane
         assert step_seconds(other)["step"] >= seconds, ranks
 
 
+@pytest.mark.more
 def test_where_both_go_on_at_once_they_have_gpus_of_their_own() -> None:
     found = layout(RLConfig, "8xH100", SMALL, "rollout.max_staleness=1")
     assert (found["trainer_ranks"] + found["engines"], found["hybrid"]) == (8, False)
@@ -266,6 +267,7 @@ def test_what_is_learned_stays() -> None:
     assert few.settings["system.trainer_ranks"] == 3, "no rank is without a sample"
 
 
+@pytest.mark.more
 def test_the_fastest_that_fits_is_chosen() -> None:
     """Of all layouts that can be said, none that fits has a shorter step."""
     chosen = resolved(RLConfig, "8xA100-80GB", THREE)

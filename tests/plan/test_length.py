@@ -91,6 +91,7 @@ def test_the_batches_of_a_supervised_run_are_its_passes(
     epochs=st.floats(0.1, 4),
     stopped=st.integers(0, 9),
 )
+@pytest.mark.more
 def test_steps_of_another_size_take_what_is_left_of_the_passes(
     rows: int, sizes: tuple[int, int], epochs: float, stopped: int
 ) -> None:
@@ -142,6 +143,7 @@ def test_the_groups_of_an_rl_run_are_its_passes(
     stopped=st.integers(0, 9),
     frozen=st.integers(0, 6),
 )
+@pytest.mark.more
 def test_rl_steps_of_another_size_take_what_is_left_of_the_passes(
     rows: int,
     prompts: tuple[int, int],

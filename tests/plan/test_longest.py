@@ -60,6 +60,7 @@ def test_it_fits_and_a_longer_one_is_refused(kind: Any, on: str, said: tuple[str
         resolved(kind, on, tokens + tokens // FINENESS + 64, *said)
 
 
+@pytest.mark.more
 def test_more_memory_and_more_gpus_train_longer_ones() -> None:
     adapter = "lora.rank=16"
     alone = longest(SFTConfig, "H100-80GB", adapter)
@@ -128,6 +129,7 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.more
 def test_the_documentation_says_what_is_planned_beside_unsloth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,7 @@ def completed(model: CausalLM, prompts: list[list[int]]) -> list[Completion]:
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
+@pytest.mark.more
 def test_company_changes_a_greedy_completion_only_where_two_tokens_are_about_as_likely(
     directory: Path, dtype: torch.dtype
 ) -> None:
@@ -165,6 +166,7 @@ def test_company_changes_a_greedy_completion_only_where_two_tokens_are_about_as_
     assert not any(changed) or dtype == torch.bfloat16
 
 
+@pytest.mark.more
 def test_a_step_that_overflows_float16_is_taken_again(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

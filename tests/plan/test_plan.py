@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.commands import HEAVY
+from tests.support.machine_facts import CPU
 from tests.support.one_command import tunesmith
 from tunesmith.cli.main import app
 from tunesmith.config.commands import RMConfig
@@ -23,7 +24,10 @@ from tunesmith.plan.cost.device import PARTS
 from tunesmith.plan.cost.memory import planned, planned_devices, planned_roles
 from tunesmith.plan.cost.price import LIBRARIES_WITH_NCCL
 from tunesmith.plan.cost.seconds import BANDWIDTH_SHARE, FLOPS_SHARE, PASS_SECONDS, step_seconds
+from tunesmith.plan.facts.adapter import SavedAdapter
+from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.report import report_of
+from tunesmith.plan.resolve import resolve
 from tunesmith.run.assembly.planning import plan_run
 
 QWEN_7B = {
@@ -153,6 +157,7 @@ def test_the_roles_of_a_device_add_up(kind: type[RunConfig], said: tuple[str, ..
         assert roles["critic"].optimizer > 0.9 * roles["policy"].optimizer
 
 
+@pytest.mark.more
 def test_roles_of_a_cluster_have_devices_of_their_own() -> None:
     said = (
         *ON_RAY,
@@ -492,6 +497,7 @@ def test_a_setting_that_excludes_a_much_faster_layout_is_named() -> None:
         assert each.devices.zero_stage and not any("without it" in note for note in each.notes)
 
 
+@pytest.mark.more
 def test_a_share_of_memory_for_vllm_is_planned() -> None:
     said = ("system.engine=vllm", "system.hybrid=true", "system.vllm.memory_share=0.5")
     found = plan(RLConfig, "8xA100-80GB", *said)
@@ -514,3 +520,27 @@ def test_a_machine_that_is_named_is_planned_with_vllm() -> None:
         assert own.settings["system.engine"] == "local" and not any(
             "system.engine" in note for note in own.notes
         )
+
+
+def test_an_adapter_on_another_base_than_its_own_is_noted(tmp_path: Path) -> None:
+    for name in ("one", "other", "adapter"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "adapter_config.json", "adapter_model.safetensors"):
+            if ("adapter" in file) == (name == "adapter"):
+                (tmp_path / name / file).write_text("{}")
+    (tmp_path / "x.jsonl").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    gone = str(tmp_path / "gone")
+    cases = {
+        (one, one): False, (one, str(tmp_path / "link")): False, (one, other): True,
+        (gone, one): False, (None, one): False, ("org/Model", "org/model"): False,
+        ("org/Model", "org/other"): True, ("org/Model", one): False, (one, "org/model"): False,
+    }  # fmt: skip
+    for (base, model), differs in cases.items():
+        assert SavedAdapter(4, None, base).other_base(model) == differs, (base, model)
+        said = ["train.steps=1", f"data.train={tmp_path / 'x.jsonl'}", f"model.path={model}"]
+        said.append(f"lora.path={tmp_path / 'adapter'}")
+        facts = Facts(CPU, adapter=SavedAdapter(4, None, base))
+        found = resolve(load_config(SFTConfig, None, said), facts)
+        assert any("lora.path" in note for note in found.notes) == differs

@@ -52,6 +52,7 @@ def test_keys_of_two_widths() -> None:
         assert facts.estimated == pytest.approx(30.7e9, rel=0.005)
 
 
+@pytest.mark.more
 def test_each_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = {name: published["config"] for name, published in CHECKPOINTS.items()}
     serve(served, tmp_path, monkeypatch)

@@ -523,6 +523,7 @@ def with_an_engine_over(on: str) -> AnyPlan:
     return resolve(load_config(RLConfig, None, said), facts)
 
 
+@pytest.mark.more
 def test_a_split_engine_sums_every_layer_twice_in_each_step() -> None:
     plan = with_an_engine_over("4xB200")
     new = plan.said.rollout.max_new_tokens
@@ -534,6 +535,7 @@ def test_a_split_engine_sums_every_layer_twice_in_each_step() -> None:
     assert work["bytes all-reduced"] == pytest.approx(sent)
 
 
+@pytest.mark.more
 def test_a_split_engine_takes_about_as_long_as_was_measured() -> None:
     """Of vLLM's pull request 20759: 12.9 ms for each token of few requests, on four B200."""
     plan = with_an_engine_over("4xB200")

@@ -307,6 +307,7 @@ def test_the_watchdogs_thread_looks_by_itself_and_ends(hand: Hand) -> None:
     assert not any(t.name == "watchdog" for t in threading.enumerate())
 
 
+@pytest.mark.more
 async def test_a_reward_that_hangs_in_its_thread_is_shown_by_its_lines() -> None:
     begun = threading.Event()
     end = threading.Event()
@@ -330,6 +331,7 @@ async def test_a_reward_that_hangs_in_its_thread_is_shown_by_its_lines() -> None
         assert not shown()
 
 
+@pytest.mark.more
 def test_threads_with_nothing_to_do_are_not_shown() -> None:
     def shown() -> list[str]:
         return [line for line in threads_at() if line.startswith("  Thread unused")]

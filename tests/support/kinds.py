@@ -72,7 +72,7 @@ def run(kind: str) -> int:
         "--dist",
         "worksteal",
         "-m",
-        "not slow",
+        "not slow and not more",
         *files(),
     ]
     status = subprocess.run(command, env=environment, cwd=TESTS.parent, check=False).returncode

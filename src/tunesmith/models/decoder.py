@@ -399,8 +399,9 @@ class Decoder:
 
     def _save_adapter(self, adapter: LoraAdapter, directory: Path, *, weights: bool) -> None:
         adapter.save(directory, weights=weights)
-        if self.module.can_generate():
-            self.module.generation_config.save_pretrained(directory)
+        generation = self.module.generation_config if self.module.can_generate() else None
+        if generation is not None:
+            generation.save_pretrained(directory)
         if not adapter.save_merged:
             return
         merged = directory.with_name(f"{directory.name}_merged")
@@ -412,7 +413,7 @@ class Decoder:
             directory,
             merged,
             tokenizer=self.tokenizer,
-            generation=self.module.generation_config,
+            generation=generation,
             trust_remote_code=adapter.trust_remote_code,
         )
 

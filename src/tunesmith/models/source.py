@@ -80,7 +80,10 @@ def load_tokenizer(
         with boundary(
             ConfigError, f"model.chat_template: cannot read {chat_template}", (OSError, ValueError)
         ):
-            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8-sig")
+        if not tokenizer.chat_template.strip():
+            empty = f"{chat_template} is empty; leave the key out for the tokenizer's own template"
+            raise ConfigError(empty, keys=("model.chat_template",))
     return tokenizer
 
 

@@ -65,6 +65,7 @@ def keys_admitted(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from keys_admitted(table, f"{prefix}{name}.")
 
 
+@pytest.mark.more
 def test_every_key_that_the_types_admit_and_every_metric_is_explained() -> None:
     keys = {key for kind in run_files() for key in keys_admitted(kind)}
     assert {

@@ -42,6 +42,7 @@ def refused(*overrides: str, kind: type[RunConfig] = RLConfig) -> str:
 
 
 @pytest.mark.parametrize("framework", frameworks())
+@pytest.mark.more
 def test_nearly_every_setting_of_a_framework_is_answered(framework: str) -> None:
     keys, reasons, unanswered = counts(framework)
     assert len(listed(framework)) >= 100
@@ -316,6 +317,7 @@ WORDS = st.text(st.sampled_from("abcdefghijklmnopqrstuvwxyz_"), min_size=3, max_
     WORDS.filter(lambda w: not meanings_of(w)[1]),
     st.sampled_from(["train", "system", "rollout", "algorithm"]),
 )
+@pytest.mark.more
 def test_a_hint_is_for_the_word_and_not_for_its_section(word: str, section: str) -> None:
     """A word that is like no key gets no "did you mean", whatever section it stands in."""
     if any(word == key.rpartition(".")[2] for key in KEYS):

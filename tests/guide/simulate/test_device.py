@@ -207,6 +207,7 @@ def test_what_a_stream_uses_keeps_its_memory_until_the_host_has_waited() -> None
         ("system.gradient_checkpointing=true",),
     ],
 )
+@pytest.mark.more
 def test_a_step_waits_only_at_its_end(tmp_path: Path, options: tuple[str, ...]) -> None:
     train = phases_of(tmp_path, "sft", *options)["train"]
     assert {key.split("/")[1].split(":")[0] for key in train.waits} == AT_THE_END
@@ -217,6 +218,7 @@ def test_a_step_waits_only_at_its_end(tmp_path: Path, options: tuple[str, ...]) 
         assert {name: train.peak[name] for name in expected} == pytest.approx(expected, rel=0.06)
 
 
+@pytest.mark.more
 def test_soft_caps_keep_no_scores_of_pairs(tmp_path: Path) -> None:
     capped = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 32}
     shape = TINY | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **capped}
@@ -262,6 +264,7 @@ SHARED = "system.sequence_parallel={{type = '{}', size = 2}}".format
         ),
     ],
 )
+@pytest.mark.more
 def test_a_rank_waits_only_at_the_end_of_a_step(
     tmp_path: Path, command: str, options: tuple[str, ...]
 ) -> None:

@@ -84,6 +84,7 @@ def compared(draw: random.Random, gap: float, noise: float = 0.1) -> tuple[int, 
     return len(ratios), 0
 
 
+@pytest.mark.more
 def test_equal_runs_are_seldom_told_apart_however_often_one_looks() -> None:
     draw = random.Random(0)
     told = [compared(draw, 1.0, noise)[1] for noise in (0.02, 0.1, 0.5) for _ in range(300)]

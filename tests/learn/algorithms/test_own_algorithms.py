@@ -129,6 +129,7 @@ def norms(run: Path) -> list[float]:
     ]
 
 
+@pytest.mark.more
 def test_a_run_learns_by_them_and_resumes(folder: Path, model: Path) -> None:
     """With alpha = 1 the run is that of the package's reinforce; with alpha = 2 its gradients are
     twice as large."""

@@ -492,6 +492,14 @@ def test_no_template_is_an_error_that_says_what_to_do() -> None:
         ChatTemplate.of(kit.byte_level())
 
 
+def test_a_template_that_is_no_jinja_is_told_with_its_line() -> None:
+    tok = kit.byte_level()
+    tok.chat_template = "{% for message in messages %}\n{{ message.content }\n{% endfor %}"
+    with pytest.raises(ConfigError, match="line 2") as caught:
+        ChatTemplate.of(tok)
+    assert caught.value.keys == ("model.chat_template",)
+
+
 @pytest.mark.parametrize(
     ("family", "token"),
     [

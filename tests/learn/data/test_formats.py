@@ -3,6 +3,7 @@ needed."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -18,6 +19,11 @@ ASSISTANT = {"role": "assistant", "content": "2"}
 def made(columns: dict[str, Any], goal: Goal, **names: str) -> Example:
     row = SourceRow("a.jsonl", "a.jsonl:7", columns)
     return convert(row, detect(row, goal, **names), goal)
+
+
+def as_texts(columns: dict[str, Any]) -> dict[str, Any]:
+    """As they are read of a CSV file that a table was saved to."""
+    return {k: v if isinstance(v, list | str) else str(v) for k, v in columns.items()}
 
 
 @pytest.mark.parametrize("name", ["prompt", "question", "instruction", "query", "problem", "input"])
@@ -253,8 +259,9 @@ def test_a_column_that_would_change_the_line_and_is_not_read_is_refused(
 def test_weights_labels_and_tools_that_are_not_read_are_refused(
     columns: dict[str, Any], goal: Goal, name: str
 ) -> None:
-    with pytest.raises(BadLine, match=f"^a.jsonl:7: the column '{name}'"):
-        made(columns, goal)
+    for written in (columns, as_texts(columns)):
+        with pytest.raises(BadLine, match=f"^a.jsonl:7: the column '{name}'"):
+            made(written, goal)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +276,39 @@ def test_columns_without_an_effect_on_the_line_are_left_alone(
     columns: dict[str, Any], goal: Goal
 ) -> None:
     made(columns, goal)
+    made(as_texts(columns), goal)
+
+
+def test_messages_may_be_json_text_in_any_column() -> None:
+    asked, answered = json.dumps([USER]), json.dumps([ASSISTANT], indent=1)
+    example = made({"prompt": asked, "completion": answered}, "sft")
+    assert (example.prompt, example.completion) == ([USER], [ASSISTANT])
+    other = json.dumps([{**ASSISTANT, "content": "3"}])
+    example = made({"prompt": asked, "chosen": answered, "rejected": other}, "pairs")
+    assert (example.prompt, example.completion) == ([USER], [ASSISTANT])
+    for text in ('[{"name": "x"}]', "[1]", "[{", '[{"role": "user", "content": "x"}, 3]', "[{}]"):
+        assert made({"prompt": asked, "completion": text}, "sft").completion in (
+            text,
+            [{"role": "assistant", "content": text}],
+        )
+    with pytest.raises(BadLine, match="'completion' is text but not JSON"):
+        made({"prompt": asked, "completion": str([ASSISTANT])}, "sft")
+
+
+PAIR = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
+
+
+def test_labels_and_margins_of_files_that_hold_text_only_are_read() -> None:
+    for label in (True, False):
+        assert made(as_texts({**LINE, "label": label}), "judged").desirable is label
+    for margin in (0.5, 2, -1.5):
+        assert made(as_texts({**PAIR, "margin": margin}), "pairs").margin == margin
+    assert made({**PAIR, "margin": ""}, "pairs").margin == 0.0
+    for column, goal, name in (("good", "judged", "label"), ("", "judged", "label"),
+                               ("much", "pairs", "margin"), ("true", "pairs", "margin")):  # fmt: skip
+        line = {**(LINE if goal == "judged" else PAIR), name: column}
+        with pytest.raises(BadLine, match=f"^a.jsonl:7: '{name}'"):
+            made(line, goal)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("number", "text"), [(4, "4"), (-3, "-3"), (2.5, "2.5"), (4.0, "4.0")])

@@ -490,6 +490,7 @@ def test_the_fingerprint_sees_every_column(tmp_path: Path) -> None:
     assert tasks(path, tiny.tokenizer()).fingerprint != before
 
 
+@pytest.mark.more
 def test_peek_says_the_format_and_refuses_early_without_a_tokenizer(tmp_path: Path) -> None:
     path = put(tmp_path / "a.jsonl", SUMS)
     section = DataSection(train=path)
@@ -640,3 +641,20 @@ def test_a_prompt_of_which_the_tokenizer_knows_nothing_is_refused(tmp_path: Path
     with pytest.raises(DataError, match=r"a\.jsonl:2.*no token"):
         tasks(path, tok)
     assert [task.prompt_ids for task in tasks(path, tok, skip_bad=True).items] == [(0, 1)]
+
+
+def test_tools_that_plain_text_has_no_place_for_are_refused(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    asked = {"prompt": "1+1?", "tools": [tool]}
+    answered = put(tmp_path / "answers.jsonl", [{**asked, "completion": "2"}])
+    pairs = put(tmp_path / "pairs.jsonl", [{**asked, "chosen": "2", "rejected": "3"}])
+    for chat, key in ((False, "data.chat"), (None, "model.chat_template")):
+        both = DataSection(train=pairs, chat=chat)
+        for load in (
+            partial(tasks, answered, chat=chat),
+            partial(samples, answered, chat=chat),
+            partial(load_pairs, both, both.train),
+        ):
+            with pytest.raises(ConfigError, match="has tools") as caught:
+                load(kit.byte_level())
+            assert caught.value.keys == (key,)

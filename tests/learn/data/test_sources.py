@@ -260,6 +260,7 @@ JSON = st.recursive(
     rows=st.lists(st.dictionaries(st.text(), JSON, max_size=4), max_size=5),
     indent=st.sampled_from([None, 1]),
 )
+@pytest.mark.more
 def test_json_and_jsonl_give_back_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], indent: int | None
 ) -> None:

@@ -258,6 +258,7 @@ def test_training_tokens_are_bit_for_bit_those_of_the_engine(
     assert not exchanges, "every turn is learned once"
 
 
+@pytest.mark.more
 def test_a_run_hands_the_environments_to_its_rewards(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

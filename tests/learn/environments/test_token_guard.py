@@ -38,6 +38,7 @@ def tokenizer_of(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=WORDS)
+@pytest.mark.more
 def test_a_hidden_text_is_encoded_as_ordinary_tokens_of_the_same_text(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
     guard = TokenGuard.of(tokenizer)

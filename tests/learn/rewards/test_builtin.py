@@ -106,6 +106,7 @@ def test_regex_format_matches_the_whole_completion() -> None:
     assert [r.reward for r in rollouts] == [1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.more
 def test_a_pattern_that_backtracks_without_end_times_out_alone() -> None:
     pairs = [(None, "a" * 40 + "!"), (None, "aaa")]
     hung, fine = builtin("regex_format", pairs, pattern="(a+)+", timeout=2.0)
@@ -286,6 +287,7 @@ def work(text):
 """
 
 
+@pytest.mark.more
 async def test_a_worker_that_forges_an_answer_is_lost(tmp_path: Path) -> None:
     file = tmp_path / "forges.py"
     file.write_text(FORGES)

@@ -532,6 +532,7 @@ def test_files_of_a_judge_are_found_beside_the_run_file(tmp_path: Path, model: P
         load_config(RLConfig, None, judged_settings(tmp_path, model, judge))
 
 
+@pytest.mark.more
 def test_a_run_with_a_judge_and_its_policy_as_another(tmp_path: Path, model: Path) -> None:
     with judging(lambda text, _: f"Score: {len(text) % 10}") as server:
         judge = f'{{model="m", url="{server.url}"}}'

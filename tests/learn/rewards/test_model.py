@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.support.tiny_runs import rl_settings, tensors, untimed
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import ModelReward, RewardSection, RLConfig
 from tunesmith.errors import ConfigError
+from tunesmith.learn.data.chat import HERMES
 from tunesmith.learn.rewards.batching import Batcher
 from tunesmith.learn.rewards.function import ItemFailure, RewardFunction, required_columns
 from tunesmith.learn.rewards.loading import check_rewards, load_rewards
@@ -158,6 +160,24 @@ def test_text_is_encoded_as_the_policy_would_have_written_it(path: Path) -> None
     assert [truncated.reward, finished.reward] == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_lines_tools_are_in_a_text_that_is_encoded_anew(path: Path, tmp_path: Path) -> None:
+    """Where the model's template has a place for them."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    shutil.copytree(path, tmp_path / "hermes")
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = HERMES.read_text(encoding="utf-8")
+    tokenizer.save_pretrained(tmp_path / "hermes")
+    for place, read in ((tmp_path / "hermes", True), (path, False)):
+        model = load(place)
+        seen = model.encode("2+2?", "4", tools=tools)
+        assert (seen != model.encode("2+2?", "4")) == read
+        asked = [rollout("2+2?", "4", [9, 9, 9]) for _ in range(2)]
+        asked[1].task = replace(asked[1].task, columns={"tools": json.dumps(tools)})
+        scored(model_reward("rm", model, exact=False), *asked)
+        expected = direct_scores(place, [model.encode("2+2?", "4"), seen])
+        assert [one.reward for one in asked] == pytest.approx(expected, abs=1e-5)
+
+
 def test_what_cannot_be_encoded_anew_is_a_failure(path: Path) -> None:
     several = rollout("p", "a", [1, 2, 3], turns=2)
     kept = rollout("p", "a", [1, 2, 3], turns=2)
@@ -271,6 +291,7 @@ def test_the_batcher_joins_what_is_asked_for_together() -> None:
 def refused(path: Path, **keys: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         check_rewards(RewardSection(models=(ModelReward(path=str(path), **keys),)), Path.cwd())
+    assert caught.value.keys == ("reward.models",)
     return str(caught.value)
 
 
@@ -297,6 +318,7 @@ def model_settings(folder: Path, policy: Path, models: str, **changed: Any) -> l
     return [*rl_settings(folder, policy, **keys), f"reward.models={models}"]
 
 
+@pytest.mark.more
 def test_a_run_with_a_reward_model_and_a_function(
     tmp_path: Path,
     path: Path,
@@ -383,7 +405,13 @@ def test_a_reward_models_weights_leave_less_for_the_sampler(
     config = load_config(RLConfig, None, settings)
     room: list[int] = []
     for parameters in (0, 200_000_000):
-        facts = Facts(machine, read_model_facts(policy), 12, None, 8, frozen_parameters=parameters)
+        facts = Facts(
+            machine,
+            read_model_facts(policy),
+            train_size=12,
+            longest=8,
+            frozen_parameters=parameters,
+        )
         room.append(resolve(config, facts).settings["system.max_tokens_per_microbatch"] or 0)
     assert room[0] > room[1] > 0
     assert count_parameters(path) == sum(

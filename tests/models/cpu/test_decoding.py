@@ -103,6 +103,7 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
 @needs_compiler
 @given(shapes(), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
+@pytest.mark.more
 def test_attention_is_that_of_each_row_alone(shape: dict[str, Any], seed: int) -> None:
     torch.manual_seed(seed)
     assert compiled()
@@ -421,6 +422,7 @@ def test_threads_that_load_at_once_compile_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_compiler
+@pytest.mark.more
 def test_a_damaged_library_is_compiled_anew(small: Path) -> None:
     """To load the beginning of one ends the process with SIGBUS. A mapped file is not written to,
     but replaced."""
@@ -481,6 +483,7 @@ def test_the_command_of_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ),
     ],
 )
+@pytest.mark.more
 def test_without_a_library_pytorchs_operations_run(
     script: str | None,
     said: str,

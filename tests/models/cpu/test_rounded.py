@@ -103,6 +103,7 @@ def round_all(model: CausalLM, to: RoundedWeights, but: str = "no name") -> None
 
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize(("family", "sizes"), MODELS)
+@pytest.mark.more
 def test_the_engine_samples_as_a_model_with_rounded_weights(
     family: str, sizes: dict[str, Any], to: RoundedWeights, tmp_path: Path
 ) -> None:

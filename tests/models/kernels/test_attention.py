@@ -240,6 +240,7 @@ def default_dtype(request: pytest.FixtureRequest) -> Any:
     ],
     indirect=["default_dtype"],
 )
+@pytest.mark.more
 def test_gradient_does_not_depend_on_the_system(
     model_type: str, default_dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -219,6 +219,7 @@ def test_a_model_is_quantised_but_for_embeddings_norms_and_head(
     assert 1e-6 < float((ours - expected).norm() / expected.norm()) < 0.3
 
 
+@pytest.mark.more
 def test_only_one_weight_at_a_time_is_not_quantised(tmp_path: Path) -> None:
     """While a model loads there is what it keeps, one weight of the files, and that one's bytes."""
     path = save_model(

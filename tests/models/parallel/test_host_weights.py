@@ -58,6 +58,7 @@ def held(backend: TorchBackend[CausalLM]) -> int:
 
 
 @pytest.mark.parametrize("kind", ["lean", "hugging face", "bfloat16"])
+@pytest.mark.more
 def test_scores_are_the_same_and_the_weights_are_gone_afterwards(
     path: Path, tmp_path: Path, kind: str
 ) -> None:

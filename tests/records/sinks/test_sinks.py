@@ -309,6 +309,7 @@ def test_a_sink_that_is_not_installed_names_the_extra() -> None:
     )
 
 
+@pytest.mark.more
 def test_wandb_without_a_key_is_refused_before_anything_loads(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

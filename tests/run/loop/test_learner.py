@@ -75,6 +75,7 @@ BY_SEQUENCE = ("gspo", "gspo_token", "gmpo")
         for each in AGGREGATIONS
     ],
 )
+@pytest.mark.more
 def test_a_rollout_teaches_the_same_however_it_is_cut_into_forks(
     models: dict[str, Path], aggregation: str
 ) -> None:

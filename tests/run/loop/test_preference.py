@@ -17,8 +17,11 @@ from tests.support.commands import tunesmith
 from tests.support.tiny import save_model
 from tests.support.tiny_preferences import RUNS, lines_of, preference_settings
 from tests.support.tiny_runs import same_tensors, untimed, write_lines
+from tunesmith.config.schema import ModelReward, RewardSection
 from tunesmith.errors import ConfigError
+from tunesmith.learn.rewards.loading import check_rewards
 from tunesmith.records.metrics import read_metrics
+from tunesmith.run.assembly import run_merge
 from tunesmith.run.loop.checkpoint import read_state
 from tunesmith.run.loop.learner import Learner
 
@@ -117,6 +120,7 @@ def test_a_precomputed_reference_trains_the_same(tmp_path: Path, model: Path) ->
                     assert a[name] == pytest.approx(b[name], rel=2e-3, abs=1e-5), name
 
 
+@pytest.mark.more
 def test_transformers_gives_the_reward_models_scores_and_its_statistics(
     tmp_path: Path, model: Path
 ) -> None:
@@ -191,6 +195,7 @@ def test_transformers_gives_the_process_reward_models_judgement(
     assert outcome.evaluations[-1]["eval/loss"] == pytest.approx(np.mean(losses), abs=1e-5)
 
 
+@pytest.mark.more
 def test_resuming_without_the_saved_reference_scores_the_model_the_run_began_with(
     tmp_path: Path, model: Path
 ) -> None:
@@ -202,6 +207,26 @@ def test_resuming_without_the_saved_reference_scores_the_model_the_run_began_wit
         None, preference_settings("dpo", tmp_path, model, "straight")
     ).evaluations
     assert lines[-1]["eval/loss"] == pytest.approx(straight[-1]["eval/loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.more
+def test_an_adapter_is_merged_in_the_run_and_afterwards(
+    command: str, tmp_path: Path, model: Path
+) -> None:
+    adapter = {"lora__rank": 2, "lora__save_merged": True}
+    settings = preference_settings(command, tmp_path, model, train__steps=2, **adapter)
+    saved = RUNS[command](None, settings).checkpoint
+    files = {file.name for file in saved.iterdir() if "adapter" not in file.name}
+    assert ("reward_stats.json" in files) == (command == "rm")
+    merged = tmp_path / "merged"
+    run_merge(saved, merged)
+    same_tensors(saved.with_name("model_merged"), merged)
+    for whole in (saved.with_name("model_merged"), merged):
+        assert files - {"README.md"} <= {file.name for file in whole.iterdir()}
+        if command == "rm":
+            reward = RewardSection(models=(ModelReward(path=str(whole), normalize=True),))
+            check_rewards(reward, tmp_path)
 
 
 def test_without_held_out_data_there_are_no_statistics(tmp_path: Path, model: Path) -> None:

@@ -325,6 +325,7 @@ def test_settings_that_would_do_nothing_are_refused(
         assembly.run_rl(None, rl_settings(tmp_path, save_model(tmp_path / "model"), **settings))
 
 
+@pytest.mark.more
 def test_taking_turns_on_a_device_changes_nothing(tmp_path: Path) -> None:
     """The engine's memory is given back before every training step; the curve is the same."""
     model = save_model(tmp_path / "model")

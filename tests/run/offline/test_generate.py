@@ -16,12 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 import tunesmith
 from tests.support import tiny
 from tests.support.fake_engine import FakeEngine, numbers
 from tests.support.tiny_rewards import direct_scores, save_reward_model
 from tests.support.tiny_runs import REWARDS, sums, write_lines
+from tunesmith.cli.main import app
 from tunesmith.config.schema import LoraSection
 from tunesmith.errors import (
     ConfigError,
@@ -289,6 +291,8 @@ def test_columns_and_order_are_kept_and_a_second_run_changes_nothing(
     assert [line["gold"] for line in lines] == [s["answer"] for s in sums(30)]
     assert all(len(line["completions"]) == 3 for line in lines)
     assert done.lines == 30 and done.counts["scored"] == 90
+    checked = CliRunner().invoke(app, ["check", str(done.output.parent)])
+    assert checked.exit_code != 0 and "without checkpoints" in checked.output
     before = done.output.read_bytes()
     done.output.write_bytes(before[: len(before) // 2])
     assert generate(tmp_path, model).output.read_bytes() == before
@@ -327,6 +331,7 @@ def test_a_report_says_what_all_calls_took_also_of_one_that_failed(
     )
 
 
+@pytest.mark.more
 def test_best_pairs_and_conditional_are_made_of_the_same_completions(
     tmp_path: Path, model: Path
 ) -> None:
@@ -374,6 +379,7 @@ def test_scoring_gives_the_rewards_that_generating_gave(tmp_path: Path, model: P
 
 
 @pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.more
 def test_a_reward_model_scores_given_answers_as_transformers_does(
     tmp_path: Path, model: Path, chat: bool
 ) -> None:
@@ -382,6 +388,7 @@ def test_a_reward_model_scores_given_answers_as_transformers_does(
     given_lines = [
         {"prompt": "1+1=", "completion": "2"},
         {"prompt": "what", "completion": "ever and ever"},
+        {"prompt": "what", "completion": "ever and ev", "finish_reason": "length"},
     ]
     write_lines(tmp_path / "given.jsonl", given_lines)
     reward = {"models": [{"path": str(judge)}]}
@@ -404,9 +411,8 @@ def test_a_reward_model_scores_given_answers_as_transformers_does(
             if chat
             else line["prompt"]
         )
-        whole.append(
-            tokens(asked + line["completion"] + ("<|im_end|>" if chat else "<eos>")).input_ids
-        )
+        end = "" if "finish_reason" in line else "<|im_end|>" if chat else "<eos>"
+        whole.append(tokens(asked + line["completion"] + end).input_ids)
     assert [line["reward"] for line in lines] == pytest.approx(
         direct_scores(judge, whole), abs=1e-4
     )
@@ -658,6 +664,7 @@ def test_rewards_run_in_the_sandbox_that_was_chosen(tmp_path: Path, model: Path)
 
 
 @CONFINED
+@pytest.mark.more
 def test_lines_go_on_only_with_what_their_tests_counted(tmp_path: Path, model: Path) -> None:
     tests = ["assert True"]
     write_lines(tmp_path / "in.jsonl", [{"prompt": "1+1=", "tests": tests, "cases": tests}])

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.support import tiny
 from tests.support.machine_facts import CPU
 from tests.support.tiny_runs import REWARDS, same_tensors, sums, untimed, write_lines
+from tunesmith.cli.main import app
 from tunesmith.config.commands import RFTConfig
 from tunesmith.config.load import find_kind, load_config
 from tunesmith.config.reading.files import find_model
@@ -298,6 +300,8 @@ def test_a_whole_run_of_two_rounds_and_again_changes_nothing(
     assert Path(find_model(str(moved), [tmp_path])).samefile(later.model)
     with pytest.raises(ConfigError, match=r"all 2 rounds.*are trained"):
         rft("generate", tmp_path, model, *more, f"run_dir={moved}")
+    checked = CliRunner().invoke(app, ["check", str(moved)])
+    assert checked.exit_code == 0 and checked.output.count(": whole") == 2
 
 
 @pytest.mark.slow

@@ -101,6 +101,7 @@ def test_each_engine_has_gpus_of_its_own(
     ranks=st.integers(1, 4),
     hybrid=st.booleans(),
 )
+@pytest.mark.more
 def test_no_gpu_is_given_twice(
     gpus: int, trainer: int, engines: int, ranks: int, hybrid: bool
 ) -> None:

@@ -34,6 +34,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
     return made
 
 
+@pytest.mark.more
 def test_the_last_model_goes_to_a_private_repository_with_its_card(
     tmp_path: Path,
     model: Path,

@@ -53,6 +53,7 @@ def test_the_average_follows_each_step_in_float32(model: Path, dtype: torch.dtyp
     )
 
 
+@pytest.mark.more
 def test_the_saved_average_is_the_model_that_was_evaluated(tmp_path: Path, model: Path) -> None:
     held_out = str(write_lines(tmp_path / "held_out.jsonl", sums(6, 40)))
     more = {"data__eval": held_out, "train__lr": 3e-2}

@@ -120,6 +120,7 @@ def ours(folder: Path, model: Path, dtype: str, compiled: bool) -> Trained:
         ("float16", False, 5e-4, 0.9999),
     ],
 )
+@pytest.mark.more
 def test_steps_are_those_of_a_plain_loop(
     tmp_path: Path, model: Path, dtype: str, compiled: bool, off: float, along: float
 ) -> None:

@@ -187,6 +187,7 @@ STEPS = [samples_of(0, 5), samples_of(1, 1, 1), samples_of(2, 4)]
     # by up to lr = 0.01.
     [(torch.float64, 1e-10, 1e-9), (torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-2, 5e-3)],
 )
+@pytest.mark.more
 def test_any_number_of_ranks_takes_the_steps_of_one(
     model: Path, dtype: torch.dtype, bound: float, weights: float
 ) -> None:

@@ -132,6 +132,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.more
 def test_nothing_of_the_weights_passes_through_the_host(
     monkeypatch: pytest.MonkeyPatch, on_device: bool
 ) -> None:
@@ -465,6 +466,7 @@ def test_weights_that_come_bucket_by_bucket_are_those_of_the_trainer(bench: Benc
     bench.runner.run(run())
 
 
+@pytest.mark.more
 def test_an_engine_that_dies_in_the_middle_leaves_the_others_right(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

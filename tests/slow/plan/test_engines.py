@@ -413,6 +413,9 @@ def test_a_saved_adapter_is_read_before_anything_loads(tmp_path: Path) -> None:
     assert read_adapter(tmp_path) == SavedAdapter(9, ("q_proj", "v_proj"))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "target_modules": ".*proj"}))
     assert read_adapter(tmp_path) == SavedAdapter(4, None)
+    written["base_model_name_or_path"] = "org/Model"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(written))
+    assert read_adapter(tmp_path) == SavedAdapter(9, ("q_proj", "v_proj"), "org/Model")
     (tmp_path / "adapter_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"adapter_config\.json"):
         read_adapter(tmp_path)

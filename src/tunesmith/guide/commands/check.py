@@ -10,7 +10,8 @@ import typer
 from typer import Argument, Option
 
 from tunesmith.errors import CheckpointError, ClusterError, ConfigError, StorageError, boundary
-from tunesmith.run.loop.checkpoint import STATE_FILE, Checkpoints
+from tunesmith.records.run_dir import checkpoints_in
+from tunesmith.records.standing import STATE_FILE, read_standing
 from tunesmith.run.loop.manifest import damages, has_manifest
 
 if TYPE_CHECKING:
@@ -57,9 +58,11 @@ def check(
         return
     if shared is not None or bandwidth is not None:
         raise ConfigError("--shared and --bandwidth are for: tunesmith check cluster")
-    runs = Checkpoints(path / "checkpoints", 1)
-    single = (path / STATE_FILE).exists() or has_manifest(path)
-    checkpoints = [path] if single else [runs.path(step) for step in runs.steps()]
+    job = read_standing(path) is not None  # generate's and rft's directories have a state, too
+    single = not job and ((path / STATE_FILE).exists() or has_manifest(path))
+    runs = [path, *sorted(path.glob("round-*/sft"))]
+    saved = (found for run in runs for found in checkpoints_in(run / "checkpoints").values())
+    checkpoints = [path] if single else [*saved]
     if not checkpoints:
         raise CheckpointError(f"{path} {_no_checkpoint(path)}")
     damaged = {checkpoint: damages(checkpoint) for checkpoint in checkpoints}
@@ -75,6 +78,8 @@ def check(
 def _no_checkpoint(path: Path) -> str:
     if not path.exists():
         return "does not exist; name a checkpoint, or a run's directory"
+    if read_standing(path) is not None:
+        return "is a run without checkpoints: nothing was trained in it"
     look = f". A run file is checked by: tunesmith config {path}" if path.is_file() else ""
     return f"is neither a checkpoint nor a run's directory with one{look}"
 

@@ -72,7 +72,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of ``tokenizer``; ConfigError if it has none."""
+        """The template of ``tokenizer``; ConfigError if it has none, or one that is no Jinja."""
         if not tokenizer.chat_template:
             raise ConfigError(f"this tokenizer has no chat template: {NO_TEMPLATE}")
         source = own_part(tokenizer.get_chat_template())
@@ -92,7 +92,11 @@ class ChatTemplate:
         try:
             asked = {"role": "user", "content": "x"}
             text = template.render([asked, {"role": "assistant", "content": PROBE}])
-        except DataError:
+        except DataError as refusal:
+            line = getattr(refusal.__cause__, "lineno", None)
+            if line is not None:  # jinja2's TemplateSyntaxError
+                problem = f"the chat template is no Jinja, line {line}: {refusal.__cause__}"
+                raise ConfigError(problem, keys=("model.chat_template",)) from refusal
             return template
         return replace(template, turn_end=text.rsplit(PROBE, 1)[1] if PROBE in text else None)
 

@@ -27,6 +27,7 @@ from tunesmith.learn.data.values import (
     read_steps,
     read_text,
     read_tools,
+    read_truth,
     read_typed,
 )
 from tunesmith.types import Message, Prompt, as_messages
@@ -270,7 +271,7 @@ def _convert(row: SourceRow, form: Format, goal: Goal) -> Example:
         completion = read_prompt(row, form.completion)
         example = replace(example, prompt=_asked(prompt, completion), completion=completion)
     if form.kind == "judged":
-        label = read_typed(row, "label", bool, "true (desirable) or false")
+        label = read_truth(row, "label", "true (desirable) or false")
         example = replace(example, desirable=label)
     return example
 

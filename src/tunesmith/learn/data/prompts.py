@@ -52,6 +52,13 @@ def choose_template(
         if section.chat_template_kwargs:
             why = "data.chat_template_kwargs has no effect: this data is plain text. Leave it out."
             raise ConfigError(why, keys=("data.chat_template_kwargs",))
+        given = next((e for e in examples if e.tools), None)
+        if given is not None:
+            raise ConfigError(
+                f"{given.where} has tools, which plain text has no place for. Drop the column, or "
+                "name a template with model.chat_template, such as 'hermes' for ChatML models.",
+                keys=("data.chat",) if section.chat is False else ("model.chat_template",),
+            )
         return None
     template = ChatTemplate.of(tokenizer)
     sides = [side for e in examples for side in (e.prompt, e.completion) if isinstance(side, list)]

@@ -23,6 +23,7 @@ from tunesmith.config.schema import Source
 from tunesmith.errors import ConfigError, DataError, boundary, nearest
 from tunesmith.learn.data.splits import Cut, parse_split
 from tunesmith.learn.packages.adapter import Foreign, adapter
+from tunesmith.records.foreign import json_or
 
 Columns = dict[str, Any]
 
@@ -38,6 +39,15 @@ class SourceRow:
 
     def bad(self, reason: str) -> BadLine:
         return BadLine(self.where, reason)
+
+    def scalar(self, name: str) -> Any:
+        """The value of a column, None without it. Where a file's values are all text, as in CSV, a
+        text that says a number, true or false is read as that, and an empty one as None."""
+        value = self.columns.get(name)
+        if not isinstance(value, str):
+            return value
+        text = value.strip().lower()
+        return json_or(text, value) if text else None
 
 
 class BadLine(DataError):

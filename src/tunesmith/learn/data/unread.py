@@ -34,9 +34,9 @@ def check_unread(row: SourceRow, goal: str, kind: str) -> None:
     if kind in ("text", "tagged"):
         problems["tools"] = "needs a conversation: text has no place for tools. Drop the column"
     if goal != "rl":
-        weights = [name for name in WEIGHTS if _is_weight(row.columns.get(name))]
+        weights = [name for name in WEIGHTS if _is_weight(row.scalar(name))]
         problems |= dict.fromkeys(weights, UNREAD_WEIGHT)
-    if goal == "sft" and row.columns.get("label") is False:
+    if goal == "sft" and row.scalar("label") is False:
         problems["label"] = BAD_ANSWER
     for name, problem in problems.items():
         value = row.columns.get(name)

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -12,7 +15,7 @@ from tunesmith.errors import nearest, shortened
 from tunesmith.learn.data.images import IMAGE_MARK, PARTS, NamedImage, image_part
 from tunesmith.learn.data.sources import SourceRow
 from tunesmith.records.foreign import json_or, parse_json
-from tunesmith.types import Message, Prompt
+from tunesmith.types import Message, Prompt, Task
 
 V = TypeVar("V")
 
@@ -29,6 +32,11 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
+
+
+_LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
+_KEYS = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+"""Keys of which a message has one set at least."""
 
 
 def column_names(row: SourceRow) -> str:
@@ -52,6 +60,11 @@ def read_typed(row: SourceRow, name: str, kind: type[V] | tuple[type[V], ...], n
     return value
 
 
+def read_truth(row: SourceRow, name: str, needs: str) -> bool:
+    value = row.scalar(name)
+    return value if isinstance(value, bool) else read_typed(row, name, bool, needs)
+
+
 def read_text(row: SourceRow, name: str) -> str:
     """A text; a number is read as the text that JSON writes for it."""
     value = read_value(row, name)
@@ -65,9 +78,24 @@ def read_text(row: SourceRow, name: str) -> str:
 
 
 def read_prompt(row: SourceRow, name: str) -> Prompt:
-    """Text, or a list of messages."""
-    read = read_messages if isinstance(read_value(row, name), list) else read_text
-    return read(row, name)
+    """Text, or a list of messages, which may be JSON text, as in CSV files."""
+    value = read_value(row, name)
+    talk = isinstance(value, list) or (isinstance(value, str) and _is_talk(value))
+    return read_messages(row, name) if talk else read_text(row, name)
+
+
+def _is_talk(text: str) -> bool:
+    """Whether a text is a list of messages, as JSON or as Python writes it."""
+    if not _LIST_OF_OBJECTS.match(text):
+        return False
+    value = json_or(text, None)
+    if value is None:
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            value = ast.literal_eval(text.strip())
+    items: list[Any] = value if isinstance(value, list) else [None]
+    return all(
+        isinstance(item, dict) and any(keys <= item.keys() for keys in _KEYS) for item in items
+    )
 
 
 def read_tools(row: SourceRow) -> Tools:
@@ -78,6 +106,12 @@ def read_tools(row: SourceRow) -> Tools:
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise row.bad(f"'tools' is {_brief(value)}, needs a list of JSON schemas")
     return value
+
+
+def tools_in_data(task: Task) -> Tools:
+    """The tools in a task's column ``tools``, which its prompt describes."""
+    value: Any = task.columns.get("tools")
+    return (json.loads(value) if isinstance(value, str) and value else value) or None
 
 
 def read_messages(row: SourceRow, name: str) -> list[Message]:
@@ -181,7 +215,7 @@ def _text_of_parts(
 
 
 def read_margin(row: SourceRow) -> float:
-    value = row.columns.get("margin")
+    value = row.scalar("margin")
     value = 0.0 if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         raise row.bad(f"'margin' is {_brief(value)}, needs a number")

@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.errors import ConfigError, EpisodeError
+from tunesmith.learn.data.values import tools_in_data
 from tunesmith.learn.endpoint.client import PolicyClient
 from tunesmith.learn.endpoint.episode import EpisodePolicy
 from tunesmith.learn.environments.base import Generate
 from tunesmith.learn.environments.conversation import Conversation, EpisodeSettings
 from tunesmith.learn.environments.games import columns_of
-from tunesmith.learn.environments.multi_turn import tools_in_data
 from tunesmith.learn.environments.steps import StepResult, as_reward, as_step
 from tunesmith.learn.usercode.calls import EpisodeCode, Function, is_async, keywords_for
 from tunesmith.types import Rollout

@@ -21,14 +21,12 @@ exists, is called at the end.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from tunesmith.errors import TunesmithError
-from tunesmith.learn.data.values import Tools
+from tunesmith.learn.data.values import Tools, tools_in_data
 from tunesmith.learn.environments.base import Generate
 from tunesmith.learn.environments.conversation import (
     Conversation,
@@ -39,7 +37,7 @@ from tunesmith.learn.environments.conversation import (
 from tunesmith.learn.environments.games import Game
 from tunesmith.learn.environments.steps import Observation, as_reward
 from tunesmith.learn.environments.tools import BadCall, valid_call
-from tunesmith.types import Message, Rollout, Task
+from tunesmith.types import Message, Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +110,6 @@ class MultiTurn:
                 return rewards
             seen = step.observation
             messages += [{"role": "user", "content": seen}] if isinstance(seen, str) else seen or []
-
-
-def tools_in_data(task: Task) -> Tools:
-    """The tools in a task's column ``tools``, which its prompt describes."""
-    value: Any = task.columns.get("tools")
-    return (json.loads(value) if isinstance(value, str) and value else value) or None
 
 
 async def _answer(reply: Reply, game: Game) -> tuple[list[Message], int]:

@@ -18,6 +18,7 @@ from tunesmith.learn.data.tokens import (
     mask_spans,
     with_leading,
 )
+from tunesmith.learn.data.values import Tools, tools_in_data
 from tunesmith.learn.rewards.batching import Batcher
 from tunesmith.learn.rewards.function import ItemFailure, Notes, RewardFunction, Score
 from tunesmith.learn.rewards.stats import RewardStats
@@ -53,24 +54,27 @@ class RewardModel:
             scores[i] = self.stats.normalize(value) if self.stats else value
         return scores
 
-    def encode(self, prompt: Prompt, completion: str, *, finished: bool = True) -> list[int]:
+    def encode(
+        self, prompt: Prompt, completion: str, *, finished: bool = True, tools: Tools = None
+    ) -> list[int]:
         """A prompt and its completion as this model's tokens; a finished completion ends as in
-        training.
+        training. Tools are written where the template has a place for them.
 
         Raises:
             DataError: the prompt is a conversation that the tokenizer has no template for, the
                 template refuses, or a token has no row in the model's embedding.
         """
-        ids = self._encode(prompt, completion, finished)
+        ids = self._encode(prompt, completion, finished, tools)
         problem = without_row(self.tokenizer, ids)
         if problem:
             raise DataError(problem)
         return ids
 
-    def _encode(self, prompt: Prompt, completion: str, finished: bool) -> list[int]:
+    def _encode(self, prompt: Prompt, completion: str, finished: bool, tools: Tools) -> list[int]:
         if self.template is not None:
             end = self.template.stop_marker if finished else ""
-            asked = self.template.whole(as_messages(prompt), prompt=True)
+            told = tools if self.template.takes_tools else None
+            asked = self.template.whole(as_messages(prompt), told, prompt=True)
             return self._tokens(asked, completion + end)
         if not isinstance(prompt, str):
             lacking = "the reward model's tokenizer has no chat template"
@@ -119,7 +123,9 @@ def model_reward(
             return rollout.token_ids
         try:
             finished = not rollout.turns or rollout.finish_reason == "stop"
-            return model.encode(_before(rollout, conversation), text, finished=finished)
+            before = _before(rollout, conversation)
+            tools = tools_in_data(rollout.task)
+            return model.encode(before, text, finished=finished, tools=tools)
         except DataError as error:
             return ItemFailure(Status.REWARD_FAILED, f"cannot encode this rollout: {error}")
 

@@ -58,7 +58,8 @@ def read_stats(directory: Path) -> RewardStats:
         raise ConfigError(
             f"normalize = true needs {path}, which does not exist: mean and std of the model's "
             'rewards, as in {"mean": 0.5, "std": 2.0}. Training with an eval set (tunesmith rm) '
-            "writes it; otherwise write it yourself, or leave normalize out."
+            "writes it; otherwise write it yourself, or leave normalize out.",
+            keys=("reward.models",),
         )
     with boundary(ConfigError, f"cannot read {path}", OSError):
         text = path.read_bytes()
@@ -66,5 +67,6 @@ def read_stats(directory: Path) -> RewardStats:
         return TypeAdapter(RewardStats).validate_json(text)
     except ValidationError:
         raise ConfigError(
-            f'{path} must hold a finite mean and a std above 0, as in {{"mean": 0.5, "std": 2.0}}.'
+            f'{path} must hold a finite mean and a std above 0, as in {{"mean": 0.5, "std": 2.0}}.',
+            keys=("reward.models",),
         ) from None

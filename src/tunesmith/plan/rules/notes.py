@@ -37,6 +37,12 @@ def notes(s: Situation[Any], *, device_derived: bool) -> Iterator[str]:
             "system.profile = 'throughput' does not set rollout.max_staleness, which lets engines "
             "sample while the policy trains, because it changes what is learned"
         )
+    adapter = s.facts and s.facts.adapter
+    if adapter and adapter.other_base(s.config.model.path):
+        yield (
+            f"the adapter in lora.path was trained on {adapter.base}, and model.path is "
+            f"{s.config.model.path}: on other weights it computes something else"
+        )
     if s.plan and s.config.trains and attends_without_kernel(s.plan):
         yield (
             "attention has no kernel here (kernels for GPUs take 16-bit numbers, from Ampere on, "

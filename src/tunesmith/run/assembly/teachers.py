@@ -14,6 +14,7 @@ from tunesmith.errors import ConfigError, DataError, ModelError, RewardError, ab
 from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.learn.data.chat import end_of_turn_id
 from tunesmith.learn.data.prompts import PromptEncoder
+from tunesmith.learn.data.values import tools_in_data
 from tunesmith.models.embedding_rows import rows_of
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.waits import long_wait
@@ -134,7 +135,9 @@ def _prompts(said: DistillConfig, tokenizer: Tokenizer) -> Callable[[Task], list
         shown = task.columns.get(column) if column else task.prompt
         if not isinstance(shown, str | list) or not shown:
             raise DataError(f"task {task.id} has no prompt in '{column}' (teacher.prompt)")
-        return PromptEncoder.of(said.data, tokenizer, [shown]).ids(shown)
+        encoder = PromptEncoder.of(said.data, tokenizer, [shown])
+        told = encoder.template is not None and encoder.template.takes_tools
+        return encoder.ids(shown, tools_in_data(task) if told else None)
 
     return prompt
 

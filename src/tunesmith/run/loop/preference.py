@@ -103,11 +103,12 @@ def with_margin(metrics: Metrics) -> Metrics:
 
 
 def write_reward_stats(evaluation: Callable[[], Metrics], file: str, checkpoint: Path) -> None:
-    """Write mean and deviation of the held-out answers' rewards next to the model, to normalise by
-    them."""
+    """Write mean and deviation of the held-out answers' rewards next to the model, and next to the
+    merged one, to normalise by them."""
     metrics = evaluation()
     stats = {"mean": metrics["eval/rewards/mean"], "std": metrics["eval/rewards/std"]}
-    (checkpoint / "model" / file).write_text(json.dumps(stats) + "\n", encoding="utf-8")
+    for model in filter(Path.is_dir, (checkpoint / "model", checkpoint / "model_merged")):
+        (model / file).write_text(json.dumps(stats) + "\n", encoding="utf-8")
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from tunesmith.config.schema import LoraSection
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.learn.data.prepare import load_tasks
 from tunesmith.learn.data.prompts import PromptEncoder, Shots, read_shots
-from tunesmith.learn.environments.multi_turn import tools_in_data
+from tunesmith.learn.data.values import tools_in_data
 from tunesmith.plan.derive.generation import SEPARATOR
 from tunesmith.plan.kind import kind_of
 from tunesmith.plan.plan import Plan

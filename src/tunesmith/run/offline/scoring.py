@@ -92,6 +92,8 @@ def given_records(task: Task, column: str | None) -> list[Json]:
     """
     names = (column,) if column else ("completion", "completions")
     value: Any = next((task.columns[name] for name in names if name in task.columns), None)
+    if isinstance(value, str) and task.columns.get("finish_reason"):  # a line of one completion
+        value = {"completion": value, "finish_reason": task.columns["finish_reason"]}
     items: list[Any] = value if isinstance(value, list) else [value]
     records = [_record(item) for item in items]
     if not records or None in records:

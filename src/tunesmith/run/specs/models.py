@@ -4,6 +4,7 @@ imported on use."""
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from tunesmith.config.system import SequenceParallelSection
 from tunesmith.errors import StorageError, about, boundary
 from tunesmith.learn.data.chat import HERMES
 from tunesmith.learn.data.chat_checks import check_chatml
+from tunesmith.learn.rewards.stats import STATS_FILE
 from tunesmith.models.embedding_rows import check_end, set_rows
 from tunesmith.models.openmp import watch_cores
 from tunesmith.plan.facts.experts import ExpertsImplementation
@@ -336,7 +338,7 @@ def run_merge(
 
     logging.disable_progress_bar()
     try:
-        return merge(
+        base = merge(
             adapter,
             out,
             base=base,
@@ -344,6 +346,9 @@ def run_merge(
             end_of_turn=end_of_turn_id,
             trust_remote_code=trust_remote_code,
         )
+        if (adapter / STATS_FILE).is_file():
+            shutil.copy(adapter / STATS_FILE, out)
+        return base
     except BaseException:
         with suppress(OSError):
             out.rmdir()  # only if nothing was written to it

@@ -122,6 +122,7 @@ async def test_sglang_fulfils_the_contract(
         await engine.close()
 
 
+@pytest.mark.more
 def test_new_weights_arrive_and_each_token_is_of_the_weights_that_drew_it(
     sglang: Sglang, path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def generated(family: str, prompt: tuple[int, ...], max_new_tokens: int) -> list
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.more
 def test_greedy_is_generate_and_logprobs_are_the_trainers(
     family: str, compiled: bool, tmp_path: Path
 ) -> None:
@@ -127,6 +128,7 @@ def test_greedy_is_generate_and_logprobs_are_the_trainers(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.more
 def test_long_and_short_completions_side_by_side(family: str, tmp_path: Path) -> None:
     """Each is scored as if it were alone."""
     save_model(tmp_path, family, **FAMILIES[family], max_position_embeddings=512)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.support.families import build
@@ -71,6 +72,7 @@ def batch_of(groups: list[list[Completion]]) -> tuple[Batch, Floats]:
     return Batch.of(samples), np.array(logprobs)
 
 
+@pytest.mark.more
 def test_in_bfloat16_no_route_differs_and_the_gap_to_the_sampler_shrinks(tmp_path: Path) -> None:
     model = tmp_path / "model"
     build("qwen3_moe", **DEEP).save(model)
@@ -92,6 +94,7 @@ def test_in_bfloat16_no_route_differs_and_the_gap_to_the_sampler_shrinks(tmp_pat
     assert gaps[0] < 0.7 * gaps[1]
 
 
+@pytest.mark.more
 def test_requests_that_are_preempted_and_prompts_in_chunks_have_all_experts() -> None:
     """In float32 routes are the same however passes are cut."""
     model = build("qwen3_moe")

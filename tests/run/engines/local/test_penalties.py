@@ -33,6 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("llama"), initializer_range=0.3)
 
 
+@pytest.mark.more
 def test_the_embedded_engine_draws_from_what_transformers_would(directory: Path) -> None:
     plain: Any = AutoModelForCausalLM.from_pretrained(directory)
     engine = LocalEngine(

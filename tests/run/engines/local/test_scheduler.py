@@ -106,6 +106,7 @@ def check(pool: KVPool, scheduler: Scheduler) -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(200, 600))
+@pytest.mark.more
 def test_blocks_keep_what_was_written_whoever_comes_and_goes(seed: int, tokens: int) -> None:
     rng = random.Random(seed)
     pool = of(tokens, block_size=4)

@@ -95,6 +95,7 @@ def same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
         *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "llama"),
     ],
 )
+@pytest.mark.more
 def test_what_is_written_is_what_plain_decoding_writes(
     family: str, tmp_path: Path, smaller: CausalLM
 ) -> None:
@@ -131,6 +132,7 @@ async def test_while_the_engine_sleeps_nothing_is_prepared_of_either_model(
     assert prepared() == [False, False]
 
 
+@pytest.mark.more
 def test_preempted_requests_are_drafted_for_again(llama: CausalLM, smaller: CausalLM) -> None:
     """The budget ends within the guesses too: they take what room there is."""
     requests = [
