@@ -64,6 +64,7 @@ def test_a_command_that_is_silent_for_long_says_that_it_starts(
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+@pytest.mark.more
 def test_commands_work_without_standard_streams(closed: str, tmp_path: Path) -> None:
     """And no file that they open gets the number of one, into which libraries print."""
     program = (

@@ -60,6 +60,7 @@ def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 @pytest.mark.usefixtures("other_package")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__.removeprefix("check_"))
+@pytest.mark.more
 async def test_an_engine_of_another_package_fulfils_the_contract(
     check: Callable[[Subject], Awaitable[None]], model: Path, tmp_path: Path
 ) -> None:

@@ -195,6 +195,7 @@ def test_the_page_shows_what_is_said_when_nothing_moves() -> None:
 
 
 @pytest.mark.parametrize("command", ["rl", "ahead", "sft"])
+@pytest.mark.more
 def test_a_profile_has_the_operators_of_its_step(tmp_path: Path, model: Path, command: str) -> None:
     wanted: dict[str, Any] = {"monitor__profile_steps": [2], "train__steps": 3}
     if command == "ahead":

@@ -256,6 +256,7 @@ async def test_closing_ends_the_processes(program: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.more
 async def test_a_worker_for_which_nobody_waits_any_more_is_used_next(tmp_path: Path) -> None:
     file = tmp_path / "slow.py"
     file.write_text("import os, time\ntime.sleep(0.3)\ndef work(): return os.getpid()\n")

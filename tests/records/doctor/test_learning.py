@@ -84,6 +84,7 @@ RL_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("cause", RL_CASES)
+@pytest.mark.more
 def test_a_run_that_learns_nothing_says_why(
     tmp_path: Path, model: Path, cause: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +133,7 @@ def test_a_run_that_learns_nothing_says_why(
         ),
     ],
 )
+@pytest.mark.more
 def test_a_run_that_learns_is_left_alone(
     tmp_path: Path,
     model: Path,

@@ -160,7 +160,9 @@ def resolved(folder: Path, **changed: Any) -> Plan[RLConfig]:
         RLConfig, None, rl_settings(folder, path, **{"system__cluster": "ray", **changed})
     )
     check(config)
-    return resolve(config, Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8))
+    return resolve(
+        config, Facts(read_hardware(), known_model_facts(str(path)), train_size=12, longest=8)
+    )
 
 
 def batch() -> Batch:
@@ -494,7 +496,10 @@ def test_an_engine_of_several_ranks_shares_a_place_with_enough_gpus(
     )
     gpu = Gpu("GPU", 80 * 10**9, 80 * 10**9, (9, 0))
     facts = Facts(
-        replace(read_hardware(), gpus=(gpu,) * 8), known_model_facts(str(path)), 12, None, 8
+        replace(read_hardware(), gpus=(gpu,) * 8),
+        known_model_facts(str(path)),
+        train_size=12,
+        longest=8,
     )
     found = resolve(config, facts)
     assert bundles(found.devices) == expected
@@ -513,7 +518,7 @@ def test_the_derived_plane_reaches_every_rank(tmp_path: Path) -> None:
     config = load_config(
         RLConfig, None, rl_settings(tmp_path, path, **{"system__cluster": "ray", **said})
     )
-    facts = Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)
+    facts = Facts(read_hardware(), known_model_facts(str(path)), train_size=12, longest=8)
     assert resolve(config, facts).settings["system.weight_plane"] == "gloo"
     with pytest.raises(ClusterError, match="on the trainer's machine"):
         check_machines([Bundle(("actor",), 1, 1), Bundle(("rollout",), 1, 2)], {0: "a", 1: "b"})

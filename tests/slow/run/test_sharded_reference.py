@@ -75,7 +75,7 @@ def test_processes_share_weights_and_score_as_one(tmp_path: Path) -> None:
         system__placement__ref__processes=PROCESSES,
         system__device="cpu",
     )
-    facts = Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)
+    facts = Facts(read_hardware(), known_model_facts(str(path)), train_size=12, longest=8)
     config = resolve(load_config(RLConfig, None, said), facts)
     packing = Packing.of(of_three(), 9)
     assert len(packing) == 3

@@ -84,7 +84,7 @@ def resolved(folder: Path, **reward: int) -> AnyPlan:
         **{f"system__placement__reward__{key}": value for key, value in reward.items()},
     )
     models = [f'reward.models=[{{path="{folder / "judge"}", normalize=true}}]']
-    facts = Facts(read_hardware(), known_model_facts(str(path)), 12, None, 8)
+    facts = Facts(read_hardware(), known_model_facts(str(path)), train_size=12, longest=8)
     return resolve(load_config(RLConfig, None, [*said, *models]), facts)
 
 

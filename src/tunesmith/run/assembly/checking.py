@@ -227,7 +227,7 @@ def facts_of_run(
     return Facts(
         machine,
         model,
-        read_adapter(config.lora.path),
+        adapter=read_adapter(config.lora.path),
         frozen_parameters=frozen_parameters(config),
         judge_parameters=sum(known_parameters(str(each.path)) or 0 for each in judges),
         judge_kv=sum(parse_size(each.kv_memory) for each in judges),
