@@ -56,11 +56,19 @@ def test_the_reward_is_the_share_of_passed_tests() -> None:
         (f"```py\n{TWICE}\n```", CALLS),
         ("class Solution:\n    def twice(self, x):\n        return x + x if x != 2 else 5", CALLS),
         (TWICE, ["assert twice(2) == 4", "assert twice(2) == 5"]),
+        (TWICE, [{"fn_name": "twice", "type": "function_call", "input": [2], "output": 4}]),
     )
-    assert [r.reward for r in played] == pytest.approx([1.0, 0.5, 0.0, 1.0, 2 / 3, 0.5])
-    assert [r.metrics["answered"] for r in played] == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
-    assert [r.metrics["correct"] for r in played] == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert [r.reward for r in played] == pytest.approx([1.0, 0.5, 0.0, 1.0, 2 / 3, 0.5, 1.0])
+    assert [r.metrics["answered"] for r in played] == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    assert [r.metrics["correct"] for r in played] == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
     assert played[1].metrics["tests_passed"] == 0.5
+
+
+@pytest.mark.parametrize("key", ["testtype", "type"])
+def test_tests_of_a_function_without_its_name_are_refused(key: str) -> None:
+    found = read_tests([{"input": "1\n2", "output": "3", key: "functional"}])
+    assert isinstance(found, str) and "fn_name" in found
+    assert isinstance(read_tests([{"input": "1", "output": "3", key: "stdin"}]), list)
 
 
 def test_programs_that_end_early_pass_nothing() -> None:

@@ -35,7 +35,13 @@ from tunesmith.learn.rewards.judge_answers import (
     ServedJudge,
     Written,
 )
-from tunesmith.learn.rewards.judge_questions import JudgeQuestions, score_in, scores_in, winner_in
+from tunesmith.learn.rewards.judge_questions import (
+    JudgeQuestions,
+    score_in,
+    scores_in,
+    transcript,
+    winner_in,
+)
 from tunesmith.learn.rewards.loading import check_rewards, load_rewards
 from tunesmith.learn.rewards.metrics import check_failed
 from tunesmith.learn.rewards.reward_set import RewardSet
@@ -159,9 +165,11 @@ def test_tokens_that_cannot_be_are_not_counted(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "weight", [10**400, float("inf"), float("nan")], ids=["huge", "inf", "nan"]
+    "weight",
+    [10**400, float("inf"), float("nan"), "1e400", "much", [1]],
+    ids=["huge", "inf", "nan", "huge text", "words", "list"],
 )
-def test_a_weight_that_is_no_number_fails_its_line_alone(weight: float) -> None:
+def test_a_weight_that_is_no_number_fails_its_line_alone(weight: object) -> None:
     lines = [[{"text": "a", "weight": w}, {"text": "b", "weight": 1}] for w in (weight, 1)]
     with judging(lambda *_: "1: 10\n2: 10") as server:
         one = entry(server.url, criteria="points")
@@ -169,6 +177,48 @@ def test_a_weight_that_is_no_number_fails_its_line_alone(weight: float) -> None:
     assert [r.reward for r in played] == [None, 1.0]
     assert played[0].status is Status.REWARD_FAILED
     assert "weight" in str(played[0].notes["judge/error"])
+
+
+def test_criteria_and_their_weights_may_be_text() -> None:
+    """As CSV files have them."""
+    line = [{"text": "right", "weight": "3"}, {"text": "rude", "points": "-1.5"}]
+    with judging(lambda *_: "1: 10\n2: 10") as server:
+        one = entry(server.url, criteria="points")
+        tasks = [rollout("1", points=line), rollout("2", points=json.dumps(line))]
+        played, _ = score(one, ["x", "y"], tasks)
+    assert [r.reward for r in played] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("text", ["Score: 10", "<think>\nScore: 10, but wait", "Score: 1"])
+def test_an_answer_that_was_cut_off_has_no_verdict(text: str) -> None:
+    """The last verdict counts, and may be missing or be half a number."""
+    cut = said(text)
+    cut["choices"][0]["finish_reason"] = "length"
+    with judging(lambda *_: web.json_response(cut)) as server:
+        (played,), _ = score(entry(server.url, max_new_tokens=9), ["x"])
+        assert len(server.bodies) == 1, "it is not asked again"
+    assert played.status is Status.REWARD_FAILED
+    assert "max_new_tokens = 9" in str(played.notes["judge/error"])
+    assert played.notes["judge/said"] == text
+
+
+def test_thinking_without_an_end_has_no_verdict() -> None:
+    for find in (
+        lambda text: score_in(f"{text} Score: 5", (0, 10)),
+        lambda text: scores_in(f"{text}\nclear: 5", ["clear"], (0, 10)),
+        lambda text: winner_in(f"{text} Better: 1"),
+    ):
+        assert find("<think>it is</think>") in (0.5, [0.5], 1.0)
+        with pytest.raises(RewardError):
+            find("<think>it is")
+
+
+def test_a_judge_sees_the_calls_of_tools() -> None:
+    call = {"type": "function", "function": {"name": "delete", "arguments": {"path": "a"}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert transcript([turn]) == 'delete({"path": "a"})'
+    answer = {"role": "tool", "content": "ok"}
+    assert transcript([turn, answer]) == 'assistant: delete({"path": "a"})\n\ntool: ok'
 
 
 def test_a_completion_cannot_close_the_tags_around_it() -> None:
@@ -549,16 +599,14 @@ def test_a_run_with_a_judge_and_its_policy_as_another(tmp_path: Path, model: Pat
 
 
 def test_a_run_loads_its_judge(tmp_path: Path, model: Path) -> None:
-    """A judge that writes nonsense has no verdict; its own words are the answer, and are kept."""
+    """A judge that writes nonsense does not come to an end, and has no verdict."""
     path = tiny.save_model(tmp_path / "other", max_position_embeddings=4096)
     judge = f'{{path="{path}", max_new_tokens=3, kv_memory="16MB", weight=0.0, pattern="(.)"}}'
     told = judged_settings(
         tmp_path, model, judge, reward__functions=[f"{tmp_path}/rewards.py:share"]
     )
-    with pytest.raises(RewardError, match="'judge' has no verdict"):
+    with pytest.raises(RewardError, match=r"'judge' has no verdict.*cut off at max_new_tokens = 3"):
         assembly.run_rl(None, told)
-    kept = (tmp_path / "run" / ANSWERS_FILE).read_text().splitlines()
-    assert kept and all(json.loads(line)["judge"] == "judge" for line in kept)
 
 
 def test_questions_that_cannot_be_rendered_have_no_answer() -> None:

@@ -178,6 +178,15 @@ def test_a_lines_tools_are_in_a_text_that_is_encoded_anew(path: Path, tmp_path: 
         assert [one.reward for one in asked] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("tools", ["hammer, saw", "{}", [1], 5])
+def test_a_line_whose_tools_are_none_fails_alone(path: Path, tools: Any) -> None:
+    asked = [rollout("2+2?", "4", [9, 9, 9]) for _ in range(2)]
+    asked[0].task = replace(asked[0].task, columns={"tools": tools})
+    scored(model_reward("rm", load(path), exact=False), *asked)
+    assert [one.status for one in asked] == [Status.REWARD_FAILED, Status.OK]
+    assert "tools" in (asked[0].error or "")
+
+
 def test_what_cannot_be_encoded_anew_is_a_failure(path: Path) -> None:
     several = rollout("p", "a", [1, 2, 3], turns=2)
     kept = rollout("p", "a", [1, 2, 3], turns=2)

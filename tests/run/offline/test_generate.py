@@ -283,6 +283,23 @@ def test_lines_without_a_completion_to_score_are_refused(value: Any) -> None:
         given_records(Task("t", "p", (5,), {"completion": value}), None)
 
 
+def test_completions_to_score_may_be_json_text() -> None:
+    """As CSV files have them; one completion may itself be JSON."""
+    cut = {"completion": "4", "finish_reason": "length"}
+    turn = {"role": "assistant", "content": "4"}
+    for name, value, expected in (
+        ("completions", ["four", "five"], [{"completion": "four"}, {"completion": "five"}]),
+        ("completions", [cut], [cut]),
+        ("completion", [turn], [{"completion": "4"}]),
+        ("completion", ["four"], [{"completion": '["four"]'}]),
+        ("completion", [1, 2], [{"completion": "[1, 2]"}]),
+    ):
+        task = Task("t", "p", (5,), {name: json.dumps(value)})
+        assert given_records(task, None) == expected
+    flat = Task("t", "p", (5,), {"completion": "4", "finish_reason": "length"})
+    assert given_records(flat, None) == [cut]
+
+
 def test_columns_and_order_are_kept_and_a_second_run_changes_nothing(
     tmp_path: Path, model: Path
 ) -> None:

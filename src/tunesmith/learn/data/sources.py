@@ -40,7 +40,7 @@ class SourceRow:
     def bad(self, reason: str) -> BadLine:
         return BadLine(self.where, reason)
 
-    def scalar(self, name: str) -> Any:
+    def scalar(self, name: str) -> object:
         """The value of a column, None without it. Where a file's values are all text, as in CSV, a
         text that says a number, true or false is read as that, and an empty one as None."""
         value = self.columns.get(name)

@@ -92,7 +92,7 @@ def _is_talk(text: str) -> bool:
     if value is None:
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             value = ast.literal_eval(text.strip())
-    items: list[Any] = value if isinstance(value, list) else [None]
+    items: list[object] = value if isinstance(value, list) else [None]
     return all(
         isinstance(item, dict) and any(keys <= item.keys() for keys in _KEYS) for item in items
     )
@@ -109,9 +109,14 @@ def read_tools(row: SourceRow) -> Tools:
 
 
 def tools_in_data(task: Task) -> Tools:
-    """The tools in a task's column ``tools``, which its prompt describes."""
-    value: Any = task.columns.get("tools")
-    return (json.loads(value) if isinstance(value, str) and value else value) or None
+    """The tools in a task's column ``tools``, which its prompt describes; DataError if it holds
+    something else."""
+    return read_tools(row_of(task)) or None
+
+
+def row_of(task: Task) -> SourceRow:
+    """A task's columns, to read values of."""
+    return SourceRow("", f"task {task.id}", {**task.columns})
 
 
 def read_messages(row: SourceRow, name: str) -> list[Message]:

@@ -35,6 +35,8 @@ CODE_TESTS = "code_tests"
 _BLOCK = re.compile(r"```[ \t]*([^\s`]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("", "python", "python3", "py")
 _PASSED = "passed"
+_CALLS = ("functional", "function_call")
+"""Types of tests that published data sets call a function with."""
 _CALL = """\
 import json, sys
 _arguments = json.loads(sys.stdin.read())
@@ -143,9 +145,9 @@ def program_in(completion: str) -> str:
 def read_tests(value: object) -> list[CodeTest] | str:
     """The tests of a data line, or why they cannot be used; none for None.
 
-    They are a list of tables with ``input`` and ``output``, a list of assertions, or a table with
-    ``inputs``, ``outputs`` and perhaps ``fn_name``, the function that is called. JSON text of one
-    of these will do.
+    They are a list of tables with ``input``, ``output`` and perhaps ``fn_name``, the function that
+    is called; a list of assertions; or a table with ``inputs``, ``outputs`` and perhaps
+    ``fn_name``. JSON text of one of these will do.
     """
     if isinstance(value, str):
         try:
@@ -167,8 +169,15 @@ def read_tests(value: object) -> list[CodeTest] | str:
             tests: list[CodeTest] = []
             for item in items:
                 match item:
-                    case {"input": given, "output": wanted}:
-                        tests.append(CodeTest(_lines(given), _lines(wanted)))
+                    case {"input": given, "output": wanted, **rest}:
+                        name = rest.get("fn_name")
+                        kind = rest.get("testtype", rest.get("type"))
+                        if name is not None:
+                            tests.append(CodeTest(_arguments(given), _value(wanted), str(name)))
+                        elif kind in _CALLS:
+                            return f"has a test of type '{kind}' without 'fn_name', its function"
+                        else:
+                            tests.append(CodeTest(_lines(given), _lines(wanted)))
                     case _:
                         return f"has {shortened(repr(item))}; expected input and output"
             return tests

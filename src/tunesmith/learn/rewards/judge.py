@@ -122,7 +122,8 @@ class JudgeRewards:
                 verdicts, reason = await self._verdicts(own, one[1])
             scores.append(fmean(v.reward for v in verdicts) if verdicts else _failed(reason))
             reasons.append(None if verdicts else reason)
-            said.append(next((a[-SHOWN_CHARACTERS:] for a in own if isinstance(a, str)), None))
+            written = (a if isinstance(a, str) else a.text for a in own)
+            said.append(next((text[-SHOWN_CHARACTERS:] for text in written if text), None))
             gaps = [abs(a.reward - b.reward) for a, b in combinations(verdicts, 2)]
             if gaps:
                 self._outcomes.agreement.append(1.0 - fmean(gaps))

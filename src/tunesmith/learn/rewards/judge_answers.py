@@ -50,12 +50,18 @@ class JudgeQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """A question without an answer."""
+    """A question without an answer, or with one that was cut off."""
 
     reason: str
+    text: str = ""
 
 
 Answer = str | Unanswered
+
+
+def cut_off(entry: JudgeReward) -> str:
+    """Why an answer that was cut off has no verdict: the last one counts, and it may be missing."""
+    return f"the answer was cut off at max_new_tokens = {entry.max_new_tokens}; raise it"
 
 
 @dataclass(slots=True)
@@ -211,7 +217,7 @@ class ServedJudge:
             await asyncio.sleep(wait)
             await self._turn()
 
-    async def _attempt(self, session: aiohttp.ClientSession, body: bytes) -> str:
+    async def _attempt(self, session: aiohttp.ClientSession, body: bytes) -> Answer:
         """The answer.
 
         Raises:
@@ -240,11 +246,11 @@ class ServedJudge:
         if start > now:
             await asyncio.sleep(start - now)
 
-    def _read(self, answer: object) -> str:
+    def _read(self, answer: object) -> Answer:
         """The text of a chat completion, whose tokens are counted."""
         match answer:
-            case {"choices": [{"message": {"content": str() as text}}, *_]}:
-                pass
+            case {"choices": [{"message": {"content": str() as text}, **rest}, *_]}:
+                cut = rest.get("finish_reason") == "length"
             case _:
                 shown = one_line(json.dumps(answer))
                 raise BadAnswer(f"{self._url} answered {shown}; expected a chat completion")
@@ -256,7 +262,7 @@ class ServedJudge:
                 self.tally.completion_tokens += written
             case _:
                 pass
-        return text
+        return Unanswered(cut_off(self._entry), text) if cut else text
 
     def _unanswered(self, reason: str, tried: int) -> Unanswered:
         """The reason without the key, which a server may repeat."""
@@ -271,6 +277,7 @@ class Written:
     text: str
     prompt_tokens: int
     completion_tokens: int
+    cut_off: bool = False
 
 
 Write = Callable[[str, int], Awaitable[Written]]
@@ -340,4 +347,5 @@ class PolicyJudge:
             return Unanswered(limit if late else str(error))
         self.tally.prompt_tokens += written.prompt_tokens
         self.tally.completion_tokens += written.completion_tokens
-        return written.text
+        text = written.text
+        return Unanswered(cut_off(self._entry), text) if written.cut_off else text

@@ -9,15 +9,18 @@ close the tags around itself.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunesmith.config.judges import JudgeReward, names_text_file
 from tunesmith.errors import ConfigError, RewardError, boundary, shortened
 from tunesmith.learn.rewards.function import LARGEST_REWARD
+from tunesmith.records.foreign import json_or
 from tunesmith.types import Message, text_of_content
 
 if TYPE_CHECKING:
@@ -32,7 +35,9 @@ NUMBER = r"(-?\d+(?:\.\d+)?)"
 _BETWEEN = r"[\s:=*_\"'`]*"
 _SCORE = re.compile(rf"\bscore{_BETWEEN}{NUMBER}", re.IGNORECASE)
 _BETTER = re.compile(rf"\bbetter{_BETWEEN}(1|2|tie)\b", re.IGNORECASE)
-_THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
+_THOUGHT = re.compile(r"^.*</think>|<think>.*$", re.DOTALL)
+"""Thinking, also where it does not end."""
+_WEIGHTS = ("weight", "points")
 _FIRST_WINS = {"1": 1.0, "a": 1.0, "2": 0.0, "b": 0.0, "tie": 0.5, "c": 0.5}
 
 
@@ -81,7 +86,8 @@ class JudgeQuestions:
         said = self._entry.criteria
         if not isinstance(said, str):
             return [Asked(c.name, self._render(c.text, values), c.weight) for c in said]
-        match columns.get(said):
+        value = columns.get(said)
+        match json_or(value, None) if isinstance(value, str) else value:
             case [_, *_] as listed:
                 found = [_criterion(str(number), one) for number, one in enumerate(listed, 1)]
             case _:
@@ -137,7 +143,10 @@ def _read(said: str | None) -> str | None:
     if said is None or not names_text_file(said):
         return said
     with boundary(ConfigError, f"reward.judge: cannot read {said}", (OSError, ValueError)):
-        return Path(said).read_text(encoding="utf-8")
+        text = Path(said).read_text(encoding="utf-8-sig")
+    if not text.strip():
+        raise ConfigError(f"reward.judge: {said} is empty", keys=("reward.judge",))
+    return text
 
 
 def _criterion(number: str, one: object) -> Asked:
@@ -146,27 +155,35 @@ def _criterion(number: str, one: object) -> Asked:
         case str():
             return Asked(number, one)
         case (
-            {"text": str() as text} | {"criterion": str() as text} | {"description": str() as text}
+            {"text": str() as text, **rest}
+            | {"criterion": str() as text, **rest}
+            | {"description": str() as text, **rest}
         ):
-            pass
+            said = next((rest[key] for key in _WEIGHTS if rest.get(key) is not None), 1.0)
         case _:
             shown = shortened(repr(one))
             raise RewardError(f"criterion {number} is {shown}; expected text, or text and weight")
-    match one:
-        case {"weight": int() | float() as weight} | {"points": int() | float() as weight}:
-            if not abs(weight) <= LARGEST_REWARD:
-                shown = shortened(repr(weight))
-                raise RewardError(f"criterion {number} has the weight {shown}; expected a number")
-            return Asked(number, text, float(weight))
-        case _:
-            return Asked(number, text)
+    try:
+        weight = float(said)
+    except (TypeError, ValueError, OverflowError):
+        weight = nan
+    if not abs(weight) <= LARGEST_REWARD:
+        shown = shortened(repr(said))
+        raise RewardError(f"criterion {number} has the weight {shown}; expected a number")
+    return Asked(number, text, weight)
 
 
 def transcript(messages: Sequence[Message]) -> str:
-    """The text of one message, or of several after their roles."""
+    """The text and the tool calls of one message, or of several after their roles."""
     if len(messages) == 1:
-        return text_of_content(messages[0].get("content"))
-    return "\n\n".join(f"{m['role']}: {text_of_content(m.get('content'))}" for m in messages)
+        return _said_in(messages[0])
+    return "\n\n".join(f"{message['role']}: {_said_in(message)}" for message in messages)
+
+
+def _said_in(message: Message) -> str:
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    lines = [f"{call.get('name')}({json.dumps(call.get('arguments'))})" for call in calls]
+    return "\n".join(filter(None, [text_of_content(message.get("content")), *lines]))
 
 
 def score_in(answer: str, scale: tuple[float, float]) -> float:

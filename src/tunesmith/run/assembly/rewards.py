@@ -146,7 +146,8 @@ async def _written(
     )
     done = await generate(prompt, sampling)
     text = tokenizer.decode(done.token_ids, skip_special_tokens=True)
-    return Written(text, len(prompt), len(done.token_ids))
+    cut_off = done.finish_reason == "length"
+    return Written(text, len(prompt), len(done.token_ids), cut_off)
 
 
 def _seen_by(model: RewardModel, exact: bool) -> str:

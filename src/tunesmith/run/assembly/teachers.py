@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.commands import DistillConfig, OfflineDistillConfig, TeacherSection
@@ -13,8 +14,9 @@ from tunesmith.config.schema import RLConfig
 from tunesmith.errors import ConfigError, DataError, ModelError, RewardError, about, nearest
 from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.learn.data.chat import end_of_turn_id
+from tunesmith.learn.data.chat_defaults import set_defaults
 from tunesmith.learn.data.prompts import PromptEncoder
-from tunesmith.learn.data.values import tools_in_data
+from tunesmith.learn.data.values import read_prompt, row_of, tools_in_data
 from tunesmith.models.embedding_rows import rows_of
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.waits import long_wait
@@ -67,6 +69,8 @@ def teacher_of_rollouts(
     section = said.teacher
     own = section.path == POLICY
     theirs = run.tokenizer if own else _tokenizer(said)
+    if not theirs.chat_template and run.tokenizer.get_vocab() == theirs.get_vocab():
+        theirs.chat_template = run.tokenizer.chat_template
     prompt = _prompts(said, theirs)
     first = run.train.items[0]
     text = (
@@ -117,7 +121,11 @@ def _check_names(tasks: Sequence[Task], column: str, names: Mapping[str, Teacher
 
 def _tokenizer(said: Distilling) -> Any:
     trusts = said.model.trust_remote_code
-    return TokenizerSpec(said.teacher.path, "teacher.path", trust_remote_code=trusts).build()
+    built = TokenizerSpec(said.teacher.path, "teacher.path", trust_remote_code=trusts).build()
+    for name, value in (said.data.chat_template_kwargs or {}).items():
+        with suppress(ConfigError):  # the teacher's own template may not read it
+            set_defaults(built, None, {name: value})
+    return built
 
 
 def _check_tokens(said: Distilling, ours: Tokenizer, theirs: Tokenizer) -> None:
@@ -132,9 +140,7 @@ def _prompts(said: DistillConfig, tokenizer: Tokenizer) -> Callable[[Task], list
     column = said.teacher.prompt
 
     def prompt(task: Task) -> list[int]:
-        shown = task.columns.get(column) if column else task.prompt
-        if not isinstance(shown, str | list) or not shown:
-            raise DataError(f"task {task.id} has no prompt in '{column}' (teacher.prompt)")
+        shown = read_prompt(row_of(task), column) if column else task.prompt
         encoder = PromptEncoder.of(said.data, tokenizer, [shown])
         told = encoder.template is not None and encoder.template.takes_tools
         return encoder.ids(shown, tools_in_data(task) if told else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ from tunesmith.learn.data.tokens import encode
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.models.embedding_rows import without_row
 from tunesmith.plan.plan import Plan
+from tunesmith.records.foreign import json_or
 from tunesmith.run.assembly.rewards import add_rewards
 from tunesmith.run.engines.base import EngineStats
 from tunesmith.run.offline.answering import BLOCK, answer, window_of
@@ -91,7 +92,7 @@ def given_records(task: Task, column: str | None) -> list[Json]:
         DataError: there are none.
     """
     names = (column,) if column else ("completion", "completions")
-    value: Any = next((task.columns[name] for name in names if name in task.columns), None)
+    value: Any = next((_value(task.columns, name) for name in names if name in task.columns), None)
     if isinstance(value, str) and task.columns.get("finish_reason"):  # a line of one completion
         value = {"completion": value, "finish_reason": task.columns["finish_reason"]}
     items: list[Any] = value if isinstance(value, list) else [value]
@@ -102,6 +103,16 @@ def given_records(task: Task, column: str | None) -> list[Json]:
             "(data.completion); it is text, a list of texts, or what tunesmith generate wrote"
         )
     return cast("list[Json]", records)
+
+
+def _value(columns: Mapping[str, Any], name: str) -> object:
+    """A column's value; a list of completions may be JSON text, as in CSV files."""
+    value: Any = columns[name]
+    read: object = json_or(value, None) if isinstance(value, str) else None
+    items: list[object] = read if isinstance(read, list) else []
+    texts = all(isinstance(item, str) for item in items)
+    listed = bool(items) and None not in map(_record, items)
+    return items if listed and (name == "completions" or not texts) else value
 
 
 def _record(item: object) -> Json | None:
@@ -121,7 +132,7 @@ def _line(group: RolloutGroup, column: str | None) -> Json:
     columns = group.task.columns
     line = {"prompt": group.task.prompt, **columns}
     name = column or ("completion" if "completion" in columns else "completions")
-    if not isinstance(columns[name], list):
+    if not isinstance(_value(columns, name), list):
         return line | scores_of(group.rollouts[0])
     records = zip(given_records(group.task, column), group.rollouts, strict=True)
     return line | {"completions": [record | scores_of(rollout) for record, rollout in records]}
