@@ -214,11 +214,11 @@ def test_thinking_without_an_end_has_no_verdict() -> None:
 
 
 def test_a_judge_sees_the_calls_of_tools() -> None:
-    call = {"type": "function", "function": {"name": "delete", "arguments": {"path": "a"}}}
+    call = {"type": "function", "function": {"name": "delete", "arguments": {"path": "ä"}}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-    assert transcript([turn]) == 'delete({"path": "a"})'
+    assert transcript([turn]) == 'delete({"path": "ä"})'
     answer = {"role": "tool", "content": "ok"}
-    assert transcript([turn, answer]) == 'assistant: delete({"path": "a"})\n\ntool: ok'
+    assert transcript([turn, answer]) == 'assistant: delete({"path": "ä"})\n\ntool: ok'
 
 
 def test_a_completion_cannot_close_the_tags_around_it() -> None:
@@ -506,6 +506,27 @@ def test_the_policy_can_judge() -> None:
     metrics = rewards.metrics(played)
     assert played[0].reward == 0.4 and played[1].status is Status.REWARD_FAILED
     assert metrics["judge/judge/prompt_tokens"] == 5 and metrics["judge/judge/requests"] == 2
+
+
+def test_a_loaded_judges_answers_are_kept_unless_cut_off(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def write(question: str, _: int) -> Written:
+        asked.append(question)
+        return Written("Score: 4", 5, 2, cut_off="bad" in question)
+
+    one = JudgeReward(path="org/judge")
+    for _ in range(2):
+        judge = PolicyJudge(one, write, AnswerFile(tmp_path))
+        played = [rollout(), rollout()]
+        rewards = RewardSet({"judge": 1.0}, 60.0)
+        rewards.add(judge_reward(one, judge))
+        asyncio.run(rewards.score(played, ["four", "bad"]))
+        rewards.close()
+        assert [r.reward for r in played] == [0.4, None]
+    kept = (tmp_path / ANSWERS_FILE).read_text().splitlines()
+    assert [json.loads(line)["judge"] for line in kept] == [one.name]
+    assert ["bad" in question for question in asked] == [False, True, True]
 
 
 def test_after_a_restart_the_new_engine_judges() -> None:

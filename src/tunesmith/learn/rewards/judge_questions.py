@@ -181,9 +181,12 @@ def transcript(messages: Sequence[Message]) -> str:
 
 
 def _said_in(message: Message) -> str:
-    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    lines = [f"{call.get('name')}({json.dumps(call.get('arguments'))})" for call in calls]
-    return "\n".join(filter(None, [text_of_content(message.get("content")), *lines]))
+    lines = [text_of_content(message.get("content"))]
+    for call in message.get("tool_calls") or ():
+        called = call.get("function", call)
+        arguments = json.dumps(called.get("arguments"), ensure_ascii=False)
+        lines.append(f"{called.get('name')}({arguments})")
+    return "\n".join(filter(None, lines))
 
 
 def score_in(answer: str, scale: tuple[float, float]) -> float:

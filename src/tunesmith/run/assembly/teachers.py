@@ -69,15 +69,12 @@ def teacher_of_rollouts(
     section = said.teacher
     own = section.path == POLICY
     theirs = run.tokenizer if own else _tokenizer(said)
-    if not theirs.chat_template and run.tokenizer.get_vocab() == theirs.get_vocab():
+    same_tokens = own or run.tokenizer.get_vocab() == theirs.get_vocab()
+    if same_tokens and not theirs.chat_template:
         theirs.chat_template = run.tokenizer.chat_template
     prompt = _prompts(said, theirs)
     first = run.train.items[0]
-    text = (
-        not own
-        and plan.training.distillation is None
-        and run.tokenizer.get_vocab() != theirs.get_vocab()
-    )
+    text = plan.training.distillation is None and not same_tokens
     if not (text or own):
         _check_tokens(said, run.tokenizer, theirs)
     if not (text or own or section.url or section.prompt):
