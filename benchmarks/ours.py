@@ -30,6 +30,7 @@ from tunesmith.plan.facts.model import read_model_facts
 from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
+from tunesmith.records.garbage import collect_as_usual, collect_rarely
 from tunesmith.records.metrics import read_metrics
 from tunesmith.run.assembly import run_rl
 from tunesmith.run.assembly.train import run_sft
@@ -50,6 +51,7 @@ LR = 1e-6
 
 
 def main() -> None:
+    collect_rarely()  # as a command does
     answer(measure)
 
 
@@ -299,6 +301,7 @@ def _plan(wanted: Measure) -> Plan[RLConfig]:
 
 
 def _model(wanted: Measure) -> CausalLM:
+    collect_as_usual()
     return CausalLM.load(wanted.model, dtype=getattr(torch, wanted.dtype))
 
 

@@ -7,6 +7,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,6 +135,22 @@ def test_idle_workers_sleep_while_other_threads_take_the_cores() -> None:
         [sys.executable, "-c", WATCH], env=usual, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[True, True, False]"
+
+
+def test_the_watch_goes_on_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    tries = [RuntimeError, RuntimeError, KeyboardInterrupt]  # the last ends the watch
+
+    def no_thread(_: object) -> None:
+        raise tries.pop(0)("can't start new thread")
+
+    waited = count(step=10**12)
+    monkeypatch.setattr(openmp, "_waits", lambda: {"1": next(waited)})
+    monkeypatch.setattr(openmp, "_Reserve", no_thread)
+    monkeypatch.setattr(openmp, "INTERVAL", 0.001)
+    with pytest.raises(KeyboardInterrupt):
+        openmp._watch(None)  # pyright: ignore
+    assert not tries
 
 
 LIMITED = """

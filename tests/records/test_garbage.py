@@ -9,11 +9,10 @@ from tunesmith.records import garbage
 @pytest.fixture(autouse=True)
 def thresholds() -> Generator[None]:
     before = gc.get_threshold()
-    frozen = gc.get_freeze_count()
+    gc.unfreeze()  # what other tests have left out
     yield
     gc.set_threshold(*before)
-    if not frozen:
-        gc.unfreeze()
+    gc.unfreeze()
 
 
 def test_a_start_collects_rarely_and_then_as_before() -> None:
@@ -26,6 +25,25 @@ def test_a_start_collects_rarely_and_then_as_before() -> None:
     garbage.collect_as_usual()
     assert gc.get_threshold() == (700, 11, 12)
     assert all(each is not kept for each in gc.get_objects()), "collections leave it out"
+
+
+def test_after_a_run_in_a_program_everything_is_collected_again() -> None:
+    gc.set_threshold(700, 11, 12)
+    kept = [{"imported": 1}]
+    with garbage.of_a_run():
+        assert gc.get_threshold() == garbage.RARELY
+        garbage.collect_as_usual()
+        assert gc.get_threshold() == (700, 11, 12)
+        assert all(each is not kept for each in gc.get_objects())
+    assert gc.get_threshold() == (700, 11, 12)
+    assert any(each is kept for each in gc.get_objects())
+
+
+def test_a_run_that_is_refused_leaves_collections_as_they_were() -> None:
+    gc.set_threshold(700, 11, 12)
+    with pytest.raises(ValueError), garbage.of_a_run():
+        raise ValueError
+    assert gc.get_threshold() == (700, 11, 12) and not gc.get_freeze_count()
 
 
 def test_nothing_changes_in_a_process_that_did_not_start_so() -> None:

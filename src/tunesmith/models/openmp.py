@@ -93,7 +93,8 @@ def _watch(library: ctypes.CDLL) -> None:
         crowded = crowding.update(now.waited_since(last))
         last = now
         if crowded and reserve is None:
-            reserve = _Reserve(library)
+            with suppress(RuntimeError):  # not even one more thread can start
+                reserve = _Reserve(library)
         elif not crowded and reserve is not None:
             reserve.end()
             reserve = None

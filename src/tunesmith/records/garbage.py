@@ -8,6 +8,8 @@ until the first step.
 from __future__ import annotations
 
 import gc
+from collections.abc import Generator
+from contextlib import contextmanager
 
 RARELY = (100_000, 10, 10)
 """Thresholds that a start reaches a few times, and never for a full collection."""
@@ -28,3 +30,18 @@ def collect_as_usual() -> None:
     if _usual:
         gc.freeze()
         gc.set_threshold(*_usual.pop())
+
+
+@contextmanager
+def of_a_run() -> Generator[None]:
+    """For a run in a program that goes on after it: as in a command, and at the end collections go
+    through everything again."""
+    frozen = gc.get_freeze_count() > 0
+    gc.collect()  # what is garbage already would stay while the run lasts
+    collect_rarely()
+    try:
+        yield
+    finally:
+        collect_as_usual()
+        if not frozen:
+            gc.unfreeze()

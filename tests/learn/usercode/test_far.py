@@ -26,7 +26,7 @@ from tunesmith.learn.usercode.far import Far, gather
 from tunesmith.plan.cluster import Bundle
 
 CODE = """
-import asyncio, os, sys, threading, time
+import asyncio, gc, os, sys, threading, time
 from types import SimpleNamespace
 from tunesmith.errors import ConfigError
 
@@ -49,6 +49,8 @@ class Thing:
         raise {"own": ConfigError("a", "b"), "value": ValueError("of there"), "strange": Strange(1, 2)}[kind]
     def thread(self):
         return threading.current_thread().name
+    def collects(self):
+        return gc.isenabled(), gc.get_freeze_count() > 0
     def wait(self, seconds):
         time.sleep(seconds)
     def alone(self):
@@ -138,6 +140,10 @@ def far(start: Start, code: Any) -> Iterator[Far]:
     far.make(partial(code.thing, 3)).result(100)
     yield far
     far.close()
+
+
+def test_collections_leave_out_what_the_process_imported(far: Far) -> None:
+    assert far.call("collects") == (True, True)
 
 
 def test_calls_and_attributes(far: Far) -> None:

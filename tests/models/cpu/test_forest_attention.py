@@ -1,4 +1,4 @@
-"""Compiled attention of a forest in float32 and its gradients, beside sums in double."""
+"""Compiled attention of a forest, which computes in float32, and its gradients, beside sums in double."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tunesmith.models.attention import ForestAttention
 from tunesmith.models.cpu.functions import CpuFunctions, usable
 from tunesmith.models.forest import Segment
 from tunesmith.models.kernels.attention import AttentionRule
+from tunesmith.plan.facts.instructions import Level, highest
 
 pytestmark = pytest.mark.skipif(not usable(), reason="there is no compiler")
 
@@ -43,6 +44,17 @@ def test_exact(heads: int, kv_heads: int, dim: int, segments: tuple[Segment, ...
     others = (want, *torch.autograd.grad(want, exact, towards.double()))
     for ours, theirs in zip(found, others, strict=True):
         assert difference(ours, theirs) < 1e-5
+
+
+@pytest.mark.skipif(highest() >= Level.TILES, reason="PyTorch's products with tiles")
+def test_only_the_result_of_bfloat16_rows_is_rounded() -> None:
+    inputs = [t.detach().bfloat16() for t in tensors(574, 6, 2, torch.float32, 64)]
+    assert CpuFunctions.attends(inputs[0])
+    found, exact = (
+        ForestAttention(LONG).attend(0, *(t.to(kind) for t in inputs), AttentionRule(0.2))
+        for kind in (torch.bfloat16, torch.float32)
+    )
+    assert found.dtype == torch.bfloat16 and torch.equal(found, exact.bfloat16())
 
 
 def test_threads_and_strides_change_no_bit() -> None:

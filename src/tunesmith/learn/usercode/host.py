@@ -74,6 +74,7 @@ class Host:
                 try:
                     self._object = await self._run(make)
                 finally:
+                    gc.freeze()  # imported modules stay
                     gc.enable()
             case "call", (name, args, kwargs):
                 method = attrgetter(name)(self._object)

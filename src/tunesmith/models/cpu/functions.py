@@ -111,13 +111,15 @@ class CpuFunctions:
 
     @staticmethod
     def attends(query: Tensor) -> bool:
-        return query.dtype == torch.float32 and CpuFunctions.attends_backward(query)
+        here = query.dtype == torch.float32 or highest() < Level.TILES
+        return here and CpuFunctions.attends_backward(query)
 
     @staticmethod
     def attend(
         table: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        return OPERATIONS.attend_forest(table, query, key, value, scale)
+        rows = (t.float() for t in (query, key, value))
+        return OPERATIONS.attend_forest(table, *rows, scale)
 
     @staticmethod
     def attends_backward(query: Tensor) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from tunesmith.config.objects import PROGRAM, handed_over
 from tunesmith.config.schema import Source
 from tunesmith.errors import ConfigError, DataError, StorageError, UserError, boundary, shortened
+from tunesmith.records.garbage import of_a_run
 from tunesmith.records.plain import DEEPEST, LARGEST_INTEGER, plain
 from tunesmith.records.run_dir import (
     LATEST,
@@ -71,7 +72,7 @@ class ApiCall:
     def run(self, start: Callable[..., R], callbacks: Callbacks) -> R:
         """Start a run with these settings, in its directory."""
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # nvidia-smi's
-        with handed_over(self._objects), self._directory():
+        with of_a_run(), handed_over(self._objects), self._directory():
             settings = list(self._settings.items())
             return start(None, settings, caller=Caller(self._reasons, callbacks))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 import torch
 
 from tunesmith.costs import PeakRates
 from tunesmith.errors import DeviceMemoryError
+from tunesmith.models.kernels.functions import which
 from tunesmith.plan.facts.hardware import memory
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -32,7 +33,11 @@ def measure_limits(device: str, dtype: DType) -> PeakRates:
         size = 8192 if on_gpu else 1024
         a = torch.ones(size, size, dtype=kind, device=device)
         product = torch.empty_like(a)
-        flops = 2 * size**3 / _best_seconds(lambda: torch.mm(a, a, out=product), wait)
+        ways = [lambda: torch.mm(a, a, out=product)]
+        functions = which(lambda functions: functions.multiplies_rows(a, a))
+        if functions is not None:
+            ways.append(partial(functions.product, a, a, turned=True))
+        flops = 2 * size**3 / min(_best_seconds(way, wait) for way in ways)
         # On a CPU more than its cache holds, but a small part of the free memory.
         copied = 512 * 2**20 if on_gpu else max(2**20, min(64 * 2**20, memory()[1] // 256))
         bandwidth = copy_rate(copied, device, wait)

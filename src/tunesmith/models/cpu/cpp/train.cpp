@@ -468,8 +468,10 @@ static bool multiplies_narrow() {  // whether this CPU has the operations on pro
     return false;
 }
 
-static bool multiplies_many() {  // whether products of float32 are faster here than PyTorch's: with AVX-512 they are not
-#if defined(__AVX2__) && !defined(__AVX512F__)
+static bool multiplies_many() {  // whether products of float32 are faster here than PyTorch's
+#if defined(__AVX512F__)
+    return __builtin_cpu_is("amd");  // where MKL's have half as wide vectors
+#elif defined(__AVX2__)
     return true;
 #endif
     return false;
