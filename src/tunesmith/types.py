@@ -30,6 +30,9 @@ def text_of_content(content: Any) -> str:
     raise EpisodeError(f"a message's content is {type(content).__name__}; only text can be trained")
 
 
+Tools = list[Any] | None
+"""JSON schemas, as chat templates take them."""
+
 Prompt = str | list[Message]
 """Text, or a conversation, as it is in the data. The policy sees ``prompt_ids``."""
 
@@ -69,6 +72,8 @@ class Task:
     prompt_ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     environment: str = "single_turn"
+    tools: Tools = None
+    """Those that the prompt describes: the environment's, or the line's own."""
 
 
 UNALTERED: Mapping[str, float] = {

@@ -136,9 +136,8 @@ def play(
         text = tokenizer.apply_chat_template(
             prompt_of(task), tools, add_generation_prompt=True, tokenize=False
         )
-        return replace(
-            task, prompt_ids=tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-        )
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return replace(task, prompt_ids=tuple(ids), tools=tools)
 
     async def run() -> list[Rollout]:
         by_name = build_environments(

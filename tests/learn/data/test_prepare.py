@@ -658,3 +658,24 @@ def test_tools_that_plain_text_has_no_place_for_are_refused(tmp_path: Path) -> N
             with pytest.raises(ConfigError, match="has tools") as caught:
                 load(kit.byte_level())
             assert caught.value.keys == (key,)
+
+
+def test_tasks_keep_the_tools_that_their_prompts_describe(tmp_path: Path) -> None:
+    """The environment's, otherwise the line's own, also as JSON text."""
+    own, played = (
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+        for name in ("add", "look")
+    )
+    rows = [{"prompt": "a"}, {"prompt": "b", "tools": json.dumps([own])}, {"prompt": "c"}]
+    section = DataSection(train=put(tmp_path / "a.jsonl", rows))
+    tokenizer = kit.byte_level(kit.template("hermes"))
+    loaded = load_tasks(
+        section,
+        section.train,
+        tokenizer,
+        lambda example: [played] if example.prompt == "a" else None,
+    )
+    assert [task.tools for task in loaded.items] == [[played], [own], None]
+    shown = [tokenizer.decode(task.prompt_ids) for task in loaded.items]
+    assert ["look" in text for text in shown] == [True, False, False]
+    assert ["add" in text for text in shown] == [False, True, False]

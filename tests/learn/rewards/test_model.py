@@ -160,7 +160,7 @@ def test_text_is_encoded_as_the_policy_would_have_written_it(path: Path) -> None
     assert [truncated.reward, finished.reward] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_lines_tools_are_in_a_text_that_is_encoded_anew(path: Path, tmp_path: Path) -> None:
+def test_a_tasks_tools_are_in_a_text_that_is_encoded_anew(path: Path, tmp_path: Path) -> None:
     """Where the model's template has a place for them."""
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     shutil.copytree(path, tmp_path / "hermes")
@@ -172,19 +172,10 @@ def test_a_lines_tools_are_in_a_text_that_is_encoded_anew(path: Path, tmp_path: 
         seen = model.encode("2+2?", "4", tools=tools)
         assert (seen != model.encode("2+2?", "4")) == read
         asked = [rollout("2+2?", "4", [9, 9, 9]) for _ in range(2)]
-        asked[1].task = replace(asked[1].task, columns={"tools": json.dumps(tools)})
+        asked[1].task = replace(asked[1].task, tools=tools)
         scored(model_reward("rm", model, exact=False), *asked)
         expected = direct_scores(place, [model.encode("2+2?", "4"), seen])
         assert [one.reward for one in asked] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("tools", ["hammer, saw", "{}", [1], 5])
-def test_a_line_whose_tools_are_none_fails_alone(path: Path, tools: Any) -> None:
-    asked = [rollout("2+2?", "4", [9, 9, 9]) for _ in range(2)]
-    asked[0].task = replace(asked[0].task, columns={"tools": tools})
-    scored(model_reward("rm", load(path), exact=False), *asked)
-    assert [one.status for one in asked] == [Status.REWARD_FAILED, Status.OK]
-    assert "tools" in (asked[0].error or "")
 
 
 def test_what_cannot_be_encoded_anew_is_a_failure(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def test_servers_get_what_functions_get_in_parts() -> None:
         "prompts": ["2+2=", "1+1="],
         "completions": ["a", "bb"],
         "columns": {"answer": ["4", None], "level": [1, None]},
+        "finish_reasons": ["stop", "stop"],
     }
     assert second["completions"] == ["ccc"] and second["columns"]["day"] == ["<class 'float'>"]
 
@@ -77,6 +79,18 @@ def test_conversations_are_sent_as_messages() -> None:
     assert one.reward == 1.0
     assert server.bodies[0]["prompts"] == [prompt]
     assert server.bodies[0]["completions"] == [[{"role": "assistant", "content": "yes"}]]
+
+
+def test_what_only_models_need_is_sent_too() -> None:
+    """How each completion ended, and the tools that its prompt describes."""
+    tool = {"type": "function", "function": {"name": "add"}}
+    played = [rollout(), rollout()]
+    played[0].task = replace(played[0].task, tools=[tool])
+    played[1].act(Completion([7], [0.0], [0], "length"))
+    with answering(lengths) as server:
+        score([server.url], ["a", "b"], played)
+    (body,) = server.bodies
+    assert body["finish_reasons"] == ["stop", "length"] and body["tools"] == [[tool], None]
 
 
 def test_openrlhf_protocol_sends_the_policys_own_text() -> None:

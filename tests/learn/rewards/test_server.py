@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,13 +23,14 @@ from urllib.parse import urlsplit
 import pytest
 from typer.testing import CliRunner
 
-from tests.support import forks
+from tests.support import forks, tiny
 from tests.support.documents import ROOT
 from tests.support.http_servers import running
 from tests.support.tiny_rewards import direct_scores
 from tunesmith.cli.main import app
 from tunesmith.config.schema import ModelReward, RemoteReward
 from tunesmith.errors import ConfigError
+from tunesmith.learn.data.chat import HERMES
 from tunesmith.learn.rewards.function import RewardFunction, required_columns
 from tunesmith.learn.rewards.model import model_reward
 from tunesmith.learn.rewards.remote import remote_reward
@@ -91,6 +93,33 @@ def test_a_model_gives_what_it_gives_directly_over_http(path: Path) -> None:
     assert (
         answer["errors"][:2] == [None, None] and "the model's context is 512" in answer["errors"][2]
     )
+
+
+def test_a_model_is_told_what_ended_and_which_tools_there_are(tmp_path: Path, path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = HERMES.read_text(encoding="utf-8")
+    shutil.copytree(path, tmp_path / "hermes")
+    tokenizer.save_pretrained(tmp_path / "hermes")
+    model = ScorerSpec(ModelReward(path=str(tmp_path / "hermes")), "float32", "cpu", 512).build()
+    body = {
+        "prompts": ["1+1?"] * 3,
+        "completions": ["2"] * 3,
+        "finish_reasons": ["stop", "length", "stop"],
+        "tools": [None, None, [tool]],
+    }
+    with service(model_reward("rm", model, exact=False, in_thread=True)) as url:
+        status, answer = ask(url, body)
+    expected = direct_scores(
+        path,
+        [
+            model.encode("1+1?", "2"),
+            model.encode("1+1?", "2", finished=False),
+            model.encode("1+1?", "2", tools=[tool]),
+        ],
+    )
+    assert status == 200 and len(set(expected)) == 3
+    assert answer == {"rewards": pytest.approx(expected, abs=1e-5)}
 
 
 def test_concurrent_requests_become_one_batch() -> None:
@@ -221,6 +250,16 @@ def test_a_conversation_with_calls_of_tools_is_scored() -> None:
             {"prompts": ["p"], "completions": ["a"], "columns": {"prompts": ["x"]}},
             "columns: 'prompts'",
         ),
+        (
+            {"prompts": ["p"], "completions": ["a"], "finish_reasons": ["eos"]},
+            "finish_reasons.0: ",
+        ),
+        (
+            {"prompts": ["p"], "completions": ["a"], "finish_reasons": ["stop"] * 2},
+            "'finish_reasons' has 2",
+        ),
+        ({"prompts": ["p"], "completions": ["a"], "tools": [None, []]}, "'tools' has 2"),
+        ({"prompts": ["p"], "completions": ["a"], "tools": ["add"]}, "tools.0"),
         ({"query": ["p"], "prompts": ["p"], "completions": ["a"]}, "query: "),
     ],
 )

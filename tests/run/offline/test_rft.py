@@ -173,7 +173,7 @@ def test_the_encoder_makes_the_tokens_of_the_loader_and_puts_examples_before(
     assert shown == (f"{before}{turns}<|im_start|>assistant\n" if chat else "3+3=6\n\n4+4=")
 
 
-def test_tools_that_the_data_names_as_text_stay_with_worked_examples(tmp_path: Path) -> None:
+def test_tools_stay_with_worked_examples(tmp_path: Path) -> None:
     files(tmp_path)
     tokenizer: Any = tiny.tokenizer()
     template = (
@@ -184,13 +184,9 @@ def test_tools_that_the_data_names_as_text_stay_with_worked_examples(tmp_path: P
     encoder = PromptEncoder.of(DataSection(train="train.jsonl", chat=True), tokenizer, ["4+4="])
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     shots = read_shots(tmp_path / "shots.jsonl")
-    tasks = [Task("t", "4+4=", (1,), {"tools": said}) for said in (tools, json.dumps(tools))]
-    shown = [tokenizer.decode(with_shots(task, encoder, shots, None).prompt_ids) for task in tasks]
-    assert (
-        shown[0] == shown[1]
-        and '"add"' in shown[0]
-        and "<user>3+3=<assistant>6<user>4+4=<assistant>" in shown[0]
-    )
+    task = Task("t", "4+4=", (1,), tools=tools)
+    shown = tokenizer.decode(with_shots(task, encoder, shots, None).prompt_ids)
+    assert '"add"' in shown and "<user>3+3=<assistant>6<user>4+4=<assistant>" in shown
 
 
 def test_a_worked_example_without_an_answer_is_refused(tmp_path: Path) -> None:

@@ -23,9 +23,8 @@ from tunesmith.learn.data.chat_defaults import own_part
 from tunesmith.learn.data.images import IMAGE_MARK, with_parts
 from tunesmith.learn.data.tokens import Span
 from tunesmith.learn.data.trie import common_length
-from tunesmith.learn.data.values import Tools
 from tunesmith.models.vision.processing import vocabulary_of
-from tunesmith.types import Message, Tokenizer
+from tunesmith.types import Message, Tokenizer, Tools
 
 OPENING = 40
 """A turn's content may repeat up to this many characters from the end of the generation prompt."""

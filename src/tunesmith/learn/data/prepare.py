@@ -26,8 +26,7 @@ from tunesmith.learn.data.reading import (
 )
 from tunesmith.learn.data.report import LoadReport
 from tunesmith.learn.data.sources import on_hub, read
-from tunesmith.learn.data.values import Tools
-from tunesmith.types import Sample, Task, Tokenizer
+from tunesmith.types import Sample, Task, Tokenizer, Tools
 
 TaskSet = Prepared[Task]
 SampleSet = Prepared[Sample]
@@ -115,7 +114,9 @@ def load_tasks(
             prompt, fitted = reading.fit_prompt(encoder, example, ids)
             if isinstance(example.prompt, str) and isinstance(prompt, list):
                 prompt = prompt[-1]["content"]  # rewards get the prompt in the data's own form
-            task = Task(example.id, shown(prompt), tuple(fitted), example.columns)
+            task = Task(
+                example.id, shown(prompt), tuple(fitted), example.columns, tools=example.tools
+            )
             tasks.append((example.source, task))
     return reading.prepare(tasks)
 

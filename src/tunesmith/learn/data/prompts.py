@@ -16,10 +16,9 @@ from tunesmith.learn.data.images import IMAGE_MARK
 from tunesmith.learn.data.report import LoadReport
 from tunesmith.learn.data.sources import BadLine, read
 from tunesmith.learn.data.tokens import encode, leading_ids, with_leading
-from tunesmith.learn.data.values import Tools
 from tunesmith.models.embedding_rows import without_row
 from tunesmith.models.vision.processing import vocabulary_of
-from tunesmith.types import Message, Prompt, Tokenizer, as_messages
+from tunesmith.types import Message, Prompt, Tokenizer, Tools, as_messages
 
 Shots = Sequence[tuple[str, str]]
 """Worked examples: (prompt, completion)."""

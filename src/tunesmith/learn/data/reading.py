@@ -29,11 +29,10 @@ from tunesmith.learn.data.tokens import (
     mask_spans,
     with_leading,
 )
-from tunesmith.learn.data.values import Tools
 from tunesmith.models.embedding_rows import unused_note, without_row
 from tunesmith.models.vision.processing import vocabulary_of
 from tunesmith.models.vision.rows import FIRST_ROW, Image, rows_in, splits_image
-from tunesmith.types import Message, Prompt, Sample, Tokenizer
+from tunesmith.types import Message, Prompt, Sample, Tokenizer, Tools
 
 T = TypeVar("T")
 U = TypeVar("U")

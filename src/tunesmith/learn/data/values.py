@@ -15,12 +15,9 @@ from tunesmith.errors import nearest, shortened
 from tunesmith.learn.data.images import IMAGE_MARK, PARTS, NamedImage, image_part
 from tunesmith.learn.data.sources import SourceRow
 from tunesmith.records.foreign import json_or, parse_json
-from tunesmith.types import Message, Prompt, Task
+from tunesmith.types import Message, Prompt, Task, Tools
 
 V = TypeVar("V")
-
-Tools = list[Any] | None
-"""JSON schemas, as chat templates take them."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT_ROLES = {
@@ -106,12 +103,6 @@ def read_tools(row: SourceRow) -> Tools:
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise row.bad(f"'tools' is {_brief(value)}, needs a list of JSON schemas")
     return value
-
-
-def tools_in_data(task: Task) -> Tools:
-    """The tools in a task's column ``tools``, which its prompt describes; DataError if it holds
-    something else."""
-    return read_tools(row_of(task)) or None
 
 
 def row_of(task: Task) -> SourceRow:

@@ -26,8 +26,7 @@ from pydantic import (
 )
 
 from tunesmith.errors import EpisodeError, nearest, shortened
-from tunesmith.learn.data.values import Tools
-from tunesmith.types import Message
+from tunesmith.types import Message, Tools
 
 OVERRIDDEN = (
     "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty",

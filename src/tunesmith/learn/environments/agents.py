@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.errors import ConfigError, EpisodeError
-from tunesmith.learn.data.values import tools_in_data
 from tunesmith.learn.endpoint.client import PolicyClient
 from tunesmith.learn.endpoint.episode import EpisodePolicy
 from tunesmith.learn.environments.base import Generate
@@ -121,7 +120,7 @@ def policy_of(
         Exception: the engine's, even if the agent hid it.
     """
     prompt = setting.prompt_of(rollout.task)
-    conversation = Conversation(rollout, generate, setting, prompt, tools_in_data(rollout.task))
+    conversation = Conversation(rollout, generate, setting, prompt, rollout.task.tools)
     policy = EpisodePolicy(conversation, model)
     with closing(conversation), closing(policy):
         try:

@@ -20,14 +20,23 @@ from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import EpisodeError, shortened
 from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.data.chat_defaults import own_part
-from tunesmith.learn.data.values import Tools, with_object_arguments
+from tunesmith.learn.data.values import with_object_arguments
 from tunesmith.learn.environments.base import Generate, Growing
 from tunesmith.learn.environments.pictures import with_images, without_images
 from tunesmith.learn.environments.rendering import NO_GUARD, ChatRenderer, Renderer
 from tunesmith.learn.environments.token_guard import TokenGuard
 from tunesmith.learn.environments.tools import BadCall, Parse, ToolCall, parser_for
 from tunesmith.models.embedding_rows import without_row
-from tunesmith.types import Completion, Message, Record, Rollout, Task, Tokenizer, text_of_content
+from tunesmith.types import (
+    Completion,
+    Message,
+    Record,
+    Rollout,
+    Task,
+    Tokenizer,
+    Tools,
+    text_of_content,
+)
 
 TEXT = "text"
 """The key of a place after raw text; conversations of messages cannot continue from there."""

@@ -19,7 +19,6 @@ from tunesmith.config.schema import EnvironmentSection
 from tunesmith.errors import ConfigError, DataError, about, boundary, nearest
 from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.data.formats import Example
-from tunesmith.learn.data.values import Tools
 from tunesmith.learn.environments.agents import GIVEN, OPPONENT, OVER_HTTP, is_agent
 from tunesmith.learn.environments.commands import OWN_TASKS, CommandTasks
 from tunesmith.learn.environments.games import TRL_RESERVED, Game, Loaded, open_game
@@ -29,7 +28,7 @@ from tunesmith.learn.packages.adapter import adapter
 from tunesmith.learn.sandboxes.base import Opener
 from tunesmith.learn.sandboxes.making import make_opener
 from tunesmith.learn.usercode.calls import check_keywords, required_parameters
-from tunesmith.types import Task, Tokenizer
+from tunesmith.types import Task, Tokenizer, Tools
 
 if TYPE_CHECKING:
     from tunesmith.learn.endpoint.server import Endpoint

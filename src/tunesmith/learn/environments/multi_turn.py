@@ -26,7 +26,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from tunesmith.errors import TunesmithError
-from tunesmith.learn.data.values import Tools, tools_in_data
 from tunesmith.learn.environments.base import Generate
 from tunesmith.learn.environments.conversation import (
     Conversation,
@@ -37,7 +36,7 @@ from tunesmith.learn.environments.conversation import (
 from tunesmith.learn.environments.games import Game
 from tunesmith.learn.environments.steps import Observation, as_reward
 from tunesmith.learn.environments.tools import BadCall, valid_call
-from tunesmith.types import Message, Rollout
+from tunesmith.types import Message, Rollout, Tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +46,12 @@ class MultiTurn:
     open: Callable[[], AbstractAsyncContextManager[Game]]
     """Opens an episode."""
     setting: EpisodeSettings
-    schemas: Tools = None
-    """Descriptions of the game's tools, which the prompts of its tasks include."""
     keeps: bool = False
     """Whether the user's instance stays on the rollout, for the reward functions."""
 
     async def play(self, rollout: Rollout, generate: Generate) -> None:
         prompt = self.setting.prompt_of(rollout.task)
-        # Plain text has no place for tools, even if the data names some.
-        tools = self.schemas or (tools_in_data(rollout.task) if self.setting.parse else None)
+        tools = rollout.task.tools
         conversation = Conversation(rollout, generate, self.setting, prompt, tools)
         async with self.open() as game:
             try:

@@ -14,11 +14,10 @@ from itertools import islice, takewhile
 from tunesmith.errors import ConfigError, DataError, EpisodeError, boundary
 from tunesmith.learn.data.chat import ChatTemplate
 from tunesmith.learn.data.tokens import decode, encode, leading_ids, with_leading
-from tunesmith.learn.data.values import Tools
 from tunesmith.learn.environments.pictures import images_of
 from tunesmith.learn.environments.token_guard import TokenGuard
 from tunesmith.models.vision.processing import vocabulary_of
-from tunesmith.types import Message, Tokenizer
+from tunesmith.types import Message, Tokenizer, Tools
 
 TAIL = 16
 """Existing tokens that are decoded as context when text is appended to them."""

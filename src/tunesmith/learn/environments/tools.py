@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tunesmith.errors import ConfigError, nearest
-from tunesmith.learn.data.values import Tools
 from tunesmith.learn.usercode.calls import Function
 from tunesmith.records.foreign import first_json, json_or, parse_json
+from tunesmith.types import Tools
 
 EXPECTED = '{"name": ..., "arguments": {...}}'
 

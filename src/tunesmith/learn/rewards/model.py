@@ -18,13 +18,12 @@ from tunesmith.learn.data.tokens import (
     mask_spans,
     with_leading,
 )
-from tunesmith.learn.data.values import Tools, tools_in_data
 from tunesmith.learn.rewards.batching import Batcher
 from tunesmith.learn.rewards.function import ItemFailure, Notes, RewardFunction, Score
 from tunesmith.learn.rewards.stats import RewardStats
 from tunesmith.models.embedding_rows import enough_rows, without_row
 from tunesmith.models.openmp import to_thread
-from tunesmith.types import Prompt, Rollout, Status, Tokenizer, as_messages
+from tunesmith.types import Prompt, Rollout, Status, Tokenizer, Tools, as_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +123,7 @@ def model_reward(
         try:
             finished = not rollout.turns or rollout.finish_reason == "stop"
             before = _before(rollout, conversation)
-            tools = tools_in_data(rollout.task)
-            return model.encode(before, text, finished=finished, tools=tools)
+            return model.encode(before, text, finished=finished, tools=rollout.task.tools)
         except DataError as error:
             return ItemFailure(Status.REWARD_FAILED, f"cannot encode this rollout: {error}")
 

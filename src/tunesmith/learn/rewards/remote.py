@@ -77,12 +77,15 @@ def remote_reward(entry: RemoteReward, label: str, decode: Decode) -> RewardFunc
 
 
 def tunesmith_body(rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, Any]:
-    """The arguments of a reward function, except tokens."""
-    return {
+    """The arguments of a reward function, except tokens, and what reward models need besides."""
+    body = {
         "prompts": [r.task.prompt for r in rollouts],
         "completions": completions_of(rollouts, texts),
         "columns": batch_columns(rollouts),
+        "finish_reasons": [r.finish_reason for r in rollouts],
     }
+    tools = [r.task.tools for r in rollouts]
+    return body | ({"tools": tools} if any(tools) else {})
 
 
 def openrlhf_body(rollouts: Sequence[Rollout], label: str, decode: Decode) -> dict[str, Any]:

@@ -8,6 +8,7 @@ the counts so far.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Annotated, Any, NamedTuple, Self
@@ -20,7 +21,16 @@ from tunesmith.learn.rewards.batching import Batcher
 from tunesmith.learn.rewards.function import NOT_COLUMNS, text_of
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.records.http_server import LIMITS, Limits, bearer_of, body_of, guarded, is_token
-from tunesmith.types import Prompt, Rollout, Status, Task, text_of_content
+from tunesmith.types import (
+    FinishReason,
+    Prompt,
+    Rollout,
+    Status,
+    Task,
+    Tools,
+    Turn,
+    text_of_content,
+)
 
 
 def _text_or_messages(value: object) -> Prompt:
@@ -48,6 +58,10 @@ class RewardRequest(BaseModel):
     prompts: list[TextOrMessages]
     completions: list[TextOrMessages]
     columns: dict[str, list[Any]] | None = None
+    finish_reasons: list[FinishReason] | None = None
+    """Reward models end a completion as in training only for ``stop``, the default."""
+    tools: list[Tools] | None = None
+    """JSON schemas of the tools that each prompt describes."""
 
     @model_validator(mode="after")
     def check_lengths(self) -> Self:
@@ -56,8 +70,10 @@ class RewardRequest(BaseModel):
         if reserved:
             raise ValueError(f"columns: '{min(reserved)}' cannot be the name of a column")
         prompts = len(self.prompts)
-        for name, values in {"completions": self.completions, **columns}.items():
-            if len(values) != prompts:
+        lists = {"completions": self.completions, **columns}
+        lists |= {"finish_reasons": self.finish_reasons, "tools": self.tools}
+        for name, values in lists.items():
+            if values is not None and len(values) != prompts:
                 raise ValueError(f"{prompts} prompts, but '{name}' has {len(values)} entries")
         return self
 
@@ -69,7 +85,18 @@ class Item(NamedTuple):
     completion: Any
     """Text, or the messages after the prompt."""
     columns: dict[str, Any]
+    finish_reason: FinishReason
+    tools: Tools
     request: int
+
+    def as_rollout(self, number: int) -> Rollout:
+        task = Task(str(number), self.prompt, (), self.columns, tools=self.tools)
+        rollout = Rollout(task)
+        rollout.records[-1].turns.append(Turn(0, 0, self.finish_reason))
+        for message in self.completion if isinstance(self.completion, list) else ():
+            plain = {**message, "content": text_of_content(message.get("content"))}
+            rollout.messages = [*(rollout.messages or ()), plain]
+        return rollout
 
 
 Result = tuple[float | None, str | None]
@@ -107,10 +134,12 @@ class RewardService:
         missing = self.rewards.functions[0].columns - columns.keys()
         if body.prompts and missing:
             raise web.HTTPBadRequest(text=f"columns: the reward needs the column '{min(missing)}'")
+        reasons: Sequence[FinishReason] = body.finish_reasons or ["stop"] * len(body.prompts)
+        tools: Sequence[Tools] = body.tools or [None] * len(body.prompts)
         items: list[Item] = []
         for i, (prompt, completion) in enumerate(zip(body.prompts, body.completions, strict=True)):
             own = {name: values[i] for name, values in columns.items()}
-            items.append(Item(prompt, completion, own, self.requests))
+            items.append(Item(prompt, completion, own, reasons[i], tools[i], self.requests))
         self.requests += 1
         self.completions += len(items)
         results = await self._batcher.submit(items) if items else []
@@ -139,13 +168,7 @@ class RewardService:
 
     async def _score_together(self, items: list[Item]) -> list[Result]:
         (function,) = self.rewards.functions
-        rollouts: list[Rollout] = []
-        for item in items:
-            rollout = Rollout(Task(str(len(rollouts)), item.prompt, (), item.columns))
-            for message in item.completion if isinstance(item.completion, list) else ():
-                plain = {**message, "content": text_of_content(message.get("content"))}
-                rollout.messages = [*(rollout.messages or ()), plain]
-            rollouts.append(rollout)
+        rollouts = [item.as_rollout(number) for number, item in enumerate(items)]
         await self.rewards.score(rollouts, [text_of(item.completion) for item in items])
         self.rewards.metrics([])  # discard what the function logged
         errors = [r.error or Status.REWARD_FAILED for r in rollouts]

@@ -198,9 +198,7 @@ def build_environments(
         else:
             own = verbatim if one.kind == "openrlhf" else setting
             keeps = environments.keeps_instances and one.kind == "trl"
-            by_name[one.name] = MultiTurn(
-                partial(environments.open_game, one), own, one.schemas or None, keeps
-            )
+            by_name[one.name] = MultiTurn(partial(environments.open_game, one), own, keeps)
     return by_name
 
 

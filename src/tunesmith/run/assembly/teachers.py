@@ -16,7 +16,7 @@ from tunesmith.learn.data.batch import Batch, Floats
 from tunesmith.learn.data.chat import end_of_turn_id
 from tunesmith.learn.data.chat_defaults import set_defaults
 from tunesmith.learn.data.prompts import PromptEncoder
-from tunesmith.learn.data.values import read_prompt, row_of, tools_in_data
+from tunesmith.learn.data.values import read_prompt, row_of
 from tunesmith.models.embedding_rows import rows_of
 from tunesmith.plan.plan import AnyPlan
 from tunesmith.records.waits import long_wait
@@ -140,7 +140,7 @@ def _prompts(said: DistillConfig, tokenizer: Tokenizer) -> Callable[[Task], list
         shown = read_prompt(row_of(task), column) if column else task.prompt
         encoder = PromptEncoder.of(said.data, tokenizer, [shown])
         told = encoder.template is not None and encoder.template.takes_tools
-        return encoder.ids(shown, tools_in_data(task) if told else None)
+        return encoder.ids(shown, task.tools if told else None)
 
     return prompt
 

@@ -13,7 +13,6 @@ from tunesmith.config.schema import LoraSection
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.learn.data.prepare import load_tasks
 from tunesmith.learn.data.prompts import PromptEncoder, Shots, read_shots
-from tunesmith.learn.data.values import tools_in_data
 from tunesmith.plan.derive.generation import SEPARATOR
 from tunesmith.plan.kind import kind_of
 from tunesmith.plan.plan import Plan
@@ -93,7 +92,7 @@ def _after_examples(config: RFTConfig, plain: Questions, encoder: PromptEncoder)
 
 def with_shots(task: Task, encoder: PromptEncoder, shots: Shots, limit: int | None) -> Task:
     """The task with worked examples before it. Training omits them."""
-    ids = encoder.ids(task.prompt, tools_in_data(task), shots)
+    ids = encoder.ids(task.prompt, task.tools, shots)
     if limit is not None and len(ids) > limit:
         raise DataError(
             f"task {task.id}: with the worked examples of rft.few_shot the prompt has {len(ids)} "
