@@ -8,7 +8,6 @@ the counts so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Annotated, Any, NamedTuple, Self
@@ -134,12 +133,14 @@ class RewardService:
         missing = self.rewards.functions[0].columns - columns.keys()
         if body.prompts and missing:
             raise web.HTTPBadRequest(text=f"columns: the reward needs the column '{min(missing)}'")
-        reasons: Sequence[FinishReason] = body.finish_reasons or ["stop"] * len(body.prompts)
-        tools: Sequence[Tools] = body.tools or [None] * len(body.prompts)
+        reasons = body.finish_reasons
+        tools = body.tools
         items: list[Item] = []
         for i, (prompt, completion) in enumerate(zip(body.prompts, body.completions, strict=True)):
             own = {name: values[i] for name, values in columns.items()}
-            items.append(Item(prompt, completion, own, reasons[i], tools[i], self.requests))
+            reason = reasons[i] if reasons else "stop"
+            told = tools[i] if tools else None
+            items.append(Item(prompt, completion, own, reason, told, self.requests))
         self.requests += 1
         self.completions += len(items)
         results = await self._batcher.submit(items) if items else []

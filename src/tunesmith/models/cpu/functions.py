@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tunesmith.models.cpu import layer_functions
 from tunesmith.models.cpu.native import OPERATIONS, load
 from tunesmith.models.kernels.functions import AttentionParts
+from tunesmith.models.kernels.precision import rounds_operands
 from tunesmith.plan.facts.instructions import Level, highest
 
 _allowed = True
@@ -57,6 +58,12 @@ def _without_narrow() -> bool:
     return highest() < Level.PAIRS
 
 
+@cache
+def _without_tiles() -> bool:
+    """Whether PyTorch's attention in bfloat16 takes longer than ours in float32."""
+    return highest() < Level.TILES
+
+
 def _widened(dtype: torch.dtype) -> bool:
     """Whether products of this type are computed here, in float32."""
     return _many() and (dtype == torch.float32 or _without_narrow())
@@ -86,7 +93,10 @@ class CpuFunctions:
     @staticmethod
     def multiplies_rows(x: Tensor, weight: Tensor) -> bool:
         many = x.dim() == 2 and len(x) >= MANY
-        return many and CpuFunctions.fits(x, weight) and _widened(x.dtype)
+        if not many or not CpuFunctions.fits(x, weight) or not _widened(x.dtype):
+            return False
+        # PyTorch's products of bfloat16 operands are faster, where there are any.
+        return _without_narrow() or not rounds_operands()
 
     @staticmethod
     def product(x: Tensor, weight: Tensor, *, turned: bool) -> Tensor:
@@ -111,7 +121,7 @@ class CpuFunctions:
 
     @staticmethod
     def attends(query: Tensor) -> bool:
-        here = query.dtype == torch.float32 or highest() < Level.TILES
+        here = query.dtype == torch.float32 or _without_tiles()
         return here and CpuFunctions.attends_backward(query)
 
     @staticmethod

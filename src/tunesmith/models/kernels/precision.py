@@ -28,6 +28,11 @@ class _Precision:
             settings.fp32_precision = "bf16" if cls.users else cls.precision
 
 
+def rounds_operands() -> bool:
+    """Whether float32 products round their operands now."""
+    return bool(_Precision.users)
+
+
 @contextmanager
 def bfloat16_operands(wanted: bool) -> Generator[None]:
     """Make float32 products on a CPU round their operands to bfloat16, which is exact if both hold
