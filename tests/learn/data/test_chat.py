@@ -23,7 +23,7 @@ from tunesmith.learn.data.chat import (
     end_of_turn_id,
     end_of_turn_ids,
 )
-from tunesmith.learn.data.chat_defaults import set_defaults
+from tunesmith.learn.data.chat_defaults import set_defaults, without_system_prompt
 from tunesmith.learn.data.tokens import encode_with_offsets, mask_spans
 
 THINK = "<think>\n\n</think>\n\n"
@@ -438,6 +438,22 @@ def test_variables_of_the_template_reach_every_rendering() -> None:
     source = "{%- if shout -%}{{ '!' }}{%- endif -%}" + kit.template("smollm3_marked")
     marked = ChatTemplate.of(thinking_off(kit.byte_level(source), shout=True))
     assert marked.marks_assistant and marked.learned(messages)[0].text.startswith("!")
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_questions_to_the_policy_as_a_judge_lack_the_system_message(named: bool) -> None:
+    run = copy.deepcopy(tokenizer("qwen3", "byte_level"))
+    if named:
+        run.chat_template = {"default": run.chat_template, "tool_use": run.chat_template}
+    thinking = {"enable_thinking": False}
+    set_defaults(run, "Be brief.", thinking)
+    asked = without_system_prompt(run, thinking)
+    before, after = (
+        ChatTemplate.of(each).whole([{"role": "user", "content": "a"}], prompt=True)
+        for each in (run, asked)
+    )
+    assert "Be brief." in before and "Be brief." not in after
+    assert before.endswith(after) and after.endswith(THINK)
 
 
 @pytest.mark.parametrize(

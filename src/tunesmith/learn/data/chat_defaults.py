@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import copy
 from math import isfinite
 from typing import Any
 
@@ -49,6 +50,17 @@ def set_defaults(
         tokenizer.chat_template = {name: with_head(one) for name, one in template.items()}
     else:
         tokenizer.chat_template = with_head(template)
+
+
+def without_system_prompt(tokenizer: Tokenizer, options: Mapping[str, object] | None) -> Tokenizer:
+    """A tokenizer that renders with the same defaults, except for the system message."""
+    plain = copy(tokenizer)
+    template: object = tokenizer.chat_template
+    named: dict[str, object] = template if isinstance(template, dict) else {"": template}
+    own = {name: own_part(one) for name, one in named.items()}
+    plain.chat_template = own if isinstance(template, dict) else own[""]
+    set_defaults(plain, None, options)
+    return plain
 
 
 def own_part(template: object) -> Any:

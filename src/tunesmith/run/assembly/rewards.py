@@ -12,6 +12,7 @@ from tunesmith.config.judges import JudgeReward
 from tunesmith.config.schema import DataSection, ModelSection, RLConfig
 from tunesmith.errors import ConfigError, about
 from tunesmith.learn.data.chat import end_of_turn_id
+from tunesmith.learn.data.chat_defaults import without_system_prompt
 from tunesmith.learn.data.prompts import PromptEncoder, with_system
 from tunesmith.learn.rewards.reward_set import RewardSet
 from tunesmith.plan.plan import AnyPlan
@@ -105,7 +106,8 @@ def _add_judges(
                 keys=("reward.judge",),
             )
         else:
-            write = partial(_written, tokenizer, partial(_as_policy, rewards), entry)
+            asked = without_system_prompt(tokenizer, config.data.chat_template_kwargs)
+            write = partial(_written, asked, partial(_as_policy, rewards), entry)
             rewards.add(judge_reward(entry, PolicyJudge(entry, write)))
 
 
