@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,18 +194,17 @@ async def test_an_engine_that_dies_in_the_middle_ends_the_round_for_all(noticed:
     planes[1].tensors = lambda: counted(1)
     await plane.publish(5)
     offers = await plane.offer(3)  # the first and the last one read from the same rank
-    dying = multiprocessing.get_context("fork").Process(
-        target=die_at_the_second_bucket, args=(offers[2],)
-    )
-    dying.start()
+    dying = ChildProcess("an engine", EngineLostError)
+    dead = dying.make(partial(die_at_the_second_bucket, offers[2]))
     taking = asyncio.create_task(take_all(offers[:2]))
-    while dying.is_alive():
+    while not dead.done():
         await asyncio.sleep(0.01)
     if noticed:  # by the pool
         await plane.withdraw(offers)
     error, _ = await asyncio.wait_for(taking, 100)
     assert isinstance(error, EngineError) and "version 5" in str(error)
-    dying.join()
+    assert isinstance(dead.exception(), EngineLostError)
+    dying.close()
     for each in planes:
         each.patience = 60
     await asyncio.wait_for(plane.publish(6), 100)

@@ -4,12 +4,12 @@ for, whole."""
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +26,8 @@ from tests.support.tiny import save_model
 from tests.support.tiny_runs import sums, write_lines
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import LoraSection, RLConfig
-from tunesmith.errors import ConfigError, EngineError, StorageError
+from tunesmith.errors import ConfigError, EngineError, EngineLostError, StorageError
+from tunesmith.learn.usercode.child import ChildProcess
 from tunesmith.models.adapters import attach
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.parallel.sharding import whole_weights
@@ -187,11 +188,12 @@ async def test_an_engine_that_dies_in_a_round_fails_it_for_the_others() -> None:
     plane = over_gloo(tensors().items, patience=1)
     await plane.publish(5)
     offers = await plane.offer(2)
-    dying = multiprocessing.get_context("fork").Process(target=die_in_a_round, args=(offers[1],))
-    dying.start()
+    dying = ChildProcess("an engine", EngineLostError)
+    dead = dying.make(partial(die_in_a_round, offers[1]))
     [error] = await take_all(offers[:1])
     assert isinstance(error, EngineError) and "broadcast of version 5" in str(error)
-    dying.join()
+    assert isinstance(dead.exception(60), EngineLostError)
+    dying.close()
     plane.patience = 60
     [again] = await take_all(await plane.offer(1))  # who is left is asked again
     assert isinstance(again, dict)
