@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tunesmith.costs import chunk_rows, chunk_words
-from tunesmith.models.kernels.functions import product
+from tunesmith.models.kernels.functions import Functions, product, which
 from tunesmith.models.kernels.gradient_sums import kept_sums, multiplier
 from tunesmith.models.kernels.logits import RowGradient, logit_kernels
 from tunesmith.models.kernels.precision import bfloat16_operands
@@ -94,9 +94,8 @@ def likeliest(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
     )  # the top k so far
     total = logits.new_full((len(hidden), 1), -torch.inf)
     with _bfloat16_inputs(hidden):
-        h = _operand(hidden, exact)
         for words in head.words():
-            w = _operand(head.weight[words], exact)
+            h, w = _operands(hidden, head.weight[words], exact)
             b = None if head.bias is None else head.bias[words]
             for at in head.rows(hidden):
                 z = _logits(h[at], w, b, head.scale)
@@ -124,9 +123,8 @@ class _FusedLogprobs(torch.autograd.Function):
         total = picked.new_full((len(hidden),), -torch.inf)  # logsumexp over the vocabulary so far
         entropies = torch.zeros_like(total) if entropy else None  # over the vocabulary so far
         with _bfloat16_inputs(hidden):
-            h = _operand(hidden, exact)
             for words in head.words():
-                w = _operand(weight[words], exact)
+                h, w = _operands(hidden, weight[words], exact)
                 b = None if bias is None else bias[words]
                 for at in head.rows(hidden):
                     z = _logits(h[at], w, b, head.scale)
@@ -159,9 +157,8 @@ class _FusedLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(tokens.shape, **options)
         with _bfloat16_inputs(hidden):
-            h = _operand(hidden, exact)
             for words in head.words():
-                w = _operand(weight[words], exact)
+                h, w = _operands(hidden, weight[words], exact)
                 b = None if bias is None else bias[words]
                 sum_weight = None
                 if whole is not None:
@@ -182,6 +179,9 @@ class _FusedLogprobs(torch.autograd.Function):
                         head.scale,
                         w.dtype,
                     )
+                    if sum_bias is not None:
+                        sum_bias += (grad * row_factor).sum(0)
+                    grad = grad.to(w.dtype)
                     if grad_hidden is not None:
                         grad_hidden[at].addcmul_(_product(grad, w), row_factor)
                     functions = multiplier(weight[words])
@@ -190,8 +190,6 @@ class _FusedLogprobs(torch.autograd.Function):
                         functions.add_product(grad.to(weight.dtype), rows, [(sum_weight, True)])
                     elif sum_weight is not None:
                         _add_product(sum_weight, grad.t(), h[at] * row_factor.to(h.dtype))
-                    if sum_bias is not None:
-                        sum_bias += (grad * row_factor).sum(0)
                 if grad_weight is not None and sum_weight is not None:
                     grad_weight[words] = sum_weight
                 if grad_bias is not None and sum_bias is not None:
@@ -211,10 +209,19 @@ def _among(tokens: Tensor, words: slice) -> tuple[Tensor, Tensor]:
     return places.clamp(0, words.stop - words.start - 1), (places >= 0) & (tokens < words.stop)
 
 
-def _operand(t: Tensor, exact: torch.dtype) -> Tensor:
-    """On a CPU, products of bfloat16 values with a float32 result need float32 operands
+def _operands(hidden: Tensor, weight: Tensor, exact: torch.dtype) -> tuple[Tensor, Tensor]:
+    """On a CPU, PyTorch's products of bfloat16 values with a float32 result need float32 operands
     (``bfloat16_operands``)."""
-    return t.to(exact) if t.device.type == "cpu" else t
+    if weight.device.type != "cpu" or (
+        hidden.dtype == weight.dtype and _bfloat16_multiplier(weight)
+    ):
+        return hidden, weight
+    return hidden.to(exact), weight.to(exact)
+
+
+def _bfloat16_multiplier(weight: Tensor) -> Functions | None:
+    """What multiplies it with rows of bfloat16 on a CPU."""
+    return which(lambda functions: functions.multiplies_bfloat16(weight))
 
 
 def _product(a: Tensor, b: Tensor, *, turned: bool = True) -> Tensor:
@@ -223,6 +230,9 @@ def _product(a: Tensor, b: Tensor, *, turned: bool = True) -> Tensor:
     exact = torch.promote_types(b.dtype, torch.float32)
     if b.dtype == exact:
         return product(a, b, turned=turned)
+    functions = _bfloat16_multiplier(b)
+    if functions is not None:
+        return functions.bfloat16_product(a.to(b.dtype), b, turned=turned)
     return torch.mm(a.to(b.dtype), b if turned else b.t(), out_dtype=exact)
 
 

@@ -103,6 +103,16 @@ class CpuFunctions:
         return OPERATIONS.multiply_rows(x.float(), weight.float(), turned).to(x.dtype)
 
     @staticmethod
+    def multiplies_bfloat16(weight: Tensor) -> bool:
+        whole = weight.shape[0] % 32 == 0 and weight.shape[1] % 32 == 0
+        here = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        return whole and here and multiplies_narrow()
+
+    @staticmethod
+    def bfloat16_product(x: Tensor, weight: Tensor, *, turned: bool) -> Tensor:
+        return OPERATIONS.multiply_pairs(x, weight, turned)
+
+    @staticmethod
     def multiplies(weight: Tensor) -> bool:
         if weight.dtype == torch.float32:
             return CpuFunctions.fits(weight) and _many()

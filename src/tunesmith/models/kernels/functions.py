@@ -117,6 +117,14 @@ class Functions(Protocol):
         """As ``product`` below, without a bias."""
         ...
 
+    def multiplies_bfloat16(self, weight: Tensor) -> bool:
+        """Whether ``bfloat16_product`` takes this weight."""
+        ...
+
+    def bfloat16_product(self, x: Tensor, weight: Tensor, *, turned: bool) -> Tensor:
+        """As ``product`` below of bfloat16, with a float32 result."""
+        ...
+
     def multiplies(self, weight: Tensor) -> bool:
         """Whether ``add_product`` computes the gradient of this weight."""
         ...

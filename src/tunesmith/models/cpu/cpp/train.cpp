@@ -167,6 +167,35 @@ static void pack_rows(const bfloat16* x, int64_t step, int64_t n, int64_t D, boo
         }
 }
 
+// out [T, N] of float32 = x [T, K] times the weight [N, K] (turned: [K, N]); N is a multiple of 16 and K of 32, and out has
+// whole tiles of rows.
+static void multiply_pairs(int64_t T, int64_t N, int64_t K, const bfloat16* x, int64_t x_step, const bfloat16* weight, int64_t step, bool turned, float* out, int64_t threads) {
+    constexpr int64_t MOST = 256;  // tiles of an operand that stay in the second cache
+    const int64_t steps = K / PLACES, tall = (T + W - 1) / W, wide = N / W, size = steps * TILE;
+    const int64_t together = std::max<int64_t>(2, std::min(MOST / steps, (wide + threads - 1) / threads)) / 2 * 2;
+    static thread_local std::vector<bfloat16> shared;
+    shared.resize((tall + 1) * size);
+    bfloat16* left = shared.data();
+#pragma omp parallel num_threads(threads)
+    {
+        static thread_local std::vector<bfloat16> memory;
+        memory.resize((together + 1) * size);
+        configure_tiles();
+#pragma omp for
+        for (int64_t t = 0; t < tall; t += 2) pack_rows(x + t * W * x_step, x_step, T - t * W, K, false, left + t * size);
+#pragma omp for
+        for (int64_t n = 0; n < wide; n += together) {
+            const int64_t here = std::min(together, wide - n);
+            bfloat16* right = memory.data();
+            for (int64_t b = 0; turned && b < here; b++) pack_right(weight, step, K, (n + b) * W, steps, right + b * size);
+            for (int64_t b = 0; !turned && b < here; b += 2) pack_rows(weight + (n + b) * W * step, step, (here - b) * W, K, true, right + b * size);
+            for (int64_t s = 0; s < steps; s += DEPTH)
+                multiply_block(left + s * TILE, tall, size, right + s * TILE, here, size, std::min(DEPTH, steps - s), out + n * W, N, s);
+        }
+        release_tiles();
+    }
+}
+
 struct Block { int64_t row, n, last; };  // its first row and number of rows; the end of the blocks that see it
 
 // Gradients of one key/value head and its queries in the segments [first, end), which no other sees.
@@ -317,6 +346,18 @@ static Tensor multiplied_rows(Tensor x, Tensor weight, bool turned) {
     multiply_many(x.size(0), N, K, numbers<float>(x), x.stride(0), numbers<float>(weight), weight.stride(0), turned, numbers<float>(out), threads());
     return out;
 }
+
+#ifdef __AVX512BF16__
+// As `multiplied_rows`, of bfloat16.
+static Tensor multiplied_pairs(Tensor x, Tensor weight, bool turned) {
+    x = in_rows(x), weight = in_rows(weight);
+    const int64_t T = x.size(0), N = weight.size(turned), K = x.size(1);
+    STD_TORCH_CHECK(weight.size(!turned) == K && K % PLACES == 0 && N % W == 0, "the weight's sides are multiples of 32");
+    Tensor out = empty(x, {(T + W - 1) / W * W, N}, ScalarType::Float);
+    multiply_pairs(T, N, K, numbers<bfloat16>(x), x.stride(0), numbers<bfloat16>(weight), weight.stride(0), turned, numbers<float>(out), threads());
+    return torch::stable::narrow(out, 0, 0, T);
+}
+#endif
 
 static void weight_gradients(Tensor grad, Tensor x, std::vector<Tensor> sums, std::vector<int64_t> adds) {
     grad = in_rows(grad), x = in_rows(x);
@@ -483,6 +524,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tunesmith, m) {
     m.def("multiplies_narrow() -> bool");
     m.def("multiplies_many() -> bool");
     m.def("multiply_rows(Tensor x, Tensor weight, bool turned) -> Tensor");
+    m.def("multiply_pairs(Tensor x, Tensor weight, bool turned) -> Tensor");
     m.def("weight_gradients(Tensor grad, Tensor x, Tensor(a!)[] sums, int[] adds) -> ()");
     m.def("panel() -> int");
     m.def("attend_forest(Tensor table, Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)");
@@ -506,6 +548,7 @@ STABLE_TORCH_LIBRARY_IMPL(tunesmith, CPU, m) {
     m.impl("multiply_rows", TORCH_BOX(&multiplied_rows));
     m.impl("weight_gradients", TORCH_BOX(&weight_gradients));
 #ifdef __AVX512BF16__
+    m.impl("multiply_pairs", TORCH_BOX(&multiplied_pairs));
     m.impl("attention_backward", TORCH_BOX(&attention_backward));
 #endif
     m.impl("attend_forest", TORCH_BOX(&attend_forest));
