@@ -1,6 +1,7 @@
 """What this package registers for a trainer's passes on CPUs (``kernels.functions``): a layer's
-operations beside products on float32 and bfloat16, for any CPU, products for CPUs with AVX2, and
-gradients' products of bfloat16, for CPUs with AMX or AVX-512 BF16.
+operations beside products on float32 and bfloat16, for any CPU; products of float32 for CPUs with
+AVX2 and AMD's with AVX-512; and for CPUs with AMX or AVX-512 BF16 products of bfloat16 with a
+float32 result, which are the head's and gradients of weights.
 
 They compute in float32 and round their results; sums over rows are float32. Elsewhere ``lean_ops``
 and others compute the same with PyTorch's operations.
