@@ -94,8 +94,7 @@ def likeliest(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
     )  # the top k so far
     total = logits.new_full((len(hidden), 1), -torch.inf)
     with _bfloat16_inputs(hidden):
-        for words in head.words():
-            h, w = _operands(hidden, head.weight[words], exact)
+        for words, h, w in _operands(hidden, head.weight, head, exact):
             b = None if head.bias is None else head.bias[words]
             for at in head.rows(hidden):
                 z = _logits(h[at], w, b, head.scale)
@@ -123,8 +122,7 @@ class _FusedLogprobs(torch.autograd.Function):
         total = picked.new_full((len(hidden),), -torch.inf)  # logsumexp over the vocabulary so far
         entropies = torch.zeros_like(total) if entropy else None  # over the vocabulary so far
         with _bfloat16_inputs(hidden):
-            for words in head.words():
-                h, w = _operands(hidden, weight[words], exact)
+            for words, h, w in _operands(hidden, weight, head, exact):
                 b = None if bias is None else bias[words]
                 for at in head.rows(hidden):
                     z = _logits(h[at], w, b, head.scale)
@@ -157,8 +155,7 @@ class _FusedLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(tokens.shape, **options)
         with _bfloat16_inputs(hidden):
-            for words in head.words():
-                h, w = _operands(hidden, weight[words], exact)
+            for words, h, w in _operands(hidden, weight, head, exact):
                 b = None if bias is None else bias[words]
                 sum_weight = None
                 if whole is not None:
@@ -209,14 +206,20 @@ def _among(tokens: Tensor, words: slice) -> tuple[Tensor, Tensor]:
     return places.clamp(0, words.stop - words.start - 1), (places >= 0) & (tokens < words.stop)
 
 
-def _operands(hidden: Tensor, weight: Tensor, exact: torch.dtype) -> tuple[Tensor, Tensor]:
-    """On a CPU, PyTorch's products of bfloat16 values with a float32 result need float32 operands
-    (``bfloat16_operands``)."""
-    if weight.device.type != "cpu" or (
-        hidden.dtype == weight.dtype and _bfloat16_multiplier(weight)
-    ):
-        return hidden, weight
-    return hidden.to(exact), weight.to(exact)
+def _operands(
+    hidden: Tensor, weight: Tensor, head: Head, exact: torch.dtype
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Each slice of the vocabulary, with the operands of its products. On a CPU, PyTorch's products
+    of bfloat16 values with a float32 result need float32 operands (``bfloat16_operands``)."""
+    wide: Tensor | None = None
+    for words in head.words():
+        own = weight[words]
+        alike = hidden.dtype == own.dtype
+        if own.device.type != "cpu" or (alike and _bfloat16_multiplier(own)):
+            yield words, hidden, own
+            continue
+        wide = hidden.to(exact) if wide is None else wide
+        yield words, wide, own.to(exact)
 
 
 def _bfloat16_multiplier(weight: Tensor) -> Functions | None:

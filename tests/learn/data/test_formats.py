@@ -181,6 +181,10 @@ def test_tools_are_read_and_passed_on() -> None:
         ({"messages": [{"role": "user"}]}, "sft", {}, "no text in 'content'"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "sft", {}, "kind"),
         ({"prompt": "x", "tools": "{"}, "rl", {}, "'tools' is text but not JSON"),
+        ({"prompt": "x", "tools": "hammer, saw"}, "rl", {}, "'tools' is text but not JSON"),
+        ({"prompt": "x", "tools": "{}"}, "rl", {}, "'tools' is"),
+        ({"prompt": "x", "tools": [1]}, "rl", {}, "'tools' is"),
+        ({"prompt": "x", "tools": 5}, "rl", {}, "'tools' is"),
     ],
 )
 def test_bad_lines_name_place_and_reason(

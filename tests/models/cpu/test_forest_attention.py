@@ -1,4 +1,5 @@
-"""Compiled attention of a forest, which computes in float32, and its gradients, beside sums in double."""
+"""Compiled attention of a forest and its gradients, which compute in float32, beside sums in
+double."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ still be overridden.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from math import isfinite
 from typing import Any
@@ -42,25 +42,24 @@ def set_defaults(
         lines.append(_system(system_prompt))
     head = "".join([_BEGIN, *lines, _END])
 
-    def with_head(template: str) -> str:
-        return template if template.startswith(head) else head + template
-
-    template: str | dict[str, str] = tokenizer.chat_template
-    if isinstance(template, dict):
-        tokenizer.chat_template = {name: with_head(one) for name, one in template.items()}
-    else:
-        tokenizer.chat_template = with_head(template)
+    _rewrite(tokenizer, lambda template: template if template.startswith(head) else head + template)
 
 
 def without_system_prompt(tokenizer: Tokenizer, options: Mapping[str, object] | None) -> Tokenizer:
     """A tokenizer that renders with the same defaults, except for the system message."""
     plain = copy(tokenizer)
-    template: object = tokenizer.chat_template
-    named: dict[str, object] = template if isinstance(template, dict) else {"": template}
-    own = {name: own_part(one) for name, one in named.items()}
-    plain.chat_template = own if isinstance(template, dict) else own[""]
+    _rewrite(plain, own_part)
     set_defaults(plain, None, options)
     return plain
+
+
+def _rewrite(tokenizer: Tokenizer, change: Callable[[str], str]) -> None:
+    """Change each of a tokenizer's chat templates."""
+    template: str | dict[str, str] | None = tokenizer.chat_template
+    if isinstance(template, dict):
+        tokenizer.chat_template = {name: change(one) for name, one in template.items()}
+    elif template is not None:
+        tokenizer.chat_template = change(template)
 
 
 def own_part(template: object) -> Any:
