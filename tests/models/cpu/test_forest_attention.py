@@ -12,6 +12,7 @@ from tunesmith.models.attention import ForestAttention
 from tunesmith.models.cpu.functions import CpuFunctions, usable
 from tunesmith.models.forest import Segment
 from tunesmith.models.kernels.attention import AttentionRule
+from tunesmith.models.kernels.cpu_attention import attend_to_context
 from tunesmith.plan.facts.instructions import Level, highest
 
 pytestmark = pytest.mark.skipif(not usable(), reason="there is no compiler")
@@ -104,3 +105,13 @@ def test_scores_far_below_zero(dtype: torch.dtype) -> None:
     )
     for ours, theirs in zip(found, exact, strict=True):
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+@pytest.mark.parametrize(("new", "context"), [(1, 90), (5, 5), (50, 97), (64, 200), (145, 290)])
+def test_the_last_rows_of_a_context(new: int, context: int) -> None:
+    query, key, value = (t.detach() for t in tensors(context, 6, 2, torch.float32, 64))
+    found = attend_to_context(query[-new:], key, value, 0.2)
+    assert found is not None
+    exact = [t.double() for t in (query, key, value)]
+    want = reference(visible((Segment(0, context, -1),)), *exact, 0.2)[-new:]
+    assert difference(found, want) < 1e-5

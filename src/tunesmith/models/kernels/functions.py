@@ -147,7 +147,8 @@ class Functions(Protocol):
         self, table: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """A forest's attention ``[T, H, D]``, and the log-sum-exp ``[H, T]``; ``table`` as in
-        ``AttentionParts``."""
+        ``AttentionParts``. Where there are more keys than queries, the queries are the last rows'.
+        """
         ...
 
     def attends_backward(self, query: Tensor) -> bool:

@@ -71,6 +71,7 @@ struct Forest {
     HeadRows q, k, v;
     int64_t T, H, K, D;
     float scale;
+    int64_t skipped;  // rows before the first query; pointers to queries and what is theirs point that far before it
 };
 
 // Rows x [n, D] as columns in panels [D, PANEL], the last one filled up with zeros.
@@ -111,7 +112,7 @@ static void weigh(float* scores, int64_t columns, int64_t seen, float scale, flo
 // One query head of a tree: out [T, H, D] and its log-sum-exp [H, T].
 static void attend_tree(const Forest& f, int64_t first, int64_t end, int64_t head, float* out, float* lse) {
     const int64_t D = f.D, step = f.H * D, own = head * D, of_key = head / (f.H / f.K) * D;
-    const int64_t begin = f.segments.starts[first], rows = f.segments.lasts[first] - begin;
+    const int64_t begin = std::max(f.segments.starts[first], f.skipped), rows = f.segments.lasts[first] - begin;
     static thread_local std::vector<float> memory;
     memory.resize(KEYS * D + SEEING * KEYS + 2 * rows);
     float *columns = memory.data(), *scores = columns + KEYS * D, *most = scores + SEEING * KEYS, *total = most + rows;
@@ -120,7 +121,7 @@ static void attend_tree(const Forest& f, int64_t first, int64_t end, int64_t hea
     by_keys(f.segments, first, end, [&](int64_t key, int64_t count, int64_t last) {
         const int64_t width = (count + PANEL - 1) / PANEL * PANEL;
         pack_columns(f.k.row(key, of_key), f.k.step, count, D, columns);
-        for (int64_t from = key, n; from < last; from += n) {
+        for (int64_t from = std::max(key, f.skipped), n; from < last; from += n) {
             n = std::min(SEEING, last - from);
             multiply_sides<false, false>(n, D, width, f.q.row(from, own), f.q.step, {columns, PANEL, PANEL * D}, scores, KEYS);
             for (int64_t i = 0, t = from; i < n; i++, t++)

@@ -2,132 +2,9 @@
 //
 // Shapes: B rows, H query heads, K key/value heads, G = H / K, D head size, d hidden size, f feed-forward size,
 // V vocabulary. Keys and values are [plane, block, K, slot, D]; plane 2 l are the keys of layer l, 2 l + 1 its values.
+#include "keys.h"
 #include "operations.h"
 #include "panels.h"
-
-static inline Vec fold(Vec* a) {  // the sums of W vectors
-#if WIDTH == 16
-    for (int i = 0; i < 8; i++)
-        a[i] = SHUFFLE(a[2*i], a[2*i+1], 0,1,2,3,4,5,6,7,16,17,18,19,20,21,22,23)
-             + SHUFFLE(a[2*i], a[2*i+1], 8,9,10,11,12,13,14,15,24,25,26,27,28,29,30,31);
-    for (int i = 0; i < 4; i++)
-        a[i] = SHUFFLE(a[2*i], a[2*i+1], 0,1,2,3,8,9,10,11,16,17,18,19,24,25,26,27)
-             + SHUFFLE(a[2*i], a[2*i+1], 4,5,6,7,12,13,14,15,20,21,22,23,28,29,30,31);
-    for (int i = 0; i < 2; i++)
-        a[i] = SHUFFLE(a[2*i], a[2*i+1], 0,1,4,5,8,9,12,13,16,17,20,21,24,25,28,29)
-             + SHUFFLE(a[2*i], a[2*i+1], 2,3,6,7,10,11,14,15,18,19,22,23,26,27,30,31);
-    return SHUFFLE(a[0], a[1], 0,2,4,6,8,10,12,14,16,18,20,22,24,26,28,30)
-         + SHUFFLE(a[0], a[1], 1,3,5,7,9,11,13,15,17,19,21,23,25,27,29,31);
-#else
-    for (int i = 0; i < 4; i++)
-        a[i] = SHUFFLE(a[2*i], a[2*i+1], 0,1,2,3,8,9,10,11) + SHUFFLE(a[2*i], a[2*i+1], 4,5,6,7,12,13,14,15);
-    for (int i = 0; i < 2; i++)
-        a[i] = SHUFFLE(a[2*i], a[2*i+1], 0,1,4,5,8,9,12,13) + SHUFFLE(a[2*i], a[2*i+1], 2,3,6,7,10,11,14,15);
-    return SHUFFLE(a[0], a[1], 0,2,4,6,8,10,12,14) + SHUFFLE(a[0], a[1], 1,3,5,7,9,11,13,15);
-#endif
-}
-
-template <int Q> static inline void copy_sums(const float* found, int64_t n, float* out, int64_t out_step) {  // the first n of W / Q
-    constexpr int S = W / Q;
-    for (int i = 0; i < Q; i++)
-        if (n == S) std::memcpy(out + i * out_step, found + i * S, S * sizeof(float));
-        else std::copy_n(found + i * S, n, out + i * out_step);
-}
-
-// out[i][s] = q[i] . k[s] of n rows k; q is padded with zeros to a multiple of W. Whole: d is such a multiple.
-template <int Q, bool Whole, class T>
-static __attribute__((noinline)) void dots(const float* q, int64_t q_step, const T* k, int64_t k_step, int64_t n, int64_t d,
-                                           float* out, int64_t out_step) {
-    constexpr int S = W / Q;
-    for (int64_t s = 0; s < n; s += S) {
-        const T* rows[S];
-        for (int j = 0; j < S; j++) rows[j] = k + std::min(s + j, n - 1) * k_step;
-        Vec a[W] = {};
-        for (int64_t c = 0; c < d; c += W)
-            for (int j = 0; j < S; j++) {
-                Vec key = Whole ? load(rows[j] + c) : load(rows[j] + c, d - c);
-                for (int i = 0; i < Q; i++) a[i * S + j] += key * load(q + i * q_step + c);
-            }
-        float found[W];
-        store(found, fold(a));
-        copy_sums<Q>(found, std::min<int64_t>(n - s, S), out + s, out_step);
-    }
-}
-
-// acc + the products of 32 numbers, in pairs
-static inline Vec add_products(Vec acc, const bfloat16* a, const bfloat16* b) {
-#ifdef __AVX512BF16__
-    return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
-#else
-    Bits x, y;
-    std::memcpy(&x, a, sizeof x);
-    std::memcpy(&y, b, sizeof y);
-    return acc + (Vec)(x << 16) * (Vec)(y << 16) + (Vec)(x & 0xffff0000) * (Vec)(y & 0xffff0000);
-#endif
-}
-
-// As dots, of bfloat16 rows whose length is a multiple of 2 W.
-template <int Q>
-static __attribute__((noinline)) void narrow_dots(const bfloat16* q, const bfloat16* k, int64_t n, int64_t d, float* out,
-                                                  int64_t out_step) {
-    constexpr int S = W / Q;
-    for (int64_t s = 0; s < n; s += S) {
-        const bfloat16* rows[S];
-        for (int j = 0; j < S; j++) rows[j] = k + std::min(s + j, n - 1) * d;
-        Vec a[W] = {};
-        for (int64_t c = 0; c < d; c += 2 * W)
-            for (int j = 0; j < S; j++)
-                for (int i = 0; i < Q; i++) a[i * S + j] = add_products(a[i * S + j], rows[j] + c, q + i * d + c);
-        float found[W];
-        store(found, fold(a));
-        copy_sums<Q>(found, std::min<int64_t>(n - s, S), out + s, out_step);
-    }
-}
-
-// out[i] += sum over s of w[i][s] v[s]; out is padded to a multiple of 2 W. `runs` calls f(s, v, n) for each n rows from
-// s that follow each other. H: vectors of v together; Whole: d is a multiple of them.
-template <int Q, int H, bool Whole, class T, class Runs>
-static __attribute__((noinline)) void mix(const float* w, int64_t w_step, const Runs& runs, int64_t d, float* out, int64_t out_step) {
-    for (int64_t c = 0; c < d; c += H * W) {
-        Vec a[Q][H];
-        for (int i = 0; i < Q; i++)
-            for (int h = 0; h < H; h++) a[i][h] = load(out + i * out_step + c + h * W);
-        runs([&](int64_t from, const T* v, int64_t n) {
-            for (int64_t s = 0; s < n; s++)
-                for (int h = 0; h < H; h++) {
-                    const T* row = v + s * d + c + h * W;
-                    Vec x = Whole ? load(row) : load(row, std::max<int64_t>(d - c - h * W, 0));
-                    for (int i = 0; i < Q; i++) a[i][h] += w[i * w_step + from + s] * x;
-                }
-        });
-        for (int i = 0; i < Q; i++)
-            for (int h = 0; h < H; h++) store(out + i * out_step + c + h * W, a[i][h]);
-    }
-}
-
-template <class F> static void by_queries(int64_t queries, F f) {  // f(first, how many as a constant)
-    constexpr int MOST = W / 2;  // whose sums fit into the registers
-    int64_t at = 0;
-    for (; queries - at >= MOST; at += MOST) f(at, std::integral_constant<int, MOST>());
-    if (MOST > 4 && queries - at >= 4) f(at, std::integral_constant<int, 4>()), at += 4;
-    if (queries - at >= 2) f(at, std::integral_constant<int, 2>()), at += 2;
-    if (queries - at >= 1) f(at, std::integral_constant<int, 1>());
-}
-
-template <class T> static void all_dots(int64_t queries, const float* q, int64_t q_step, const T* k, int64_t n, int64_t d, float* out, int64_t out_step) {
-    by_queries(queries, [&](int64_t i, auto size) {
-        constexpr int Q = decltype(size)::value;
-        (d % W ? dots<Q, false, T> : dots<Q, true, T>)(q + i * q_step, q_step, k, d, n, d, out + i * out_step, out_step);
-    });
-}
-
-template <class T, class Runs> static void all_mix(int64_t queries, const float* w, int64_t w_step, const Runs& runs, int64_t d, float* out, int64_t out_step) {
-    by_queries(queries, [&](int64_t i, auto size) {
-        constexpr int Q = decltype(size)::value, H = Q > 2 ? 2 : Q == 1 && W == 8 ? 8 : 4;  // eight sums at least: each waits for the one before
-        const auto mixed = d % (2 * W) ? mix<Q, 2, false, T, Runs> : d % (H * W) ? mix<Q, 2, true, T, Runs> : mix<Q, H, true, T, Runs>;
-        mixed(w + i * w_step, w_step, runs, d, out + i * out_step, out_step);
-    });
-}
 
 struct Bank { void* data; int64_t plane, block, head, slots; };  // steps in numbers, and the slots of a block
 
@@ -221,8 +98,8 @@ static float exponentials(float* x, int64_t n) {
     return sum(total);
 }
 
-// One key/value head of the rows of a block: writes their keys and values, and attends.
-template <class X, class T>
+// One key/value head of the rows of a block: writes their keys and values, and attends. N: of queries and weights.
+template <class X, class T, class N>
 static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, int64_t block, int64_t head) {
     const int64_t D = s.dim, G = l.heads / s.kv_heads, padded = (D + 2 * W - 1) / (2 * W) * (2 * W);
     const int64_t *rows = s.order + s.starts[block], count = s.starts[block + 1] - s.starts[block], queries = count * G;
@@ -235,9 +112,13 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
     }
     const int64_t width = prompt + longest + W;
     static thread_local std::vector<float> memory;
-    memory.assign((2 * queries + 1) * padded, 0.f);
-    memory.resize((2 * queries + 1) * padded + queries * (width + 1));
-    float *q = memory.data(), *mixed = q + queries * padded, *key = mixed + queries * padded, *totals = key + padded, *scores = totals + queries;
+    static thread_local std::vector<N> numbers;
+    memory.assign((queries + 1) * padded, 0.f);
+    memory.resize((queries + 1) * padded + queries * (width + 1));
+    numbers.resize(queries * (padded + width));
+    float *mixed = memory.data(), *made = mixed + queries * padded, *totals = made + padded, *scores = totals + queries;
+    N *q = numbers.data(), *weights = q + queries * padded;
+    if constexpr (std::is_same_v<N, float>) weights = scores;
     const int64_t size = s.bank.slots;
     T* bank = (T*)s.bank.data + l.plane * s.bank.plane + head * s.bank.head;
     auto at = [&](const int64_t* table, int64_t slot) { return bank + table[slot / size] * s.bank.block + slot % size * D; };
@@ -255,12 +136,15 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
         const X *x = qkv + row * (l.heads + 2 * s.kv_heads) * D, *value = x + (l.heads + s.kv_heads + head) * D;
         const int64_t* table = s.own + row * s.own_width;
         T* keys = at(table, slot);
-        make_head(s, l, x + (l.heads + head) * D, l.k_norm, row, 1, key);
+        make_head(s, l, x + (l.heads + head) * D, l.k_norm, row, 1, made);
         for (int64_t c = 0; c < D; c += W) {
-            store(keys + c, load(key + c), D - c);
+            store(keys + c, load(made + c), D - c);
             store(keys + s.bank.plane + c, load(value + c, D - c), D - c);
         }
-        for (int64_t g = 0; g < G; g++) make_head(s, l, x + (head * G + g) * D, l.q_norm, row, l.scale, q + (m * G + g) * padded);
+        for (int64_t g = 0; g < G; g++) {
+            make_head(s, l, x + (head * G + g) * D, l.q_norm, row, l.scale, made);
+            for (int64_t c = 0; c < padded; c += W) store(q + (m * G + g) * padded + c, load(made + c));
+        }
         by_block(table, begin, slot + 1, [&](int64_t from, const T* k, int64_t n) {
             ask(k + s.bank.plane, n);
             if (from + n <= slot) ask(at(table, from + n), std::min(size, slot + 1 - from - n));
@@ -269,6 +153,8 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
         });
     }
     by_block(shared, first, prompt, [&](int64_t from, const T* k, int64_t n) {
+        ask(k + s.bank.plane, n);
+        if (from + n < prompt) ask(at(shared, from + n), std::min(size, prompt - from - n));
         all_dots(queries, q, padded, k, n, D, scores + from, width);
     });
     for (int64_t i = 0; i < queries; i++) {
@@ -278,15 +164,18 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
             for (int64_t c = 0; c < n; c += W) store(own + c, hyperbolic_tangent(load(own + c) / l.softcap) * l.softcap);
         totals[i] = exponentials(own, n);
         std::fill(scores + i * width + std::min(first, begin), own, 0.f);
+        own[n] = 0;
+        if (weights != (N*)scores)
+            for (int64_t c = std::min(first, begin); c <= begin + n; c += W) store(weights + i * width + c, load(scores + i * width + c));
     }
     auto values_of = [&](const int64_t* table, int64_t from, int64_t to) {
         return [=, &by_block, &s](auto f) { by_block(table, from, to, [&](int64_t slot, const T* k, int64_t n) { f(slot, k + s.bank.plane, n); }); };
     };
-    all_mix<T>(queries, scores, width, values_of(shared, first, prompt), D, mixed, padded);
+    all_mix<T>(queries, weights, width, values_of(shared, first, prompt), D, mixed, padded);
     for (int64_t m = 0; m < count; m++) {
         const int64_t row = rows[m], begin = std::max<int64_t>(begin_of(row) - prompt, 0);
         const auto values = values_of(s.own + row * s.own_width, begin, s.written[row] + 1);
-        all_mix<T>(G, scores + m * G * width + prompt, width, values, D, mixed + m * G * padded, padded);
+        all_mix<T>(G, weights + m * G * width + prompt, width, values, D, mixed + m * G * padded, padded);
         for (int64_t g = 0; g < G; g++)
             for (int64_t c = 0; c < D; c += W)
                 store(out + (row * l.heads + head * G + g) * D + c, load(mixed + (m * G + g) * padded + c) / totals[m * G + g], D - c);
@@ -297,8 +186,11 @@ template <class X, class T> static void attend(const Step& s, const Layer& l, co
     int64_t tokens = 0;
     for (int64_t row = 0; row < s.rows; row++) tokens += s.prompt[row] + s.written[row] + 8;
     const int64_t work = s.blocks * s.kv_heads;
+    constexpr bool in_pairs = MULTIPLIES_PAIRS && std::is_same_v<X, bfloat16> && std::is_same_v<T, bfloat16>;
+    using N = std::conditional_t<in_pairs, bfloat16, float>;
+    const auto attend = s.dim % (2 * W) ? attend_block<X, T, float> : attend_block<X, T, N>;
 #pragma omp parallel for num_threads(threads()) schedule(dynamic, 1) if (work > 1 && tokens * l.heads * s.dim > ALONE)
-    for (int64_t i = 0; i < work; i++) attend_block<X, T>(s, l, qkv, out, i / s.kv_heads, i % s.kv_heads);
+    for (int64_t i = 0; i < work; i++) attend(s, l, qkv, out, i / s.kv_heads, i % s.kv_heads);
 }
 
 // x [B, d] += y, or its norm where there is `inner`; out = the norm of x. y may be null.
@@ -685,10 +577,7 @@ static std::tuple<Tensor, Tensor> draw(Tensor logits, Tensor temperatures, Tenso
 }
 
 static bool has_pairs() {  // whether the CPU multiplies pairs of bfloat16
-#ifdef __AVX512BF16__
-    return true;
-#endif
-    return false;
+    return MULTIPLIES_PAIRS;
 }
 
 static bool multiplies_tiles() {

@@ -312,16 +312,19 @@ static Segments segments_of(const Tensor& table) {
 }
 
 static Forest forest_of(const Tensor& table, const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
-    auto rows = [](const Tensor& t) { return HeadRows{numbers<float>(t), t.stride(0)}; };
-    return {segments_of(table), rows(q), rows(k), rows(v), q.size(0), q.size(1), k.size(1), q.size(2), float(scale)};
+    const int64_t skipped = k.size(0) - q.size(0);
+    auto rows = [](const Tensor& t, int64_t before) { return HeadRows{numbers<float>(t) - before * t.stride(0), t.stride(0)}; };
+    return {segments_of(table), rows(q, skipped), rows(k, 0), rows(v, 0), q.size(0), q.size(1), k.size(1), q.size(2), float(scale), skipped};
 }
 
+// Where there are fewer queries than keys, they are of the last rows.
 static std::tuple<Tensor, Tensor> attend_forest(Tensor table, Tensor q, Tensor k, Tensor v, double scale) {
     table = whole(table);
     for (Tensor* t : {&q, &k, &v}) *t = heads_in_rows(*t);
     const Tensor out = empty(q, {q.size(0), q.size(1), q.size(2)}), lse = empty(q, {q.size(1), q.size(0)});
     const Forest f = forest_of(table, q, k, v, scale);
-    by_trees(f, threads(), [&](int64_t first, int64_t end, int64_t head) { attend_tree(f, first, end, head, numbers<float>(out), numbers<float>(lse)); });
+    float *mixed = numbers<float>(out) - f.skipped * f.H * f.D, *totals = numbers<float>(lse) - f.skipped;
+    by_trees(f, threads(), [&](int64_t first, int64_t end, int64_t head) { attend_tree(f, first, end, head, mixed, totals); });
     return {out, lse};
 }
 

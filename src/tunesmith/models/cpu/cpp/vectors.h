@@ -140,6 +140,11 @@ template <class V> static inline void in_registers(V& a, V& b) {
 #endif
 }
 
+#ifdef __AVX512BF16__
+constexpr bool MULTIPLIES_PAIRS = true;  // of bfloat16, without widening them
+#else
+constexpr bool MULTIPLIES_PAIRS = false;
+#endif
 static inline Bits load_pairs(const bfloat16* p) { Bits pairs; std::memcpy(&pairs, p, sizeof pairs); return pairs; }
 // acc + the products of two numbers x and W pairs
 static inline Vec add_pair(Vec acc, const bfloat16* x, Bits w) {

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from tunesmith.models.attention import ForestAttention, same_image
 from tunesmith.models.forest import PackedLengths, Segment
 from tunesmith.models.kernels.attention import AttentionRule, softmax
+from tunesmith.models.kernels.cpu_attention import CpuFlash, attend_to_context
 from tunesmith.models.kernels.decoding import KVSpan, tables
 from tunesmith.models.kernels.latent import Latent
 from tunesmith.models.kernels.layers import StatefulLayer
@@ -128,8 +129,8 @@ class PoolAttention:
         self._masks: dict[tuple[int, int, int | None, int | None], Tensor] = {}
         self._together = all(len(piece) == 1 and piece.prefix for piece in pieces)
         self._whole: ForestAttention | None = None
-        """Attention of pieces without a context on a GPU: one kernel call computes all of them."""
-        if self._device.type == "cuda" and not any(piece.positions[0] for piece in pieces):
+        """Attention of pieces without a context: one kernel call computes all of them."""
+        if not any(piece.positions[0] for piece in pieces):
             runs = zip([0, *accumulate(self._lengths)], self._lengths, strict=False)
             segments = [Segment(start, length, -1) for start, length in runs]
             self._whole = ForestAttention(segments, images)
@@ -156,7 +157,7 @@ class PoolAttention:
             slots = self._memory.planes[plane].view(-1, new.shape[-1])
             slots.index_copy_(0, where.new, new.reshape(-1, new.shape[-1]).to(dtype))
         grouped = query.view(len(query), heads, -1, query.shape[-1]).to(dtype)
-        if self._whole is not None:
+        if self._whole is not None and self._at_once(query, rule):
             return self._whole.attend(layer, query, key, value, rule)
         if self._together:
             keys, values = (
@@ -189,7 +190,7 @@ class PoolAttention:
         plane = self._memory.planes[place]
         where = self._places[1]
         plane.view(-1, latent.width).index_copy_(0, where.new, rows.to(plane.dtype))
-        if self._whole is not None:
+        if self._whole is not None and self._at_once(query, rule):
             keys, values = latent.expand(rows)
             return self._whole.attend(layer, query, keys, values, rule)[..., : latent.value_size]
         if self._together:
@@ -223,6 +224,16 @@ class PoolAttention:
                 part[each.targets] = new.to(part.dtype)
             outputs.append(out)
         return torch.cat(outputs)
+
+    def _at_once(self, query: Tensor, rule: AttentionRule) -> bool:
+        """Whether the kernel for all pieces takes this rule; that for any rule would be slow on a
+        CPU."""
+        if self._device.type == "cuda":
+            return True
+        longest = max(self._lengths)
+        bounded = min(rule.window or longest, rule.chunk or longest) < longest
+        images = self._images[0] is not None
+        return not (bounded or images) and CpuFlash.supports(query, rule._replace(window=None))
 
     def _blocks(self, plane: int, table: Tensor) -> Tensor:
         """The slots of the blocks of a table ``[..., blocks]``, in a row: ``[..., slots, D]``."""
@@ -259,10 +270,16 @@ class PoolAttention:
         D]``."""
         new = query.shape[2]
         context = keys.shape[1]
-        keys, values = (t.unsqueeze(1).expand(-1, query.shape[1], -1, -1) for t in (keys, values))
         scale, window, softcap, sinks, chunk = rule
         plain = softcap is None and sinks is None and images is None
-        if plain and new == context and context <= min(window or context, chunk or context):
+        plain = plain and context <= min(window or context, chunk or context)
+        if plain:
+            rows = query.permute(2, 0, 1, 3).flatten(1, 2)
+            out = attend_to_context(rows, keys.transpose(0, 1), values.transpose(0, 1), scale)
+            if out is not None:
+                return out
+        keys, values = (t.unsqueeze(1).expand(-1, query.shape[1], -1, -1) for t in (keys, values))
+        if plain and new == context:
             out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
         else:
             rule = with_sinks(rule, (len(query), -1, 1, 1))
