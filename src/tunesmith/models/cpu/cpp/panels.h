@@ -7,7 +7,8 @@
 
 constexpr int64_t PANEL = 2 * W;
 constexpr int TALL = W == 16 ? 12 : 6;  // rows whose sums of a panel fit into the registers
-constexpr int64_t AHEAD = 2048;         // bytes of a panel that are asked for before they are used
+// Bytes of a panel that are asked for before they are used: as far as memory answers while rows of X are multiplied
+template <class X> constexpr int64_t AHEAD = std::is_same_v<X, bfloat16> ? 8192 : 2048;
 template <class X> constexpr bool READS_BESIDE = W == 8 && std::is_same_v<X, float>;
 template <int R> constexpr int BESIDE = R == 1 ? 4 : 3;  // panels that R rows read, whose sums fit into the registers
 template <class T> constexpr bool ASKS = W == 8 || sizeof(T) < sizeof(float);  // faster where a step computes more than it reads
@@ -46,9 +47,9 @@ template <int R, Asks A, class T> static inline void add_panel(Vec (&a)[R][2], c
 // The same of rows of bfloat16 and a panel [K / 2, PANEL, 2]
 template <int R, Asks A> static inline void add_panel(Vec (&a)[R][2], const bfloat16* x, int64_t K, const bfloat16* panel, Ahead ahead) {
     for (int64_t k = 0; k < K; k += 2) {
-        if constexpr (A == LATER)
+        if constexpr (A != NOTHING)
             for (int64_t line = 0; line < 2 * PANEL * (int64_t)sizeof(bfloat16); line += 64)
-                __builtin_prefetch(ahead.from + k * ahead.step + line, 0, 2);
+                __builtin_prefetch(ahead.from + k * ahead.step + line, 0, A == SOON ? 3 : 2);
         Bits low = load_pairs(panel + k * PANEL), high = load_pairs(panel + k * PANEL + 2 * W);
         in_registers(low, high);
         for (int r = 0; r < R; r++) {
@@ -87,7 +88,7 @@ static void multiply_beside(const float* x, int64_t K, const T* panels, Ends end
     for (int64_t k = 0; k < K; k++)
         for (int p = 0; p < P; p++) {
             const T* weights = panels + (p * K + k) * PANEL;
-            for (int64_t line = 0; line < PANEL * (int64_t)sizeof(T); line += 64) __builtin_prefetch((const char*)weights + AHEAD / P + line, 0, 3);
+            for (int64_t line = 0; line < PANEL * (int64_t)sizeof(T); line += 64) __builtin_prefetch((const char*)weights + AHEAD<float> / P + line, 0, 3);
             Vec low = load(weights), high = load(weights + W);
             in_registers(low, high);
             for (int r = 0; r < R; r++) {
@@ -117,7 +118,7 @@ static void multiply_rows(int64_t rows, int64_t K, const T* panel, Ends ends, co
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t row = b * rows / blocks, count = (b + 1) * rows / blocks - row;
         const Ahead ahead = shares ? Ahead{(const char*)panel + K * (input + b * share), share}
-                                   : Ahead{(const char*)panel + AHEAD, input};
+                                   : Ahead{(const char*)panel + AHEAD<X>, input};
         const auto product = shares ? panel_product<LATER, X, T, Y>(count, sizes)
                              : b || !ASKS<T> ? panel_product<NOTHING, X, T, Y>(count, sizes)
                                              : panel_product<SOON, X, T, Y>(count, sizes);
