@@ -13,7 +13,7 @@ from tunesmith.run.weights.base import Offer
 from tunesmith.types import Completion, Sampling
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
     """An engine's counters since its start; times in seconds, memory in bytes."""
 

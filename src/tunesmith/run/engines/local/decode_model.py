@@ -89,16 +89,19 @@ class DecodeModel:
             self._decoder = whole if products is None else prepared(whole, products)
         return self._decoder
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """``[T, V]`` float32. Rounding to bfloat16 would change log-probabilities by up to 0.03."""
         if self._head is None:
-            whole = self._whole()
-            products = self._fitting(whole)
-            prepare = wide_head if products is None else products.head
-            self._head = prepare(whole.head.weight, whole.head.bias)
+            self._head = self._prepared_head()
         return self._head(hidden)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _prepared_head(self) -> Product:
+        whole = self._whole()
+        products = self._fitting(whole)
+        prepare = wide_head if products is None else products.head
+        return prepare(whole.head.weight, whole.head.bias)
 
     def _fitting(self, whole: CausalLM) -> PreparedProducts | None:
         """How to prepare products, if the weights of the layers are known."""

@@ -278,9 +278,10 @@ class LocalEngine:
             seconds = time.perf_counter() - started
             places = self._scheduler
             self._meter.count(batch, used, seconds, len(places.running), len(places.waiting))
-            self._scheduler.release(list(ended))
-        _deliver(ended)
+            if ended:
+                self._scheduler.release(list(ended))
         if ended:
+            _deliver(ended)
             self._thread.wait_for_callers()
         return self._scheduler.has_work
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tunesmith.costs import ForwardCost, PeakRates
-from tunesmith.run.engines.base import EngineStats, add_stats
+from tunesmith.run.engines.base import EngineStats
 from tunesmith.run.engines.local.requests import StepBatch
 
 
 @dataclass(slots=True)
 class Meter:
-    """Counters of an engine's steps."""
+    """Counters of an engine's steps, which change in place: they are counted at each step."""
 
     cost: ForwardCost
     limits: PeakRates | None
@@ -28,32 +28,28 @@ class Meter:
             waiting: requests that have none.
         """
         rows = batch.requests
+        counted = self.counted
         if batch.prefill is None:
-            own = sum(r.cached for r in rows)
-            shared = sum(len(p) for p in {r.prompt for r in rows} if p is not None)
+            own = sum([r.cached for r in rows])
+            shared = sum([len(p) for p in {r.prompt for r in rows} if p is not None])
             tokens = len(rows) + batch.drafted
             read = own + shared
-            pairs = own + sum(len(r.prompt_ids) for r in rows)
-            step = EngineStats(
-                decode_steps=1,
-                decode_seconds=seconds,
-                drafted_tokens=batch.drafted,
-                accepted_tokens=batch.sampled - len(rows),
-            )
+            pairs = own + sum([len(r.prompt_ids) for r in rows])
+            counted.decode_steps += 1
+            counted.decode_seconds += seconds
+            counted.drafted_tokens += batch.drafted
+            counted.accepted_tokens += batch.sampled - len(rows)
         else:
             tokens = sum(map(len, batch.prefill))
             read = 0
             pairs = sum(len(p) * (2 * p.positions[0] + len(p) + 1) // 2 for p in batch.prefill)
-            step = EngineStats(prefilled_tokens=tokens, prefill_seconds=seconds)
-        limits = self.limits if tokens else None
-        step = replace(
-            step,
-            sampled_tokens=batch.sampled,
-            peak_running=len(rows),
-            steps=1,
-            running_requests=running,
-            waiting_requests=waiting,
-            peak_kv_bytes=kv_slots * self.cost.kv_bytes,
-            attainable_seconds=self.cost.seconds(limits, tokens, read, pairs) if limits else 0.0,
-        )
-        self.counted = add_stats(self.counted, step)
+            counted.prefilled_tokens += tokens
+            counted.prefill_seconds += seconds
+        counted.steps += 1
+        counted.sampled_tokens += batch.sampled
+        counted.running_requests += running
+        counted.waiting_requests += waiting
+        counted.peak_running = max(counted.peak_running, len(rows))
+        counted.peak_kv_bytes = max(counted.peak_kv_bytes, kv_slots * self.cost.kv_bytes)
+        if tokens and self.limits:
+            counted.attainable_seconds += self.cost.seconds(self.limits, tokens, read, pairs)

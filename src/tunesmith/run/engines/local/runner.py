@@ -210,7 +210,9 @@ class Runner:
             EngineError: logits are not finite.
         """
         numbers = [r.uniforms[len(r.token_ids)] for r in requests]
-        tokens, logprobs = self.sample(penalise(logits, requests), requests, numbers)
+        if self._sampling_plan(requests, logits).penalises:
+            logits = penalise(logits, requests)
+        tokens, logprobs = self.sample(logits, requests, numbers)
         if any(map(math.isnan, logprobs)):
             raise EngineError("the model's logits are not finite: the weights may have diverged")
         return tokens, logprobs
@@ -219,16 +221,19 @@ class Runner:
         self, logits: Tensor, requests: Sequence[LocalRequest], numbers: Sequence[float]
     ) -> tuple[list[int], list[float]]:
         """Sample a token of each request by a number in [0, 1), and its log-probability."""
-        if self._plan is None or self._plan[0] != list(requests):
-            plan = SamplingPlan.of([r.sampling for r in requests], logits.shape[1], logits.device)
-            self._plan = (list(requests), plan)
-        plan = self._plan[1]
+        plan = self._sampling_plan(requests, logits)
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
         if self._steps is not None and plan.cut_rows is None:
             tokens, logprobs = self._steps.draw(logits, plan.temperatures, uniforms)
         else:
             tokens, logprobs = sample(logits, plan, uniforms)
         return tokens.tolist(), logprobs.tolist()
+
+    def _sampling_plan(self, requests: Sequence[LocalRequest], logits: Tensor) -> SamplingPlan:
+        if self._plan is None or self._plan[0] != list(requests):
+            plan = SamplingPlan.of([r.sampling for r in requests], logits.shape[1], logits.device)
+            self._plan = (list(requests), plan)
+        return self._plan[1]
 
     @torch.inference_mode()
     def score(self, token_ids: list[int], top: int) -> list[TokenScore]:

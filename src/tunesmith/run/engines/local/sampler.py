@@ -39,6 +39,7 @@ class SamplingPlan:
     top_k: Tensor  # [C, 1]
     top_p: Tensor  # [C, 1]
     min_p: Tensor  # [C, 1]
+    penalises: bool  # whether `penalise` may change a row
 
     @classmethod
     def of(
@@ -60,6 +61,7 @@ class SamplingPlan:
             column([min(samplings[i].top_k or vocab_size, vocab_size) for i in cut], torch.int64),
             column([samplings[i].top_p for i in cut], torch.float32),
             column([samplings[i].min_p for i in cut], torch.float32),
+            any(s.repetition_penalty != 1 or s.min_new_tokens > 0 for s in samplings),
         )
 
 

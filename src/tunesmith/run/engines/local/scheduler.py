@@ -60,7 +60,8 @@ class Scheduler:
         """Start waiting requests, oldest first; returns the prompts to compute for them, and the
         requests."""
         # Keys that are rotated for shorter sequences are computed again.
-        self._requeue([r for r in self.running if r.rotary_length != self._rotary_length(r)])
+        if self._lengths is not None:
+            self._requeue([r for r in self.running if r.rotary_length != self._rotary_length(r)])
         fresh: list[CachedPrompt] = []
         admitted: list[LocalRequest] = []
         tokens = 0
@@ -92,7 +93,9 @@ class Scheduler:
     def grow(self) -> list[LocalRequest]:
         """The running requests, each with room for one more token; the youngest are preempted if
         memory is short."""
-        for request in sorted(self.running, key=lambda r: r.id):
+        size = self.pool.block_size
+        full = [r for r in self.running if r.cached >= len(r.span.blocks) * size]
+        for request in sorted(full, key=lambda r: r.id):
             while request.prompt and not self.pool.append(request.span, request.cached + 1):
                 if not self._evict():
                     self.preemptions += 1
