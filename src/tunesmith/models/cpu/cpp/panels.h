@@ -7,8 +7,7 @@
 
 constexpr int64_t PANEL = 2 * W;
 constexpr int TALL = W == 16 ? 12 : 6;  // rows whose sums of a panel fit into the registers
-// Bytes of a panel that are asked for before they are used: as far as memory answers while rows of X are multiplied
-template <class X> constexpr int64_t AHEAD = std::is_same_v<X, bfloat16> ? 8192 : 2048;
+constexpr int64_t AHEAD = W == 16 ? 8192 : 2048;  // bytes of a panel that are asked for before they are used
 template <class X> constexpr bool READS_BESIDE = W == 8 && std::is_same_v<X, float>;
 template <int R> constexpr int BESIDE = R == 1 ? 4 : 3;  // panels that R rows read, whose sums fit into the registers
 template <class T> constexpr bool ASKS = W == 8 || sizeof(T) < sizeof(float);  // faster where a step computes more than it reads
@@ -88,7 +87,7 @@ static void multiply_beside(const float* x, int64_t K, const T* panels, Ends end
     for (int64_t k = 0; k < K; k++)
         for (int p = 0; p < P; p++) {
             const T* weights = panels + (p * K + k) * PANEL;
-            for (int64_t line = 0; line < PANEL * (int64_t)sizeof(T); line += 64) __builtin_prefetch((const char*)weights + AHEAD<float> / P + line, 0, 3);
+            for (int64_t line = 0; line < PANEL * (int64_t)sizeof(T); line += 64) __builtin_prefetch((const char*)weights + AHEAD / P + line, 0, 3);
             Vec low = load(weights), high = load(weights + W);
             in_registers(low, high);
             for (int r = 0; r < R; r++) {
@@ -118,7 +117,7 @@ static void multiply_rows(int64_t rows, int64_t K, const T* panel, Ends ends, co
     for (int64_t b = 0; b < blocks; b++) {
         const int64_t row = b * rows / blocks, count = (b + 1) * rows / blocks - row;
         const Ahead ahead = shares ? Ahead{(const char*)panel + K * (input + b * share), share}
-                                   : Ahead{(const char*)panel + AHEAD<X>, input};
+                                   : Ahead{(const char*)panel + AHEAD, input};
         const auto product = shares ? panel_product<LATER, X, T, Y>(count, sizes)
                              : b || !ASKS<T> ? panel_product<NOTHING, X, T, Y>(count, sizes)
                                              : panel_product<SOON, X, T, Y>(count, sizes);
