@@ -74,12 +74,19 @@ struct Forest {
     int64_t skipped;  // rows before the first query; pointers to queries and what is theirs point that far before it
 };
 
-// Rows x [n, D] as columns in panels [D, PANEL], the last one filled up with zeros.
+// Rows x [n, D] as columns in panels [D, PANEL], the last one filled up with zeros; D is a multiple of W.
 static void pack_columns(const float* x, int64_t step, int64_t n, int64_t D, float* panels) {
-    for (int64_t from = 0; from < n; from += PANEL)
-        for (int64_t c = 0; c < D; c++)
-            for (int64_t i = 0; i < PANEL; i++) *panels++ = from + i < n ? x[(from + i) * step + c] : 0.f;
+    for (int64_t from = 0; from < n; from += PANEL, panels += D * PANEL)
+        for (int64_t h = 0; h < PANEL; h += W)
+            for (int64_t c = 0; c < D; c += W) {
+                Vec v[W];
+                for (int64_t i = 0; i < W; i++) v[i] = from + h + i < n ? load(x + (from + h + i) * step + c) : Vec{};
+                transpose(v);
+                for (int64_t i = 0; i < W; i++) store(panels + (c + i) * PANEL + h, v[i]);
+            }
 }
+
+static inline int64_t in_panels(int64_t columns) { return (columns + PANEL - 1) / PANEL * PANEL; }
 
 // f(the first of some keys, how many, the end of those that see them) for all of the trees' segments
 template <class F> static void by_keys(const Segments& s, int64_t first, int64_t end, F f) {
@@ -119,14 +126,14 @@ static void attend_tree(const Forest& f, int64_t first, int64_t end, int64_t hea
     std::fill(most, total, -INFINITY), std::fill(total, total + rows, 0.f);
     for (int64_t t = begin; t < begin + rows; t++) std::fill_n(out + t * step + own, D, 0.f);
     by_keys(f.segments, first, end, [&](int64_t key, int64_t count, int64_t last) {
-        const int64_t width = (count + PANEL - 1) / PANEL * PANEL;
         pack_columns(f.k.row(key, of_key), f.k.step, count, D, columns);
         for (int64_t from = std::max(key, f.skipped), n; from < last; from += n) {
             n = std::min(SEEING, last - from);
+            const int64_t seen = std::min(count, from + n - key), width = in_panels(seen);
             multiply_sides<false, false>(n, D, width, f.q.row(from, own), f.q.step, {columns, PANEL, PANEL * D}, scores, KEYS);
             for (int64_t i = 0, t = from; i < n; i++, t++)
-                weigh(scores + i * KEYS, width, std::min(count, t + 1 - key), f.scale, most[t - begin], total[t - begin], out + t * step + own, D);
-            multiply_sides<false, true>(n, count, D, scores, KEYS, {f.v.row(key, of_key), f.v.step, PANEL}, out + from * step + own, step);
+                weigh(scores + i * KEYS, width, std::min(seen, t + 1 - key), f.scale, most[t - begin], total[t - begin], out + t * step + own, D);
+            multiply_sides<false, true>(n, seen, D, scores, KEYS, {f.v.row(key, of_key), f.v.step, PANEL}, out + from * step + own, step);
         }
     });
     for (int64_t t = 0; t < rows; t++) {
@@ -167,20 +174,20 @@ static void attend_tree_backward(const Forest& f, const Slopes& g, int64_t first
         std::fill_n(g.q + (begin + t) * step + own, D, 0.f);
     }
     by_keys(f.segments, first, end, [&](int64_t key, int64_t count, int64_t last) {
-        const int64_t width = (count + PANEL - 1) / PANEL * PANEL;
         pack_columns(f.k.row(key, of_key), f.k.step, count, D, keys);
         pack_columns(f.v.row(key, of_key), f.v.step, count, D, values);
         for (int64_t t = key; t < key + count; t++)
             std::fill_n(g.k + t * step + own, D, 0.f), std::fill_n(g.v + t * step + own, D, 0.f);
         for (int64_t from = key, n; from < last; from += n) {
             n = std::min(SEEING, last - from);
+            const int64_t seen = std::min(count, from + n - key), width = in_panels(seen);
             const float *q = f.q.row(from, own), *grad = g.grad.row(from, own);
             multiply_sides<false, false>(n, D, width, q, f.q.step, {keys, PANEL, PANEL * D}, scores, KEYS);
             multiply_sides<false, false>(n, D, width, grad, g.grad.step, {values, PANEL, PANEL * D}, slopes, KEYS);
-            slope(f, g, head, from, n, key, count, delta - begin, scores, slopes);
-            multiply_sides<true, true>(count, n, D, scores, KEYS, {grad, g.grad.step, PANEL}, g.v + key * step + own, step);
-            multiply_sides<true, true>(count, n, D, slopes, KEYS, {q, f.q.step, PANEL}, g.k + key * step + own, step);
-            multiply_sides<false, true>(n, count, D, slopes, KEYS, {f.k.row(key, of_key), f.k.step, PANEL}, g.q + from * step + own, step);
+            slope(f, g, head, from, n, key, seen, delta - begin, scores, slopes);
+            multiply_sides<true, true>(seen, n, D, scores, KEYS, {grad, g.grad.step, PANEL}, g.v + key * step + own, step);
+            multiply_sides<true, true>(seen, n, D, slopes, KEYS, {q, f.q.step, PANEL}, g.k + key * step + own, step);
+            multiply_sides<false, true>(n, seen, D, slopes, KEYS, {f.k.row(key, of_key), f.k.step, PANEL}, g.q + from * step + own, step);
         }
     });
 }
