@@ -121,8 +121,7 @@ static void attend_tree(const Forest& f, int64_t first, int64_t end, int64_t hea
     const int64_t D = f.D, step = f.H * D, own = head * D, of_key = head / (f.H / f.K) * D;
     const int64_t begin = std::max(f.segments.starts[first], f.skipped), rows = f.segments.lasts[first] - begin;
     static thread_local std::vector<float> memory;
-    memory.resize(KEYS * D + SEEING * KEYS + 2 * rows);
-    float *columns = memory.data(), *scores = columns + KEYS * D, *most = scores + SEEING * KEYS, *total = most + rows;
+    float *columns = room(memory, KEYS * D + SEEING * KEYS + 2 * rows), *scores = columns + KEYS * D, *most = scores + SEEING * KEYS, *total = most + rows;
     std::fill(most, total, -INFINITY), std::fill(total, total + rows, 0.f);
     for (int64_t t = begin; t < begin + rows; t++) std::fill_n(out + t * step + own, D, 0.f);
     by_keys(f.segments, first, end, [&](int64_t key, int64_t count, int64_t last) {
@@ -163,8 +162,7 @@ static void attend_tree_backward(const Forest& f, const Slopes& g, int64_t first
     const int64_t D = f.D, step = f.H * D, own = head * D, of_key = head / (f.H / f.K) * D;
     const int64_t begin = f.segments.starts[first], rows = f.segments.lasts[first] - begin;
     static thread_local std::vector<float> memory;
-    memory.resize(2 * KEYS * D + 2 * SEEING * KEYS + rows);
-    float *keys = memory.data(), *values = keys + KEYS * D, *scores = values + KEYS * D, *slopes = scores + SEEING * KEYS;
+    float *keys = room(memory, 2 * KEYS * D + 2 * SEEING * KEYS + rows), *values = keys + KEYS * D, *scores = values + KEYS * D, *slopes = scores + SEEING * KEYS;
     float* delta = slopes + SEEING * KEYS;
     for (int64_t t = 0; t < rows; t++) {
         const float *grad = g.grad.row(begin + t, own), *out = g.out.row(begin + t, own);

@@ -113,12 +113,10 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
     const int64_t width = prompt + longest + W;
     static thread_local std::vector<float> memory;
     static thread_local std::vector<N> numbers;
-    memory.assign((queries + 1) * padded, 0.f);
-    memory.resize((queries + 1) * padded + queries * (width + 1));
-    numbers.resize(queries * (padded + width));
-    float *mixed = memory.data(), *made = mixed + queries * padded, *totals = made + padded, *scores = totals + queries;
-    N *q = numbers.data(), *weights = q + queries * padded;
+    float *mixed = room(memory, (queries + 1) * padded + queries * (width + 1)), *made = mixed + queries * padded, *totals = made + padded, *scores = totals + queries;
+    N *q = room(numbers, queries * (padded + width)), *weights = q + queries * padded;
     if constexpr (std::is_same_v<N, float>) weights = scores;
+    std::fill(mixed, totals, 0.f);
     const int64_t size = s.bank.slots;
     T* bank = (T*)s.bank.data + l.plane * s.bank.plane + head * s.bank.head;
     auto at = [&](const int64_t* table, int64_t slot) { return bank + table[slot / size] * s.bank.block + slot % size * D; };
@@ -264,8 +262,7 @@ template <class Y> static void multiply_tiles(int64_t rows, const Product& p, co
     const int64_t N = p.outputs, K = p.inputs, blocks = (rows + W - 1) / W, block = K * W, parts = (N + 2 * W - 1) / (2 * W);
     const bfloat16 *weight = (const bfloat16*)p.weight, *own_bias = (const bfloat16*)p.bias;
     static thread_local std::vector<bfloat16> memory;
-    memory.resize(blocks * block);
-    bfloat16* packed = memory.data();
+    bfloat16* packed = room(memory, blocks * block);
 #pragma omp parallel num_threads(threads) if (rows * N * K > ALONE)
     {
         configure_tiles();
@@ -343,7 +340,7 @@ template <class X, class Y> static void add_adapter(int64_t rows, const Product&
     constexpr int64_t MOST = 64;
     const int64_t K = p.inputs, N = p.outputs, R = p.down->outputs;
     static thread_local std::vector<float> memory;
-    memory.resize(std::min(rows, MOST) * (K + R + N));
+    room(memory, std::min(rows, MOST) * (K + R + N));
     for (int64_t from = 0, count; from < rows; from += count) {
         count = std::min(rows - from, MOST);
         float *wide = memory.data(), *low = wide + count * K, *change = low + count * R;
@@ -366,8 +363,7 @@ template <class X> static void run_layers(const Step& s, const std::vector<const
     const Layer& first = *layers[0];
     const int64_t B = s.rows, wide = first.qkv->outputs, seen_width = first.heads * s.dim, inside = first.down->inputs, team = threads();
     static thread_local std::vector<X> memory;
-    memory.resize(B * (2 * d + wide + seen_width + 3 * inside));
-    X *normed = memory.data(), *y = normed + B * d, *qkv = y + B * d, *seen = qkv + B * wide;
+    X *normed = room(memory, B * (2 * d + wide + seen_width + 3 * inside)), *y = normed + B * d, *qkv = y + B * d, *seen = qkv + B * wide;
     X *both = seen + B * seen_width, *active = both + 2 * B * inside;
     const float* inner = nullptr;
     for (const Layer* layer : layers) {
@@ -402,8 +398,7 @@ static void draw_row(const float* logits, int64_t V, float temperature, double u
     for (int i = 1; i < W; i++) top = most[i] > top ? most[i] : top;
     auto weights = [&](int64_t c) { return exponential((some(c) - top) / scale); };
     static thread_local std::vector<double> memory;
-    memory.resize((V + PART - 1) / PART + 1);
-    double* before = memory.data();
+    double* before = room(memory, (V + PART - 1) / PART + 1);
     double total = 0;
     for (int64_t c = 0, part = 0; c < V; c += PART, part++) {
         before[part] = total;

@@ -131,7 +131,7 @@ static void multiply_by_panel(int64_t rows, int64_t N, int64_t K, const T* panel
     constexpr bool widens = std::is_same_v<X, float> && !std::is_same_v<T, float>;
     if (widens && rows > WIDENS<T>) {
         static thread_local std::vector<float> wide;
-        wide.resize(K * PANEL);
+        room(wide, K * PANEL);
         for (int64_t i = 0; i < K * PANEL; i += W) store(wide.data() + i, load(panel + i));
         multiply_rows(rows, K, wide.data(), ends, (const float*)x, out, N, n);
     } else

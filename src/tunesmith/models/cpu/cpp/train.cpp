@@ -112,8 +112,7 @@ constexpr int64_t DEPTH = 16;  // steps whose operands' tiles stay in the first 
 static void weight_gradient(int64_t T, int64_t K, const bfloat16* grad, int64_t grad_step, const bfloat16* x, int64_t x_step, const Sum* sums, int64_t count, int64_t threads) {
     constexpr int64_t MOST = 2048;  // rows at a time
     static thread_local std::vector<bfloat16> shared;
-    shared.resize(K * std::min(T + PLACES, MOST));
-    bfloat16* right = shared.data();
+    bfloat16* right = room(shared, K * std::min(T + PLACES, MOST));
     for (int64_t from = 0; from < T; from += MOST) {
         const int64_t rows = std::min(MOST, T - from), steps = (rows + PLACES - 1) / PLACES;
 #pragma omp parallel num_threads(threads)
@@ -126,14 +125,14 @@ static void weight_gradient(int64_t T, int64_t K, const bfloat16* grad, int64_t 
             for (int64_t i = 0; i < count; column += sums[i].rows, i++) {
                 const Sum& part = sums[i];
                 const int64_t all = part.rows / W, tall = all >= 32 * threads ? 8 : 2;
-                memory.resize(tall * steps * TILE);
+                bfloat16* left = room(memory, tall * steps * TILE);
 #pragma omp for nowait
                 for (int64_t m = 0; m < all; m += tall) {
                     const int64_t here = std::min(tall, all - m);
                     for (int64_t a = 0; a < here; a++)
-                        pack_left(grad + from * grad_step, grad_step, rows, column + (m + a) * W, steps, memory.data() + a * steps * TILE);
+                        pack_left(grad + from * grad_step, grad_step, rows, column + (m + a) * W, steps, left + a * steps * TILE);
                     for (int64_t s = 0; s < steps; s += DEPTH)
-                        multiply_block(memory.data() + s * TILE, here, steps * TILE, right + s * TILE, K / W, steps * TILE,
+                        multiply_block(left + s * TILE, here, steps * TILE, right + s * TILE, K / W, steps * TILE,
                                        std::min(DEPTH, steps - s), part.sum + m * W * K, K, part.adds || from || s);
                 }
             }
@@ -174,19 +173,17 @@ static void multiply_pairs(int64_t T, int64_t N, int64_t K, const bfloat16* x, i
     const int64_t steps = K / PLACES, tall = (T + W - 1) / W, wide = N / W, size = steps * TILE;
     const int64_t together = std::max<int64_t>(2, std::min(MOST / steps, (wide + threads - 1) / threads)) / 2 * 2;
     static thread_local std::vector<bfloat16> shared;
-    shared.resize((tall + 1) * size);
-    bfloat16* left = shared.data();
+    bfloat16* left = room(shared, (tall + 1) * size);
 #pragma omp parallel num_threads(threads)
     {
         static thread_local std::vector<bfloat16> memory;
-        memory.resize((together + 1) * size);
+        bfloat16* right = room(memory, (together + 1) * size);
         configure_tiles();
 #pragma omp for
         for (int64_t t = 0; t < tall; t += 2) pack_rows(x + t * W * x_step, x_step, T - t * W, K, false, left + t * size);
 #pragma omp for
         for (int64_t n = 0; n < wide; n += together) {
             const int64_t here = std::min(together, wide - n);
-            bfloat16* right = memory.data();
             for (int64_t b = 0; turned && b < here; b++) pack_right(weight, step, K, (n + b) * W, steps, right + b * size);
             for (int64_t b = 0; !turned && b < here; b += 2) pack_rows(weight + (n + b) * W * step, step, (here - b) * W, K, true, right + b * size);
             for (int64_t s = 0; s < steps; s += DEPTH)
@@ -210,12 +207,10 @@ static void attend_backward(const Segments& f, const Attention& a, int64_t first
     const int64_t count = blocks.size();
     for (Block& b : blocks)
         b.last = std::lower_bound(blocks.begin(), blocks.end(), b.last, [](const Block& x, int64_t row) { return x.row < row; }) - blocks.begin();
-    packed.resize(count * size * (3 + 4 * G));
-    memory.resize(G * count * (size + 2 * BLOCK) + 2 * size);
-    bfloat16 *key_columns = packed.data(), *value_columns = key_columns + count * size, *keys = value_columns + count * size;
+    bfloat16 *key_columns = room(packed, count * size * (3 + 4 * G)), *value_columns = key_columns + count * size, *keys = value_columns + count * size;
     bfloat16 *query_rows = keys + count * size, *grad_rows = query_rows + G * count * size, *queries = grad_rows + G * count * size;
     bfloat16* grads = queries + G * count * size;
-    float *grad_q = memory.data(), *lse = grad_q + G * count * size, *delta = lse + G * count * BLOCK;
+    float *grad_q = room(memory, G * count * (size + 2 * BLOCK) + 2 * size), *lse = grad_q + G * count * size, *delta = lse + G * count * BLOCK;
     float *grad_k = delta + G * count * BLOCK, *grad_v = grad_k + size;
     std::fill(grad_q, lse, 0.f);
     for (int64_t b = 0; b < count; b++) {

@@ -124,6 +124,11 @@ static inline float as_float(bfloat16 x) {
     std::memcpy(&wide, &bits, sizeof wide);
     return wide;
 }
+// Memory for so many numbers, whatever they are: growing by zeros each time would take as long as some of the work.
+template <class T> static T* room(std::vector<T>& memory, int64_t size) {
+    if ((int64_t)memory.size() < size) memory.resize(size);
+    return memory.data();
+}
 static inline float sum(Vec v) {
     float part[W];
     store(part, v);
