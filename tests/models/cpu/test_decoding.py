@@ -28,6 +28,7 @@ from tests.support.tiny import save_model
 from tunesmith.config.commands import GenerateConfig
 from tunesmith.config.load import load_config
 from tunesmith.config.schema import SFTConfig
+from tunesmith.costs import PeakRates
 from tunesmith.errors import ConfigError, EngineError
 from tunesmith.models.causal_lm import CausalLM
 from tunesmith.models.cpu import decoding, functions, native, products
@@ -41,6 +42,8 @@ from tunesmith.plan.facts.run import Facts
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.resolve import resolve
 from tunesmith.records.costs import largest_costs
+from tunesmith.run.engines.base import EngineStats
+from tunesmith.run.engines.local import runner
 from tunesmith.run.engines.local.engine import LocalEngine
 from tunesmith.run.engines.local.runner import probe
 from tunesmith.run.loop.profiling import StepProfiler
@@ -342,6 +345,44 @@ def test_keys_and_values_have_the_type_that_is_read_fastest(
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_taken_together_are_those_taken_one_by_one(
+    family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests end at their length or at a token of their own, start later than others, and leave
+    no memory for steps ahead."""
+    model = CausalLM.load(save_model(tmp_path, family, **FAMILIES[family]), dtype=dtype)
+    prompts = [[5 + (7 * i + 3 * j) % 250 for j in range(n)] for i, n in enumerate((1, 12, 33))]
+    samplings = [
+        Sampling(9 * i + 1, seed=i, stop_token_ids=tuple(range(i, 250, 40)), ignore_eos=i % 2 == 0)
+        for i in range(9)
+    ]
+
+    def sampled(together: int) -> tuple[list[Completion], EngineStats]:
+        monkeypatch.setattr(runner, "STEPS_TOGETHER", together)
+        engine = LocalEngine(
+            model,
+            kv_bytes=1 << 18,
+            max_running=5,
+            max_prefill_tokens=40,
+            limits=PeakRates(1e9, 1e9),
+        )
+
+        async def all_of_them() -> list[Completion]:
+            requests = enumerate(samplings)
+            return await asyncio.gather(*(engine.generate(prompts[i % 3], s) for i, s in requests))
+
+        return asyncio.run(all_of_them()), engine.stats()
+
+    (ones, counted), (others, also) = sampled(1), sampled(16)
+    assert ones == others and {one.finish_reason for one in ones} == {"stop", "length"}
+    times = {"decode_seconds": 0, "prefill_seconds": 0, "attainable_seconds": 0, "peak_kv_bytes": 0}
+    assert replace(counted, **times) == replace(also, **times)
+    assert also.attainable_seconds == pytest.approx(counted.attainable_seconds)
+
+
+@needs_compiler
 def test_a_trace_has_the_compiled_calls(tmp_path: Path) -> None:
     model = CausalLM.load(save_model(tmp_path / "model"), dtype=torch.float32)
     profiler = StepProfiler(tmp_path, [1])
@@ -354,7 +395,7 @@ def test_a_trace_has_the_compiled_calls(tmp_path: Path) -> None:
         for name, seconds in largest_costs(trace, 1000)
         if name.startswith("tunesmith::")
     }
-    decoding = ("step", "layer", "layers", "product", "multiply", "draw")
+    decoding = ("step", "layer", "product", "multiply", "draw", "decode")
     prompts = ("norm", "heads", "gate")
     by_head_size = {"tunesmith::panel", "tunesmith::attend_forest"}
     assert named.keys() - by_head_size == {f"tunesmith::{name}" for name in (*decoding, *prompts)}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tunesmith.config.engines import RoundedWeights
 from tunesmith.models.cpu.native import OPERATIONS
@@ -28,7 +28,14 @@ from tunesmith.models.cpu.products import (
     compiled,
     fastest,
 )
-from tunesmith.models.kernels.decoding import DecodeRows, KVSpan, Planes, PreparedProducts, tables
+from tunesmith.models.kernels.decoding import (
+    DecodeRows,
+    Draws,
+    KVSpan,
+    Planes,
+    PreparedProducts,
+    tables,
+)
 from tunesmith.models.kernels.functions import Product
 from tunesmith.models.kernels.lean import PRODUCTS, Layer, LeanDecoder, Norm
 from tunesmith.plan.cost.copies import SMALL, prepared_bytes
@@ -78,7 +85,8 @@ def _head(name: str, weight: Tensor, bias: Tensor | None) -> Product:
     kind = HEADS[weight.dtype][name]
     product = kind.prepare(weight, bias)
     rows = kind.rows
-    return product if rows is None else lambda x: product(x.to(rows))
+    converts = rows is None or isinstance(product, Compiled)
+    return product if converts else lambda x: product(x.to(rows))
 
 
 class CompiledSteps:
@@ -95,33 +103,63 @@ class CompiledSteps:
     def hidden(
         self, decoder: LeanDecoder, planes: Planes, rows: DecodeRows, *, by_row: bool
     ) -> Tensor:
-        assert isinstance(planes, Tensor), "on a CPU they are one tensor"
-        if self._decoder is None or self._decoder.decoder is not decoder:
-            self._decoder = _Decoder(decoder)
-        numbers = torch.tensor([rows.token_ids, rows.written, rows.positions, range(len(rows))])
-        token_ids, written, places, order = numbers.unbind()
+        prepared = self._prepared(decoder)
+        token_ids, written, places, order = _numbers(rows)
         embedded = decoder.model.embed_tokens(token_ids)
         if by_row:
-            rotary = self._decoder.rotary(embedded, places)
+            step = self._step(planes, rows, written, order, prepared.rotary(embedded, places))
         else:
-            rotary = self._tables_to(max(rows.positions), self._decoder, embedded)
-        if self._rows is None or self._rows.prompts != rows.prompts:
-            shape = decoder.layers[0].shape
-            self._rows = SharedRows(
-                rows.prompts, rows.prompt_lengths, shape.heads // shape.kv_heads
-            )
-        table = order if by_row else places
-        step = self._rows.step(planes, written, table, self._rows.own(rows.own), rotary)
-        return self._decoder(step, embedded.float(), decoder.rows or embedded.dtype)
+            rotary = self._tables_to(max(rows.positions), prepared, embedded)
+            step = self._step(planes, rows, written, places, rotary)
+        return prepared(step, embedded.float(), decoder.rows or embedded.dtype)
+
+    def several(
+        self, decoder: LeanDecoder, head: Product, planes: Planes, rows: DecodeRows, draws: Draws
+    ) -> tuple[Tensor, Tensor] | None:
+        """See ``kernels.decoding.TakesSteps``."""
+        prepared = self._prepared(decoder)
+        embeddings = decoder.looked_up
+        if embeddings is None or not prepared.draws(embeddings, head):
+            return None
+        assert isinstance(head, Compiled)
+        token_ids, written, places, _ = _numbers(rows)
+        last = max(rows.positions) + len(draws.uniforms) - 1
+        rotary = self._tables_to(last, prepared, embeddings)
+        step = self._step(planes, rows, written, places, rotary)
+        return prepared.several(step, embeddings, head, token_ids, draws)
 
     def draw(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         return OPERATIONS.draw(logits, temperatures, uniforms)
 
+    def _prepared(self, decoder: LeanDecoder) -> _Decoder:
+        if self._decoder is None or self._decoder.decoder is not decoder:
+            self._decoder = _Decoder(decoder)
+        return self._decoder
+
+    def _step(
+        self, planes: Planes, rows: DecodeRows, written: Tensor, table: Tensor, rotary: list[Tensor]
+    ) -> Tensor:
+        assert isinstance(planes, Tensor), "on a CPU they are one tensor"
+        assert self._decoder is not None
+        if self._rows is None or self._rows.prompts != rows.prompts:
+            shape = self._decoder.decoder.layers[0].shape
+            self._rows = SharedRows(
+                rows.prompts, rows.prompt_lengths, shape.heads // shape.kv_heads
+            )
+        return self._rows.step(planes, written, table, self._rows.own(rows.own), rotary)
+
     def _tables_to(self, most: int, decoder: _Decoder, like: Tensor) -> list[Tensor]:
         """The rotary tables of every position up to ``most``."""
         if not self._tables or len(self._tables[0]) <= most:
-            self._tables = decoder.rotary(like, torch.arange((most // TABLE + 1) * TABLE))
+            places = torch.arange((most // TABLE + 1) * TABLE)
+            self._tables = decoder.rotary(like, places)
         return self._tables
+
+
+def _numbers(rows: DecodeRows) -> tuple[Tensor, ...]:
+    """Token ids, own tokens before them, positions, and the rows' numbers: ``[B]`` each."""
+    numbers = torch.tensor([rows.token_ids, rows.written, rows.positions, range(len(rows))])
+    return numbers.unbind()
 
 
 class SharedRows:
@@ -216,6 +254,32 @@ class _Decoder:
             y = layer.down(OPERATIONS.gated(layer.gate_up(normed), ACTIVATIONS[layer.activation]))
             norm_y = after_mlp
         return OPERATIONS.add_norm(x, y, norm_y, self._norm, eps, narrow)
+
+    def draws(self, embeddings: Tensor, head: Product) -> bool:
+        """Whether ``several`` takes these."""
+        plain = type(embeddings) in (Tensor, nn.Parameter)  # neither sharded nor quantised
+        if not (plain and embeddings.dtype in TYPES and self._compiled):
+            return False
+        return isinstance(head, Compiled) and head.rows == (self.decoder.rows or embeddings.dtype)
+
+    def several(
+        self, step: Tensor, embeddings: Tensor, head: Compiled, token_ids: Tensor, draws: Draws
+    ) -> tuple[Tensor, Tensor]:
+        """As ``CompiledSteps.several``."""
+        tokens, logprobs, taken = OPERATIONS.decode(
+            step,
+            self._layers,
+            self._norm,
+            embeddings.detach(),
+            head.prepared,
+            token_ids,
+            draws.temperatures,
+            draws.uniforms,
+            draws.stops,
+            draws.called,
+            head.rows == torch.bfloat16,
+        )
+        return tokens[:taken], logprobs[:taken]
 
     def rotary(self, like: Tensor, positions: Tensor) -> list[Tensor]:
         """Cosines and sines of each kind of layer, rounded as in the model."""

@@ -93,7 +93,7 @@ class Compiled:
         own_bias = None if bias is None else bias.detach()
         self.prepared: Tensor = OPERATIONS.product(weight.detach(), own_bias, scale, layout)
         """The product as compiled operations read it; it holds what it needs of the weights."""
-        self._rows = rows
+        self.rows = rows
         self._narrow = result == torch.bfloat16
 
     def adapted(self, down: Tensor, up: Tensor) -> Compiled:
@@ -104,7 +104,7 @@ class Compiled:
         return beside
 
     def __call__(self, x: Tensor) -> Tensor:
-        return OPERATIONS.multiply(self.prepared, x.to(self._rows), self._narrow)
+        return OPERATIONS.multiply(self.prepared, x.to(self.rows), self._narrow)
 
 
 def _compiled(weight: Tensor, bias: Tensor | None, result: torch.dtype = torch.bfloat16) -> Product:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -74,6 +74,20 @@ class PreparedProducts:
     """For a head, of rows of any dtype; the result is float32."""
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How the next tokens of rows are drawn in ``n`` steps."""
+
+    temperatures: Tensor
+    """``[B]``, 0 for the likeliest token."""
+    uniforms: Tensor
+    """``[n, B]`` float64 in [0, 1)."""
+    stops: Tensor
+    """``[B, most]`` int64: the tokens that end each row, filled up with -1."""
+    called: Tensor
+    """``[1]`` int64: no step begins after the first once another thread has written 1."""
+
+
 class DecodeSteps(Protocol):
     """Decode steps, with what is prepared for one version of the weights."""
 
@@ -101,6 +115,22 @@ class DecodeSteps(Protocol):
 
     def refresh(self) -> None:
         """Drop everything derived from the weights."""
+
+
+@runtime_checkable
+class TakesSteps(Protocol):
+    """``DecodeSteps`` that take several in one call."""
+
+    def several(
+        self, decoder: LeanDecoder, head: Product, planes: Planes, rows: DecodeRows, draws: Draws
+    ) -> tuple[Tensor, Tensor] | None:
+        """The rows' next tokens and log-probabilities ``[steps, B]``; no step follows one in which
+        a row ended, or its logits were not finite. None: not with these weights.
+
+        Args:
+            planes: as for ``hidden``; the rows have blocks for all steps.
+        """
+        ...
 
 
 class Decoding(Protocol):

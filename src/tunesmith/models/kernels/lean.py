@@ -395,9 +395,16 @@ class LeanDecoder:
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         module = self.model.embed_tokens
+        weight = self.looked_up
+        return module(token_ids) if weight is None else embed(token_ids, weight, module.padding_idx)
+
+    @property
+    def looked_up(self) -> Tensor | None:
+        """The weights of the embeddings; None: more is done than to look tokens up in them."""
+        module = self.model.embed_tokens
         if type(module) is not nn.Embedding or module._forward_hooks or module._forward_pre_hooks:
-            return module(token_ids)
-        return embed(token_ids, module.weight, module.padding_idx)
+            return None
+        return module.weight
 
     def rotary(self, x: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
         """The rotary tables of a kind of layer, ``[T, 1, D]`` each; see ``Layer``."""

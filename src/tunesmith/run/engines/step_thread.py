@@ -32,14 +32,20 @@ class StepThread:
     Args:
         step: does some work; returns whether any is left.
         fail: called on the thread with the exception of a failed step.
+        posted: called where a call was posted, which waits for the end of the current step.
     """
 
     def __init__(
-        self, name: str, step: Callable[[], bool], fail: Callable[[Exception], None]
+        self,
+        name: str,
+        step: Callable[[], bool],
+        fail: Callable[[Exception], None],
+        posted: Callable[[], object] = lambda: None,
     ) -> None:
         self._thread = ThreadPoolExecutor(1, name)
         self._step = step
         self._fail = fail
+        self._posted = posted
         self._closed = False
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -60,9 +66,15 @@ class StepThread:
         done: Future[T] = promise()
         self._loop = asyncio.get_running_loop()
         self._calls.append((work, done))
+        self._posted()
         end_team()  # the caller's team: the caller waits now
         self._thread.submit(self._serve)
         return done
+
+    @property
+    def called(self) -> bool:
+        """Whether calls wait for the end of the current step."""
+        return bool(self._calls)
 
     async def call(self, work: Callable[[], T]) -> T:
         """The result of ``work``, which runs before the next step. Raises EngineError as ``post``

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -189,7 +189,7 @@ def test_new_weights_reach_the_next_token(llama: CausalLM, monkeypatch: pytest.M
         await loading
         return await flying, await engine.generate(prompt, free(8, temperature=0))
 
-    monkeypatch.setattr(Runner, "draw", held)
+    at_each_step(monkeypatch, held)
     try:
         flying, after = asyncio.run(change())
     finally:
@@ -236,7 +236,7 @@ def test_an_engine_whose_weights_came_in_part_waits_for_all_of_them(
         await engine.load_weights(2)
         return drawn - counted, await flying, await waiting
 
-    monkeypatch.setattr(Runner, "draw", held)
+    at_each_step(monkeypatch, held)
     split, flying, waited = asyncio.run(load())
     assert not failing and 1 <= split < 8
     assert [flying.token_ids, waited.token_ids] == [done.token_ids for done in before], (
@@ -301,7 +301,7 @@ def test_cancelled_requests_make_room_whether_running_or_waiting(
 ) -> None:
     engine = make(llama, max_running=3)
     held = held_at(20)
-    monkeypatch.setattr(Runner, "draw", held)
+    at_each_step(monkeypatch, held)
 
     async def go() -> None:
         tasks = [
@@ -341,7 +341,7 @@ def test_a_failed_step_fails_what_ran_and_the_engine_goes_on(
             raise RuntimeError("out of luck")
         return draw(*args)
 
-    monkeypatch.setattr(Runner, "draw", broken)
+    at_each_step(monkeypatch, broken)
 
     async def go() -> list[Completion | BaseException]:
         return await asyncio.gather(
@@ -364,9 +364,15 @@ def test_the_engine_of_a_failed_gpu_is_lost(
     def broken(*_: Any) -> Any:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(Runner, "draw", broken)
+    at_each_step(monkeypatch, broken)
     with pytest.raises(EngineLostError, match="illegal memory access"):
         run(make(llama), (prompts(1)[0], free(8)))
+
+
+def at_each_step(monkeypatch: pytest.MonkeyPatch, draw: Callable[..., Any]) -> None:
+    """In the place of ``Runner.draw``, and no step is taken together with others."""
+    monkeypatch.setattr(Runner, "several", lambda *_: None)
+    monkeypatch.setattr(Runner, "draw", draw)
 
 
 class held_at:
@@ -386,8 +392,8 @@ class held_at:
             assert self.go.wait(60)
         return self.draw(*args)
 
-    def __get__(self, runner: Runner | None, _: type[Runner]) -> Any:
-        return self if runner is None else partial(self, runner)
+    def __get__(self, owner: Runner | None, _: type[Runner]) -> Any:
+        return self if owner is None else partial(self, owner)
 
 
 def test_memory_that_cannot_be_taken_fails_requests_and_the_next_ones_run(
@@ -432,7 +438,7 @@ def test_the_event_loop_does_not_wait_for_steps(
     llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = held_at(2)
-    monkeypatch.setattr(Runner, "draw", held)
+    at_each_step(monkeypatch, held)
     threads = threading.active_count()
     engine = make(llama)
     (prompt,) = prompts(4)
@@ -463,7 +469,7 @@ def test_what_is_computed_together_is_the_same_in_every_run(
         passes.append(len(args[1]))
         return draw(*args)
 
-    monkeypatch.setattr(Runner, "draw", counted)
+    at_each_step(monkeypatch, counted)
 
     async def episodes() -> None:
         engine = make(llama)
@@ -512,7 +518,7 @@ async def test_weights_do_not_change_within_a_step(
         finally:
             busy[0] = False
 
-    monkeypatch.setattr(Runner, "draw", noted)
+    at_each_step(monkeypatch, noted)
     seen: list[bool] = []
     engine = make(llama, update=lambda: seen.append(busy[0]))
     (prompt,) = prompts(4)

@@ -24,8 +24,8 @@ struct Step : Kept {
     const int64_t* starts;      // [blocks + 1] of `order`
     const int64_t* order;       // [B], rows by block
     const int64_t* prompt;      // [B] tokens of the prompt
-    const int64_t* written;     // [B] tokens of the row before this one
-    const int64_t* table;       // [B] row of the rotary tables
+    int64_t* written;           // [B] tokens of the row before this one
+    int64_t* table;             // [B] row of the rotary tables
     const int64_t *prompts, *own;  // [B, width] blocks of the prompt, and of the row after it
     int64_t prompts_width, own_width;
     Bank bank;
@@ -114,8 +114,10 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
     static thread_local std::vector<float> memory;
     static thread_local std::vector<N> numbers;
     float *mixed = room(memory, (queries + 1) * padded + queries * (width + 1)), *made = mixed + queries * padded, *totals = made + padded, *scores = totals + queries;
-    N *q = room(numbers, queries * (padded + width)), *weights = q + queries * padded;
-    if constexpr (std::is_same_v<N, float>) weights = scores;
+    constexpr bool narrows = !std::is_same_v<N, float>;
+    N *q = room(numbers, queries * (padded + narrows * width)), *weights;
+    if constexpr (narrows) weights = q + queries * padded;
+    else weights = scores;
     std::fill(mixed, totals, 0.f);
     const int64_t size = s.bank.slots;
     T* bank = (T*)s.bank.data + l.plane * s.bank.plane + head * s.bank.head;
@@ -163,7 +165,7 @@ static void attend_block(const Step& s, const Layer& l, const X* qkv, X* out, in
         totals[i] = exponentials(own, n);
         std::fill(scores + i * width + std::min(first, begin), own, 0.f);
         own[n] = 0;
-        if (weights != (N*)scores)
+        if constexpr (narrows)
             for (int64_t c = std::min(first, begin); c <= begin + n; c += W) store(weights + i * width + c, load(scores + i * width + c));
     }
     auto values_of = [&](const int64_t* table, int64_t from, int64_t to) {
@@ -186,9 +188,9 @@ template <class X, class T> static void attend(const Step& s, const Layer& l, co
     const int64_t work = s.blocks * s.kv_heads;
     constexpr bool in_pairs = MULTIPLIES_PAIRS && std::is_same_v<X, bfloat16> && std::is_same_v<T, bfloat16>;
     using N = std::conditional_t<in_pairs, bfloat16, float>;
-    const auto attend = s.dim % (2 * W) ? attend_block<X, T, float> : attend_block<X, T, N>;
+    const auto of_block = s.dim % (2 * W) ? attend_block<X, T, float> : attend_block<X, T, N>;
 #pragma omp parallel for num_threads(threads()) schedule(dynamic, 1) if (work > 1 && tokens * l.heads * s.dim > ALONE)
-    for (int64_t i = 0; i < work; i++) attend(s, l, qkv, out, i / s.kv_heads, i % s.kv_heads);
+    for (int64_t i = 0; i < work; i++) of_block(s, l, qkv, out, i / s.kv_heads, i % s.kv_heads);
 }
 
 // x [B, d] += y, or its norm where there is `inner`; out = the norm of x. y may be null.
@@ -426,6 +428,11 @@ static void draw_row(const float* logits, int64_t V, float temperature, double u
     *logprob = float((double)((logits[chosen] - top) / scale) - std::log(total));
 }
 
+static void draw_rows(int64_t rows, int64_t V, const float* logits, const float* temperatures, const double* uniforms, int64_t* tokens, float* logprobs) {
+#pragma omp parallel for num_threads(threads()) if (rows > 1 && rows * V > ALONE)
+    for (int64_t row = 0; row < rows; row++) draw_row(logits + row * V, V, temperatures[row], uniforms[row], tokens + row, logprobs + row);
+}
+
 // order, lengths: of the rows by block, and of their prompts; written: tokens of each row before this one; table: its row of
 // the rotary tables, a cosine and a sine for each kind of layer.
 static Tensor step(Tensor planes, Tensor starts, Tensor order, Tensor lengths, Tensor written, Tensor table, Tensor prompts, Tensor own, std::vector<Tensor> rotary) {
@@ -488,9 +495,14 @@ static Tensor activated_gate(Tensor x, int64_t activation) {
     return out;
 }
 
-static Tensor layers(Tensor step, std::vector<Tensor> layers, Tensor x, Tensor norm, bool narrow_rows) {
+static std::vector<const Layer*> layers_of(const std::vector<Tensor>& layers) {
     std::vector<const Layer*> all;
     for (const Tensor& layer : layers) all.push_back(&object_of<Layer>(layer));
+    return all;
+}
+
+static Tensor layers(Tensor step, std::vector<Tensor> layers, Tensor x, Tensor norm, bool narrow_rows) {
+    const std::vector<const Layer*> all = layers_of(layers);
     const Tensor out = empty(x, {x.size(0), x.size(1)}, type_of(narrow_rows));
     by_type(narrow_rows, [&](auto number) {
         using X = decltype(number);
@@ -560,15 +572,55 @@ static Tensor multiplied(Tensor product, Tensor x, bool narrow_result) {
 
 static std::tuple<Tensor, Tensor> draw(Tensor logits, Tensor temperatures, Tensor uniforms) {
     logits = whole(logits);
-    const int64_t rows = logits.size(0), V = logits.size(1);
+    const int64_t rows = logits.size(0);
     const Tensor tokens = empty(logits, {rows}, ScalarType::Long), logprobs = empty(logits, {rows});
-    const float *all = numbers<float>(logits), *temperature = numbers<float>(temperatures);
-    const double* uniform = numbers<double>(uniforms);
-    int64_t* token = numbers<int64_t>(tokens);
-    float* logprob = numbers<float>(logprobs);
-#pragma omp parallel for num_threads(threads()) if (rows > 1 && rows * V > ALONE)
-    for (int64_t row = 0; row < rows; row++) draw_row(all + row * V, V, temperature[row], uniform[row], token + row, logprob + row);
+    draw_rows(rows, logits.size(1), numbers<float>(logits), numbers<float>(temperatures), numbers<double>(uniforms), numbers<int64_t>(tokens), numbers<float>(logprobs));
     return {tokens, logprobs};
+}
+
+// x [B, d] = the embeddings [V, d] of tokens [B]
+template <class T> static void embed(int64_t rows, int64_t d, const T* embeddings, const int64_t* tokens, float* x) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t c = 0; c < d; c += W) store(x + row * d + c, load(embeddings + tokens[row] * d + c, d - c), d - c);
+}
+
+// Whether a row drew one of its tokens of stops [B, most], or from logits that are not numbers
+static bool one_ends(int64_t rows, const int64_t* tokens, const float* logprobs, const Tensor& stops) {
+    const int64_t most = stops.size(1), *stop = numbers<int64_t>(stops);
+    for (int64_t row = 0; row < rows; row++, stop += most)
+        if (std::isnan(logprobs[row]) || std::find(stop, stop + most, tokens[row]) != stop + most) return true;
+    return false;
+}
+
+// Tokens and log-probabilities [n, B] of as many steps as there are uniforms [n, B], and how many were taken: none after one in
+// which a row ended, or `called` [1] became another number than 0. The rows' last tokens [B] are computed first; stops [B, most]
+// are the tokens that end each row.
+static std::tuple<Tensor, Tensor, int64_t> decode(Tensor step, std::vector<Tensor> layers, Tensor norm, Tensor embeddings, Tensor head, Tensor last, Tensor temperatures, Tensor uniforms, Tensor stops, Tensor called, bool narrow_rows) {
+    Step& s = object_of<Step>(step);
+    const Product& p = object_of<Product>(head);
+    embeddings = whole(embeddings), uniforms = whole(uniforms), stops = whole(stops);
+    const int64_t B = s.rows, d = norm.size(0), V = p.outputs, most = uniforms.size(0);
+    const Tensor x = empty(norm, {B, d}), states = empty(norm, {B, d}, type_of(narrow_rows)), logits = empty(norm, {B, V});
+    const Tensor tokens = empty(last, {most, B}), logprobs = empty(norm, {most, B});
+    const std::vector<const Layer*> all = layers_of(layers);
+    const int64_t* from = numbers<int64_t>(last);
+    const volatile int64_t* stop_now = numbers<int64_t>(called);  // another thread writes it
+    int64_t done = 0;
+    for (bool ended = false; done < most && !ended && !(done && *stop_now); done++) {
+        int64_t* drawn = numbers<int64_t>(tokens) + done * B;
+        float* logprob = numbers<float>(logprobs) + done * B;
+        by_type(narrow(embeddings), [&](auto number) { embed(B, d, numbers<decltype(number)>(embeddings), from, numbers<float>(x)); });
+        by_type(narrow_rows, [&](auto number) {
+            using X = decltype(number);
+            run_layers(s, all, d, numbers<float>(x), numbers<float>(norm), numbers<X>(states));
+            multiply_adapted(B, p, numbers<X>(states), numbers<float>(logits), threads());
+        });
+        draw_rows(B, V, numbers<float>(logits), numbers<float>(temperatures), numbers<double>(uniforms) + done * B, drawn, logprob);
+        ended = one_ends(B, drawn, logprob, stops);
+        from = drawn;
+        for (int64_t row = 0; row < B; row++) s.written[row]++, s.table[row]++;
+    }
+    return {tokens, logprobs, done};
 }
 
 static bool has_pairs() {  // whether the CPU multiplies pairs of bfloat16
@@ -595,6 +647,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tunesmith, m) {
     m.def("product(Tensor weight, Tensor? bias, Tensor? scale, int layout) -> Tensor");
     m.def("adapted(Tensor product, Tensor down, Tensor up) -> Tensor");
     m.def("multiply(Tensor product, Tensor x, bool narrow) -> Tensor");
+    m.def("decode(Tensor step, Tensor[] layers, Tensor norm, Tensor embeddings, Tensor head, Tensor last, Tensor temperatures, Tensor uniforms, Tensor stops, Tensor called, bool narrow) "
+          "-> (Tensor, Tensor, int)");
     m.def("draw(Tensor logits, Tensor temperatures, Tensor uniforms) -> (Tensor, Tensor)");
 }
 STABLE_TORCH_LIBRARY_IMPL(tunesmith, CompositeExplicitAutograd, m) {
@@ -611,5 +665,6 @@ STABLE_TORCH_LIBRARY_IMPL(tunesmith, CPU, m) {
     m.impl("product", TORCH_BOX(&product));
     m.impl("adapted", TORCH_BOX(&adapted));
     m.impl("multiply", TORCH_BOX(&multiplied));
+    m.impl("decode", TORCH_BOX(&decode));
     m.impl("draw", TORCH_BOX(&draw));
 }

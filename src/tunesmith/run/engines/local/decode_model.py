@@ -91,9 +91,13 @@ class DecodeModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[T, V]`` float32. Rounding to bfloat16 would change log-probabilities by up to 0.03."""
+        return self.head()(hidden)
+
+    def head(self) -> Product:
+        """The product of a version of the weights."""
         if self._head is None:
             self._head = self._prepared_head()
-        return self._head(hidden)
+        return self._head
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -25,7 +25,7 @@ from tunesmith.models.parallel.host_weights import HostWeights
 from tunesmith.run.engines.base import EngineStats, TokenScore, check_idle, check_sampling
 from tunesmith.run.engines.local.metering import Meter
 from tunesmith.run.engines.local.pool import KVLayout, KVPool
-from tunesmith.run.engines.local.requests import LocalRequest, Uniforms
+from tunesmith.run.engines.local.requests import LocalRequest, StepBatch, Uniforms
 from tunesmith.run.engines.local.runner import Runner, probe, text_config
 from tunesmith.run.engines.local.scheduler import Scheduler
 from tunesmith.run.engines.local.speculation import Speculation, check_assistant
@@ -118,7 +118,8 @@ class LocalEngine:
         if assistant is not None:
             drafts = self._runners[1]
             self._speculation = Speculation(self._runner, drafts, self._pool, speculative_tokens)
-        self._thread = StepThread("local engine", self._step, self._fail_running)
+        posted = partial(self._runner.called.fill_, 1)
+        self._thread = StepThread("local engine", self._step, self._fail_running, posted)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """See ``RolloutEngine``. Raises UserError, EngineError."""
@@ -271,9 +272,7 @@ class LocalEngine:
             if self._speculation is not None and guesses > 0:
                 ended = self._speculation.step(batch, guesses, self.version)
             else:
-                logits = self._runner.logits(self._runner.run(batch))
-                drawn = self._runner.draw(logits, batch.requests)
-                ended = batch.append(batch.requests, *drawn, self.version)
+                ended = self._draw(batch)
             used = (self._pool.blocks - self._pool.free) * self._pool.block_size
             seconds = time.perf_counter() - started
             places = self._scheduler
@@ -284,6 +283,22 @@ class LocalEngine:
             _deliver(ended)
             self._thread.wait_for_callers()
         return self._scheduler.has_work
+
+    def _draw(self, batch: StepBatch) -> dict[LocalRequest, FinishReason]:
+        """The next tokens of the requests: of several steps where they can be taken in one call."""
+        together = self._runner.together
+        self._runner.called.zero_()
+        if batch.prefill is None and together > 1 and not self._thread.called:
+            drawn = self._runner.several(batch.requests, self._scheduler.ahead(together))
+            if drawn is not None:
+                batch.steps = len(drawn)
+                ended: dict[LocalRequest, FinishReason] = {}
+                for tokens, logprobs in drawn:
+                    ended |= batch.append(batch.requests, tokens, logprobs, self.version)
+                return ended
+        logits = self._runner.logits(self._runner.run(batch))
+        tokens, logprobs = self._runner.draw(logits, batch.requests)
+        return batch.append(batch.requests, tokens, logprobs, self.version)
 
     def _fail_running(self, cause: Exception) -> None:
         _fail(self._scheduler.clear(), cause)

@@ -20,7 +20,8 @@ class Meter:
     def count(
         self, batch: StepBatch, kv_slots: int, seconds: float, running: int, waiting: int
     ) -> None:
-        """Count a step whose tokens were appended, before any request is released.
+        """Count a step, or several decode steps, whose tokens were appended, before any request is
+        released.
 
         Args:
             kv_slots: slots of the KV memory in use.
@@ -35,21 +36,23 @@ class Meter:
             tokens = len(rows) + batch.drafted
             read = own + shared
             pairs = own + sum([len(r.prompt_ids) for r in rows])
-            counted.decode_steps += 1
+            counted.decode_steps += batch.steps
             counted.decode_seconds += seconds
             counted.drafted_tokens += batch.drafted
-            counted.accepted_tokens += batch.sampled - len(rows)
+            counted.accepted_tokens += batch.sampled - len(rows) * batch.steps
         else:
             tokens = sum(map(len, batch.prefill))
             read = 0
             pairs = sum(len(p) * (2 * p.positions[0] + len(p) + 1) // 2 for p in batch.prefill)
             counted.prefilled_tokens += tokens
             counted.prefill_seconds += seconds
-        counted.steps += 1
+        counted.steps += batch.steps
         counted.sampled_tokens += batch.sampled
-        counted.running_requests += running
-        counted.waiting_requests += waiting
+        counted.running_requests += running * batch.steps
+        counted.waiting_requests += waiting * batch.steps
         counted.peak_running = max(counted.peak_running, len(rows))
         counted.peak_kv_bytes = max(counted.peak_kv_bytes, kv_slots * self.cost.kv_bytes)
         if tokens and self.limits:
-            counted.attainable_seconds += self.cost.seconds(self.limits, tokens, read, pairs)
+            for behind in range(0, len(rows) * batch.steps, len(rows)):  # tokens written since
+                least = self.cost.seconds(self.limits, tokens, read - behind, pairs - behind)
+                counted.attainable_seconds += least

@@ -198,6 +198,8 @@ class StepBatch:
     """Tokens that were appended to the requests."""
     drafted: int = 0
     """Guessed tokens that were checked."""
+    steps: int = 1
+    """Decode steps, each of which gave every request a token; guessed tokens come in one."""
 
     def append(
         self,

@@ -20,7 +20,7 @@ from tunesmith.models.experts.routing import Routing
 from tunesmith.models.forest import PackedLengths
 from tunesmith.models.head import fused_logprobs, likeliest
 from tunesmith.models.kernels.attention import AttentionRule
-from tunesmith.models.kernels.decoding import DecodeRows
+from tunesmith.models.kernels.decoding import DecodeRows, Draws, TakesSteps
 from tunesmith.models.kernels.latent import Latent
 from tunesmith.models.kernels.layers import StatefulLayer
 from tunesmith.models.rope import rotated_by
@@ -37,6 +37,10 @@ from tunesmith.run.engines.local.requests import (
 )
 from tunesmith.run.engines.local.sampler import SamplingPlan, penalise, sample
 from tunesmith.types import Sample
+
+STEPS_TOGETHER = 16
+BYTES_TOGETHER = 10**9
+"""Of weights that are read in one call, in some ten milliseconds: clients see tokens after it."""
 
 
 def text_config(model: CausalLM) -> Any:
@@ -157,6 +161,17 @@ class Runner:
         functions = decoding(model) if compiled else None
         self._steps = None if functions is None else functions.steps()
         self._plan: tuple[list[LocalRequest], SamplingPlan] | None = None
+        self.together = self._most_together()
+        """The most decode steps in one call."""
+        self.called = torch.zeros(1, dtype=torch.int64)
+        """Not 0: a call waits for the end of the current step, and no other is taken with it."""
+
+    def _most_together(self) -> int:
+        same = self._scale == 1 and self._softcap is None and self.model.lengths is None
+        if not same or not isinstance(self._steps, TakesSteps):
+            return 1
+        read = sum(p.numel() * p.element_size() for p in self.model.module.parameters())
+        return min(STEPS_TOGETHER, max(1, BYTES_TOGETHER // read))
 
     def run(self, batch: StepBatch) -> Tensor:
         """The hidden states ``[B, d]`` from which the requests' next tokens are sampled."""
@@ -210,18 +225,50 @@ class Runner:
             EngineError: logits are not finite.
         """
         numbers = [r.uniforms[len(r.token_ids)] for r in requests]
-        if self._sampling_plan(requests, logits).penalises:
+        if self._sampling_plan(requests, logits.shape[1]).penalises:
             logits = penalise(logits, requests)
         tokens, logprobs = self.sample(logits, requests, numbers)
-        if any(map(math.isnan, logprobs)):
-            raise EngineError("the model's logits are not finite: the weights may have diverged")
+        _check_finite(logprobs)
         return tokens, logprobs
+
+    def several(
+        self, requests: Sequence[LocalRequest], steps: int
+    ) -> list[tuple[list[int], list[float]]] | None:
+        """What ``draw`` returns, of up to ``steps`` steps in one call: none follows one in which a
+        request ended, or during which the engine was called. None: these are taken one by one.
+
+        Raises:
+            EngineError: logits are not finite.
+        """
+        decoder = self._decode_model.decoder().lean
+        if steps < 2 or decoder is None or not isinstance(self._steps, TakesSteps):
+            return None
+        plan = self._sampling_plan(requests, self.model.head.out_features)
+        if plan.penalises or plan.cut_rows is not None or any(r.stop_strings for r in requests):
+            return None
+        uniforms = [[r.uniforms[len(r.token_ids) + i] for r in requests] for i in range(steps)]
+        most = max(len(r.stop_token_ids) for r in requests)
+        stops = [[*r.stop_token_ids, *[-1] * (most - len(r.stop_token_ids))] for r in requests]
+        draws = Draws(
+            plan.temperatures,
+            torch.tensor(uniforms, dtype=torch.float64),
+            torch.tensor(stops, dtype=torch.int64),
+            self.called,
+        )
+        rows = _decode_rows(requests)
+        head = self._decode_model.head()
+        drawn = self._steps.several(decoder, head, self._memory.planes, rows, draws)
+        if drawn is None:
+            return None
+        tokens, logprobs = (part.tolist() for part in drawn)
+        _check_finite(logprobs[-1])
+        return list(zip(tokens, logprobs, strict=True))
 
     def sample(
         self, logits: Tensor, requests: Sequence[LocalRequest], numbers: Sequence[float]
     ) -> tuple[list[int], list[float]]:
         """Sample a token of each request by a number in [0, 1), and its log-probability."""
-        plan = self._sampling_plan(requests, logits)
+        plan = self._sampling_plan(requests, logits.shape[1])
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
         if self._steps is not None and plan.cut_rows is None:
             tokens, logprobs = self._steps.draw(logits, plan.temperatures, uniforms)
@@ -229,9 +276,9 @@ class Runner:
             tokens, logprobs = sample(logits, plan, uniforms)
         return tokens.tolist(), logprobs.tolist()
 
-    def _sampling_plan(self, requests: Sequence[LocalRequest], logits: Tensor) -> SamplingPlan:
+    def _sampling_plan(self, requests: Sequence[LocalRequest], vocab_size: int) -> SamplingPlan:
         if self._plan is None or self._plan[0] != list(requests):
-            plan = SamplingPlan.of([r.sampling for r in requests], logits.shape[1], logits.device)
+            plan = SamplingPlan.of([r.sampling for r in requests], vocab_size, self.model.device)
             self._plan = (list(requests), plan)
         return self._plan[1]
 
@@ -268,14 +315,7 @@ class Runner:
         decoder = self._decode_model.decoder()
         if self._steps is None or decoder.lean is None:
             return self._read([Piece(r, r.cached, r.token_ids[-1:]) for r in running], decoder)
-        rows = DecodeRows(
-            token_ids=[r.token_ids[-1] for r in running],
-            prompts=[r.prompt.span for r in running if r.prompt],
-            prompt_lengths=[len(r.prompt_ids) for r in running],
-            own=[r.span for r in running],
-            written=[r.cached for r in running],
-            positions=[r.shift + len(r.prompt_ids) + r.cached for r in running],
-        )
+        rows = _decode_rows(running)
         by_row = self.model.lengths is not None
         with rotated_by([r.rotary_length for r in running]) if by_row else nullcontext():
             return self._steps.hidden(decoder.lean, self._memory.planes, rows, by_row=by_row)
@@ -328,3 +368,20 @@ def _record(pieces: Sequence[Piece], routing: Routing) -> None:
         width = rows.shape[1] * rows.element_size()
         known = len(piece.owner.experts) // width - piece.start
         piece.owner.experts += rows[max(0, known) :].numpy().tobytes()
+
+
+def _decode_rows(requests: Sequence[LocalRequest]) -> DecodeRows:
+    """Each request's last token."""
+    return DecodeRows(
+        token_ids=[r.token_ids[-1] for r in requests],
+        prompts=[r.prompt.span for r in requests if r.prompt],
+        prompt_lengths=[len(r.prompt_ids) for r in requests],
+        own=[r.span for r in requests],
+        written=[r.cached for r in requests],
+        positions=[r.shift + len(r.prompt_ids) + r.cached for r in requests],
+    )
+
+
+def _check_finite(logprobs: Sequence[float]) -> None:
+    if any(map(math.isnan, logprobs)):
+        raise EngineError("the model's logits are not finite: the weights may have diverged")

@@ -102,6 +102,21 @@ class Scheduler:
                     self._requeue([max(self.running, key=lambda r: r.id)])
         return list(self.running)
 
+    def ahead(self, most: int) -> int:
+        """How many steps give a token to every running request, without one that must end before
+        the last; there is room for them. The first is scheduled already."""
+        left = (r.max_new_tokens - len(r.token_ids) for r in self.running)
+        steps = min([most, *left])
+        if steps > 1:
+            needed = self.pool.needed
+            more = [needed(r.cached + steps) - len(r.span.blocks) for r in self.running]
+            if sum(count for count in more if count > 0) > self.pool.free:
+                return 1
+            for request, count in zip(self.running, more, strict=True):
+                if count > 0:
+                    self.pool.append(request.span, request.cached + steps)
+        return steps
+
     def release(self, requests: Sequence[LocalRequest]) -> None:
         """Remove requests, running or waiting. Their prompts stay until space is needed."""
         gone = set(requests)
