@@ -260,7 +260,9 @@ class _Decoder:
         plain = type(embeddings) in (Tensor, nn.Parameter)  # neither sharded nor quantised
         if not (plain and embeddings.dtype in TYPES and self._compiled):
             return False
-        return isinstance(head, Compiled) and head.rows == (self.decoder.rows or embeddings.dtype)
+        if not isinstance(head, Compiled) or head.outputs > len(embeddings):
+            return False
+        return head.rows == (self.decoder.rows or embeddings.dtype)
 
     def several(
         self, step: Tensor, embeddings: Tensor, head: Compiled, token_ids: Tensor, draws: Draws

@@ -94,6 +94,7 @@ class Compiled:
         self.prepared: Tensor = OPERATIONS.product(weight.detach(), own_bias, scale, layout)
         """The product as compiled operations read it; it holds what it needs of the weights."""
         self.rows = rows
+        self.outputs = len(weight)
         self._narrow = result == torch.bfloat16
 
     def adapted(self, down: Tensor, up: Tensor) -> Compiled:
