@@ -133,9 +133,10 @@ class Run(Ended):
         let_go(self.folder, step)
 
     def kill(self, actor: str) -> None:
-        """The first of the actors that ``ps`` shows under this name."""
+        """The oldest of the actors that ``ps`` shows under this name: a newer one may not have
+        joined yet."""
         self.wait_for(lambda: self.actors(actor))  # one may be about to take the place of another
-        killed = self.actors(actor)[0]
+        killed = min(self.actors(actor), key=psutil.Process.create_time)
         killed.send_signal(signal.SIGKILL)
         psutil.wait_procs([killed], timeout=600)
 
