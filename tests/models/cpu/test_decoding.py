@@ -350,8 +350,7 @@ def test_keys_and_values_have_the_type_that_is_read_fastest(
 def test_steps_taken_together_are_those_taken_one_by_one(
     family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests end at their length or at a token of their own, start later than others, and leave
-    no memory for steps ahead."""
+    """Requests end at their length or at a token of their own, and start later than others."""
     model = CausalLM.load(save_model(tmp_path, family, **FAMILIES[family]), dtype=dtype)
     prompts = [[5 + (7 * i + 3 * j) % 250 for j in range(n)] for i, n in enumerate((1, 12, 33))]
     samplings = [

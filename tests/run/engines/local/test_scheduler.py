@@ -64,6 +64,22 @@ def test_one_prefill_has_a_limit_that_a_single_prompt_may_pass() -> None:
     assert [[r.id for r in scheduler.admit()[1]] for _ in range(3)] == [[0], [1, 2], [3]]
 
 
+def test_steps_ahead_have_room_and_end_with_the_first_request() -> None:
+    pool = of(2 + 4 * HEADROOM)
+    scheduler = Scheduler(pool, max_running=9, max_prefill_tokens=100)
+    scheduler.waiting.extend([request(0, new=200), request(1, new=12)])
+    _, started = scheduler.admit()
+    write(started)
+    assert scheduler.grow() == started
+    assert scheduler.ahead(16) == 11 and scheduler.ahead(4) == 4
+    assert all(len(r.span.blocks) == r.cached + 11 for r in started)
+    scheduler.release([started[1]])
+    pool.admit(pool.free - 3)
+    before = len(started[0].span.blocks)
+    assert scheduler.ahead(16) == 1 and len(started[0].span.blocks) == before
+    assert scheduler.ahead(before + 3) == before + 3
+
+
 def test_the_youngest_waits_where_memory_is_short_and_comes_first_again() -> None:
     scheduler = Scheduler(of(2 + 4 * HEADROOM), max_running=9, max_prefill_tokens=100)
     requests = [request(i, new=200) for i in range(4)]
